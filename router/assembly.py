@@ -188,7 +188,6 @@ class Router:
                 if store is not None:
                     await store.close()
             await self._context.offload.close()
-            self._context.grammars.close()
             self._context.stories.close()
 
     async def close(self) -> None:

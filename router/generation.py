@@ -36,6 +36,8 @@ class Generation:
     salt_tag: bytes = b""
     media: Sequence[Media] = ()
     """What the spans of `submit.media` stand for, in their order: the replica is to have it before."""
+    grammar_seconds: float = 0.0
+    """Of processor time that working out its grammar took, for which its tenant is charged."""
     is_awaited: bool = True
     """Whether a client waits for its first token: the time that its tenant is promised is for these."""
 

@@ -1,4 +1,4 @@
-"""How the C library gives memory back.
+"""How the C library gives memory back, and how much of it is in use.
 
 Owns one of its settings. Left to itself glibc learns from large blocks that were freed to keep the next
 ones: after a flood of bodies a router would keep hundreds of megabytes for good.
@@ -14,3 +14,22 @@ def return_large_blocks() -> bool:
     """Blocks from `LARGE_BYTES` on go back to the system when freed. False where the C library cannot."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and mallopt(M_MMAP_THRESHOLD, LARGE_BYTES) == 1
+
+
+class _Statistics(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def heap_bytes() -> int:
+    """What this process has allocated in C and not freed; 0 where the C library does not tell."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return 0
+    mallinfo.restype = _Statistics
+    found = mallinfo()
+    return int(found.uordblks + found.hblkhd)

@@ -18,12 +18,16 @@ class ConstraintFailed(Exception):
         self.code = code
 
 
+class ConstraintExhausted(Exception):
+    """The choice has come to where llguidance follows its grammar no further: its answer is cut off there."""
+
+
 class Constraint(Protocol):
     """Where one choice stands in its grammar, its resumed output included."""
 
     def is_ready(self) -> bool:
         """Whether it is known what may come next, as it is at any time after the first. Raises
-        ConstraintFailed.
+        ConstraintFailed and ConstraintExhausted.
         """
 
     def allowed(self) -> list[int]:
@@ -31,7 +35,7 @@ class Constraint(Protocol):
 
     def consume(self, token_id: int) -> bool:
         """Take the choice's next token: whether the answer is complete with it, since nothing can follow
-        but its end. Raises ConstraintFailed.
+        but its end. Raises ConstraintFailed, and ConstraintExhausted, with which it is not taken.
         """
 
     def end(self) -> None:

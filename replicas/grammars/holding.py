@@ -1,87 +1,80 @@
 """GrammarHolder: holds an engine's requests to their grammars, worked out in threads of its own.
 
-Owns the threads, the grammars that were worked out lately, the number of choices that are held to one, and
-how long a choice waits for its grammar. What it costs to work one out is bounded by llguidance's limits.
+Owns the threads and who has them, the number of choices that are held to a grammar, and how long each waits
+for it. What it costs to work one out is bounded by llguidance's limits, and by those
+of the router that has done so before.
 
-    begin ──▶ a thread: the vocabulary, once ─▶ the grammar, once for its namespace ─▶ a copy for each choice
+    begin ──▶ its tenant's turn ──▶ a thread: the vocabulary, once ─▶ the grammar, once for its namespace
+                                                                       └─▶ a copy for each choice
+
+Copies share the states of their grammar's automata, which are made as answers come to them: memory is a
+grammar's, and so is the number of states it may have (`memory.py`).
 """
 
 import logging
 import threading
-from collections import OrderedDict
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from replicas.engine import EngineRequest, RequestRefused
-from replicas.grammars.constraint import ConstraintFailed
+from replicas.grammars.constraint import ConstraintExhausted, ConstraintFailed
 from replicas.grammars.matcher import Masks, Matcher, compile_grammar, fill_masks
+from replicas.grammars.memory import GrammarMemory, SharedGrammar
 from replicas.grammars.vocabulary import NoVocabulary
+from replicas.process.fair_line import FairLine
 from replicas.protocol.frames import RefusalCode
 
 logger = logging.getLogger(__name__)
 
-NUM_THREADS = 2
+NUM_THREADS = 3
+"""Of which a tenant has two at most."""
 MAX_HELD = 1024
-"""Choices that are held to a grammar at once: 10 GiB at the very worst, and 100 MiB with usual grammars."""
-MAX_KEPT = 32
-"""Grammars that are kept for the next request with the same one."""
-
-
-class _Shared:
-    """One grammar of one namespace: worked out by the first thread that needs it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._matcher: LLMatcher | None = None
-        self._failure: ConstraintFailed | None = None
-
-    def copy(self, vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
-        """Raises ConstraintFailed."""
-        with self._lock:
-            if self._failure is not None:
-                raise ConstraintFailed(self._failure.message, self._failure.code)
-            if self._matcher is None:
-                try:
-                    self._matcher = compile_grammar(vocabulary, grammar)
-                except ConstraintFailed as failure:
-                    self._failure = failure
-                    raise
-            return self._matcher.deep_copy()
+"""Choices that are held to a grammar at once; of a tenant, half as many."""
 
 
 class HeldChoice:
     """The constraint of one choice, whose matcher a thread makes."""
 
-    def __init__(self, holder: "GrammarHolder", matcher: Future[Matcher], waits_until: float) -> None:
+    def __init__(self, holder: "GrammarHolder", request: EngineRequest, shared: SharedGrammar) -> None:
+        self.request = request
+        self.shared = shared
+        self.future: Future[Matcher] = Future()
+        self.cpu_seconds: Callable[[], float] = float
+        """That working out its grammar has taken so far."""
         self._holder = holder
-        self._future = matcher
-        self._waits_until = waits_until
+        self._waits_until = holder.clock() + holder.seconds
         self._has_ended = False
+
+    @property
+    def tenant(self) -> bytes:
+        return self.request.submit.tenant
 
     @property
     def matcher(self) -> Matcher:
         """Only of one that is ready."""
-        return self._future.result(timeout=0)
+        return self.future.result(timeout=0)
 
     def is_ready(self) -> bool:
-        if self._future.done():
+        """Only for what its grammar itself takes the request is to blame, and not for waiting."""
+        if self.future.done():
             self._check()
             return True
         if self._holder.clock() < self._waits_until:
             return False
-        if self._future.cancel():
-            raise ConstraintFailed("too many grammars wait to be worked out", RefusalCode.OVERLOADED)
-        raise ConstraintFailed(f"the grammar takes more than {self._holder.seconds:g} s to work out")
+        seconds = self._holder.seconds
+        if not self._holder.withdraw(self) and self.cpu_seconds() >= seconds / 2:
+            raise ConstraintFailed(f"the grammar takes more than {seconds:g} s to work out")
+        raise ConstraintFailed("too many grammars wait to be worked out", RefusalCode.OVERLOADED)
 
     def _check(self) -> None:
         try:
-            self._future.result(timeout=0)
-        except CancelledError:
-            raise ConstraintFailed("the engine ends", RefusalCode.DRAINING) from None
-        except ConstraintFailed:
+            self.future.result(timeout=0)
+        except (ConstraintFailed, ConstraintExhausted):
             raise
         except Exception as error:  # of this choice alone, whatever llguidance or a tokenizer has raised
             logger.exception("a grammar cannot be worked out")
@@ -92,13 +85,17 @@ class HeldChoice:
         return [int(token) for token in np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))]
 
     def consume(self, token_id: int) -> bool:
-        return self.matcher.consume(token_id)
+        self.shared.num_tokens += 1
+        try:
+            return self.matcher.consume(token_id)
+        except ConstraintExhausted:
+            self._holder.memory.exhausted(self.shared)
+            raise
 
     def end(self) -> None:
         if not self._has_ended:
             self._has_ended = True
-            self._future.cancel()
-            self._holder.num_held -= 1
+            self._holder.ends(self)
 
 
 class GrammarHolder:
@@ -116,32 +113,58 @@ class GrammarHolder:
     ) -> None:
         self.seconds = seconds
         self.clock = clock
+        self.memory = GrammarMemory()
         self.num_held = 0
+        self._num_held_of: Counter[bytes] = Counter()
         self._read_vocabulary = read_vocabulary
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocabulary: LLTokenizer | None = None
         self._vocabulary_lock = threading.Lock()
-        self._kept: OrderedDict[tuple[bytes, str], _Shared] = OrderedDict()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._line: FairLine[HeldChoice] = FairLine(num_places=NUM_THREADS, most_waiting=MAX_HELD)
+        self._line_lock = threading.Lock()
+        self._is_closed = False
         self._executor: LLExecutor | None = None
         self._has_news = threading.Event()
 
     def begin(self, request: EngineRequest) -> HeldChoice:
         """Raises RequestRefused."""
-        if self.num_held >= MAX_HELD:
+        tenant, sampling = request.submit.tenant, request.sampling
+        most_of_tenant = MAX_HELD // 2 if tenant else MAX_HELD
+        if self.num_held >= MAX_HELD or self._num_held_of[tenant] >= most_of_tenant:
             raise RequestRefused(
-                RefusalCode.OVERLOADED, f"{self.num_held} sequences are held to a grammar already"
+                RefusalCode.OVERLOADED,
+                f"{self.num_held} sequences are held to a grammar already, {self._num_held_of[tenant]} of"
+                " this tenant's",
+            )
+        shared = self.memory.take((request.submit.root, sampling.grammar), tenant, sampling.grammar_bytes)
+        if shared is None:
+            raise RequestRefused(
+                RefusalCode.OVERLOADED, "the grammars in use take as much memory as they may"
             )
         self.num_held += 1
-        # Tenants do not share what was worked out: how soon it is there would tell what others ask for.
-        key = (request.submit.root, request.sampling.grammar)
-        shared = self._kept.setdefault(key, _Shared())
-        self._kept.move_to_end(key)
-        while len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
-        future = self._threads.submit(self._work_out, request, shared)
-        future.add_done_callback(lambda done: self._has_news.set())
-        return HeldChoice(self, future, self.clock() + self.seconds)
+        self._num_held_of[tenant] += 1
+        choice = HeldChoice(self, request, shared)
+        with self._line_lock:
+            self._line.enter(tenant, choice)
+        self._call_next()
+        return choice
+
+    def withdraw(self, choice: HeldChoice) -> bool:
+        """It waits no more for a thread; False if it has one, or is done."""
+        if not choice.future.cancel():
+            return False
+        with self._line_lock:
+            self._line.leave(choice.tenant, choice)
+        return True
+
+    def ends(self, choice: HeldChoice) -> None:
+        self.withdraw(choice)
+        self.memory.give_back(choice.shared)
+        self.num_held -= 1
+        self._num_held_of[choice.tenant] -= 1
+        if not self._num_held_of[choice.tenant]:
+            del self._num_held_of[choice.tenant]
 
     def wait(self, seconds: float) -> None:
         if self._has_news.wait(seconds):
@@ -158,13 +181,48 @@ class GrammarHolder:
         return masks
 
     def close(self) -> None:
+        with self._line_lock:
+            self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _work_out(self, request: EngineRequest, shared: _Shared) -> Matcher:
-        sampling, num_output_tokens = request.sampling, request.submit.num_output_tokens
-        inner = shared.copy(self._tokens(), sampling.grammar)
-        output = request.token_ids[len(request.token_ids) - num_output_tokens :]
-        return Matcher(inner, sampling, self._eos_token_ids, output)
+    def _call_next(self) -> None:
+        with self._line_lock:
+            while not self._is_closed and (found := self._line.next()) is not None:
+                self._threads.submit(self._run, found[1])
+
+    def _run(self, choice: HeldChoice) -> None:
+        """In a thread."""
+        seconds = 0.0
+        if choice.future.set_running_or_notify_cancel():
+            try:
+                vocabulary = self._tokens()
+                began = time.thread_time()
+                choice.cpu_seconds = _seconds_of_this_thread()
+                matcher = self._work_out(choice, vocabulary)
+                seconds = time.thread_time() - began
+            except BaseException as error:
+                choice.future.set_exception(error)
+            else:
+                choice.future.set_result(matcher)
+            self._has_news.set()
+        with self._line_lock:
+            self._line.ends(choice.tenant, seconds)
+        self._call_next()
+
+    def _work_out(self, choice: HeldChoice, vocabulary: LLTokenizer) -> Matcher:
+        request, shared = choice.request, choice.shared
+        with shared.lock:
+            if shared.failure is not None:
+                raise ConstraintFailed(shared.failure.message, shared.failure.code)
+            if shared.matcher is None or shared.is_exhausted:
+                try:
+                    shared.matcher = compile_grammar(vocabulary, request.sampling.grammar)
+                except ConstraintFailed as failure:
+                    shared.failure = failure
+                    raise
+            inner: LLMatcher = shared.matcher.deep_copy()
+        output = request.token_ids[len(request.token_ids) - request.submit.num_output_tokens :]
+        return Matcher(inner, request.sampling, self._eos_token_ids, output)
 
     def _tokens(self) -> LLTokenizer:
         with self._vocabulary_lock:
@@ -174,3 +232,10 @@ class GrammarHolder:
                 except NoVocabulary as error:
                     raise ConstraintFailed(f"this model cannot be held to a grammar: {error}") from error
             return self._vocabulary
+
+
+def _seconds_of_this_thread() -> Callable[[], float]:
+    """How much processor time it will have taken from now on, for another thread to ask."""
+    clock = time.pthread_getcpuclockid(threading.get_ident())
+    began = time.clock_gettime(clock)
+    return lambda: time.clock_gettime(clock) - began

@@ -5,6 +5,7 @@ the grammar allows it, and before `min_tokens`, or at all with `ignore_eos`, onl
 nothing else.
 """
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,11 +13,14 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask_par
 
-from replicas.grammars.constraint import ConstraintFailed
+from replicas.grammars.constraint import ConstraintExhausted, ConstraintFailed
 from replicas.protocol.frames import SamplingParams
 from replicas.protocol.grammar_bounds import PARSER_LIMITS, why_not_followed
 
 LIMITS = LLParserLimits(**PARSER_LIMITS)  # type: ignore[arg-type]
+
+_FORBIDDEN = re.compile(r"doesn't satisfy the grammar|parser stopped")
+"""What llguidance says of a token that may not come. Whatever else it says is one of its limits."""
 
 Masks = npt.NDArray[np.int32]
 """A row for each choice: a bit for each token of the vocabulary, the lowest first."""
@@ -41,7 +45,8 @@ def reason(inner: LLMatcher) -> str:
 
 
 class Matcher:
-    """Takes the `output` that a resumed choice has already. Raises ConstraintFailed if it does not fit."""
+    """Takes the `output` that a resumed choice has already. Raises ConstraintFailed if it does not fit, and
+    ConstraintExhausted."""
 
     def __init__(
         self,
@@ -57,6 +62,8 @@ class Matcher:
         self._num_after_end = 0
         """Tokens that ended what could not go on, of which llguidance does not know."""
         if output and not inner.consume_tokens(list(output)):
+            if not _FORBIDDEN.search(inner.get_error()):
+                raise ConstraintExhausted
             raise ConstraintFailed(f"the output so far does not follow the grammar: {reason(inner)}")
 
     @property
@@ -65,13 +72,17 @@ class Matcher:
         return self.inner.is_stopped()
 
     def consume(self, token_id: int) -> bool:
-        """The next token; whether the answer is complete with it. Raises ConstraintFailed."""
-        self._num_output_tokens += 1
+        """The next token; whether the answer is complete with it. Raises ConstraintFailed for one that the
+        grammar forbids, and ConstraintExhausted."""
         if self.is_complete and not self.inner.is_error():
+            self._num_output_tokens += 1
             self._num_after_end += 1
             return True
         if not self.inner.consume_token(token_id) or self.inner.is_error():
-            raise ConstraintFailed(f"the grammar could not be followed further: {reason(self.inner)}")
+            if _FORBIDDEN.search(self.inner.get_error()):
+                raise ConstraintFailed(f"the grammar could not be followed further: {reason(self.inner)}")
+            raise ConstraintExhausted
+        self._num_output_tokens += 1
         return self.is_complete
 
     def rollback(self, num_tokens: int) -> None:

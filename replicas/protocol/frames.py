@@ -94,7 +94,8 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     router: the n-th output token of a choice depends on (seed, choice, n) alone, whatever else is in
     the batch, so a generation can be resumed elsewhere. `num_logprobs` None means no logprobs, 0 the
     chosen token's only. The output follows `grammar`, in llguidance's notation, and ends where it is
-    complete, whatever `min_tokens` and `ignore_eos` say; "" is none.
+    complete, whatever `min_tokens` and `ignore_eos` say; "" is none. `grammar_bytes` is the memory that
+    following it takes, as the router found when it worked it out; 0 is not known.
     """
 
     max_tokens: Uint32
@@ -112,6 +113,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     num_logprobs: Uint32 | None = None
     grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARACTERS)] = ""
+    grammar_bytes: NumBytes = 0
 
 
 class Submit(Struct, frozen=True, omit_defaults=True):

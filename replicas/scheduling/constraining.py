@@ -6,8 +6,8 @@ Owns which of them wait for their grammar, and what is said of those that cannot
 from collections.abc import Iterable
 
 from replicas.engine import EngineRequest, RequestRefused
-from replicas.grammars.constraint import Constraint, ConstraintFailed, Constraints
-from replicas.protocol.frames import FinishReason, Refusal, RefusalCode, RequestKey, TokenDelta
+from replicas.grammars.constraint import Constraint, ConstraintExhausted, ConstraintFailed, Constraints
+from replicas.protocol.frames import FinishReason, PromptUsage, Refusal, RefusalCode, RequestKey, TokenDelta
 from replicas.scheduling.request import Request
 
 
@@ -28,11 +28,15 @@ def take_unheld(waiting: Iterable[Request]) -> list[tuple[Request, TokenDelta]]:
             continue
         try:
             request.awaits_grammar = not request.constraint.is_ready()
-        except ConstraintFailed as failed:
-            unheld.append((request, failure(request.key, failed)))
+        except (ConstraintFailed, ConstraintExhausted) as failed:
+            unheld.append((request, last_delta(request.key, failed)))
     return unheld
 
 
-def failure(key: RequestKey, failed: ConstraintFailed) -> TokenDelta:
-    """The last delta of a request that cannot be held to its grammar, or no longer."""
+def last_delta(
+    key: RequestKey, failed: ConstraintFailed | ConstraintExhausted, usage: PromptUsage | None = None
+) -> TokenDelta:
+    """The last one of a request that cannot be held to its grammar, or no longer."""
+    if isinstance(failed, ConstraintExhausted):
+        return TokenDelta(key, finish_reason=FinishReason.LENGTH, usage=usage)
     return TokenDelta(key, finish_reason=FinishReason.ERROR, refusal=Refusal(failed.code, failed.message))

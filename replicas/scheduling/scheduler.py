@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from replicas.engine import EngineRequest, RequestRefused
-from replicas.grammars.constraint import ConstraintFailed, Constraints
+from replicas.grammars.constraint import ConstraintExhausted, ConstraintFailed, Constraints
 from replicas.protocol.frames import (
     FinishReason,
     LoadSnapshot,
@@ -28,7 +28,7 @@ from replicas.protocol.frames import (
     TokenDelta,
 )
 from replicas.scheduling.admission import AdmissionLimits, check_admission
-from replicas.scheduling.constraining import constrain, failure, take_unheld
+from replicas.scheduling.constraining import constrain, last_delta, take_unheld
 from replicas.scheduling.kvcache_manager import KVCacheManager
 from replicas.scheduling.lower_tiers import LowerTiers
 from replicas.scheduling.request import Chunk, Request, SampledToken
@@ -376,17 +376,18 @@ class Scheduler:
         insort(self._waiting, request, key=_rank)
 
     def _append(self, request: Request, sampled: SampledToken) -> TokenDelta:
+        is_first = len(request.token_ids) == request.num_submitted_tokens
+        usage = prompt_usage(request, self._manager.block_size) if is_first else None
         try:
             is_complete = request.constraint is not None and request.constraint.consume(sampled.token_id)
-        except ConstraintFailed as failed:
-            return failure(request.key, failed)
+        except (ConstraintFailed, ConstraintExhausted) as failed:
+            return last_delta(request.key, failed, usage)
         request.token_ids.append(sampled.token_id)
-        is_first = len(request.token_ids) == request.num_submitted_tokens + 1
         return TokenDelta(
             request.key,
             (sampled.token_id,),
             FinishReason.STOP if is_complete else self._finish_reason(request, sampled.token_id),
-            prompt_usage(request, self._manager.block_size) if is_first else None,
+            usage,
             None if sampled.logprobs is None else (sampled.logprobs,),
         )
 

@@ -60,7 +60,7 @@ from replicas.protocol.pulls import PullHint
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.protocol.ways import num_image_tokens_left
 from replicas.scheduling.admission import AdmissionLimits, check_admission
-from replicas.scheduling.constraining import failure
+from replicas.scheduling.constraining import last_delta
 from replicas.toy_model import checkpoint_directory
 from replicas.vllm_engine.adapters import LoraAdapter, read_adapters
 from replicas.vllm_engine.arguments import engine_arguments
@@ -386,7 +386,7 @@ class VllmEngine:
             if isinstance(outcome, HeldGrammar):
                 self._live[name].grammar = outcome
             else:
-                unheld.append(failure(self._live[name].request.key, outcome))
+                unheld.append(last_delta(self._live[name].request.key, outcome))
                 self._end(name)
         return unheld
 
@@ -470,7 +470,7 @@ class VllmEngine:
         finish_reason, refusal = _finish(completion.finish_reason)
         if live.grammar is not None and live.grammar.failure is not None:
             self._end(name)
-            return failure(live.request.key, live.grammar.failure)
+            return last_delta(live.request.key, live.grammar.failure, usage)
         if live.grammar is not None and live.grammar.is_complete:
             finish_reason = FinishReason.STOP
             self._end(name)

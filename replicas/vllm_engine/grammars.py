@@ -16,7 +16,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputBackend, Str
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from replicas.engine import EngineRequest
-from replicas.grammars.constraint import ConstraintFailed
+from replicas.grammars.constraint import ConstraintExhausted, ConstraintFailed
 from replicas.grammars.holding import GrammarHolder, HeldChoice
 
 
@@ -26,7 +26,7 @@ class HeldGrammar(StructuredOutputGrammar):  # type: ignore[misc]
     def __init__(self, holder: GrammarHolder, choice: HeldChoice) -> None:
         self._holder = holder
         self._choice = choice
-        self.failure: ConstraintFailed | None = None
+        self.failure: ConstraintFailed | ConstraintExhausted | None = None
         self.is_complete = False
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
@@ -34,7 +34,7 @@ class HeldGrammar(StructuredOutputGrammar):  # type: ignore[misc]
         try:
             for token in tokens:
                 self.is_complete = self._choice.consume(token)
-        except ConstraintFailed as failed:
+        except (ConstraintFailed, ConstraintExhausted) as failed:
             self.failure = failed
         return self.failure is None
 
@@ -95,13 +95,13 @@ class HeldRequests:
     def forget(self, name: str) -> None:
         self._waiting.pop(name, None)
 
-    def settle(self) -> Iterator[tuple[str, HeldGrammar | ConstraintFailed]]:
+    def settle(self) -> Iterator[tuple[str, HeldGrammar | ConstraintFailed | ConstraintExhausted]]:
         """What became of those whose grammar has been worked out."""
         for name, (choice, inner) in list(self._waiting.items()):
             try:
                 if not choice.is_ready():
                     continue
-            except ConstraintFailed as failed:
+            except (ConstraintFailed, ConstraintExhausted) as failed:
                 del self._waiting[name]
                 yield name, failed
             else:

@@ -1,16 +1,16 @@
 """Whether llguidance can follow a grammar, found before any replica is asked.
 
 Owns the vocabulary that stands in for a model's: one token for each byte. What a schema or regular expression
-of a client may cost is bounded by the limits that engines have, too: the worst known takes two seconds and
-100 MiB for a moment. llguidance lets other threads run meanwhile, so nobody waits for it but who calls it in
-a thread of its own.
+of a client may cost is bounded by the limits that engines have, too, but for some: divisors, patterns that
+must all match and names by pattern can take any time and memory. Who calls this for a client sees to that
+with a process that may be ended.
 """
 
 import functools
 import json
 import re
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
@@ -18,6 +18,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from replicas.protocol.grammar_bounds import MAX_GRAMMAR_CHARACTERS, PARSER_LIMITS, why_not_followed
 from router.answers.grammars import TOOL_PARAMETER
 from router.errors import InvalidRequest
+from router.memory import heap_bytes
 
 _LIMITS = LLParserLimits(**PARSER_LIMITS)  # type: ignore[arg-type]
 MAX_GRAMMAR_TEXT_CHARACTERS = 64 * 1024
@@ -30,6 +31,29 @@ _BRACKET = re.compile(r"[()\[\]]")
 _JSON_RULE = re.compile(r"%\s*json\b")
 _NUM_BYTES = 256
 
+MAX_TRIAL_TOKENS = 8
+"""Of an answer that is begun to see whether the grammar can be followed beyond its first token, without those
+that must come."""
+
+FEW_STATES_BYTES = 4 << 20
+MANY_STATES_BYTES = 48 << 20
+"""What answers add to a grammar in memory, at most; many where something in it counts or is a pattern."""
+_COUNTS = re.compile(
+    r'"(?:minLength|maxLength|pattern|patternProperties|format|multipleOf|(?:exclusiveM|m)(?:in|ax)imum)"'
+)
+
+
+class FollowedGrammar(NamedTuple):
+    """`num_bytes` is the memory that following it takes: as measured when built, and what answers may add."""
+
+    text: str
+    num_bytes: int
+
+
+class _Trial(NamedTuple):
+    problem: str | None
+    num_bytes: int = 0
+
 
 def checked_grammar(
     grammar: str,
@@ -37,32 +61,38 @@ def checked_grammar(
     parameter: str | None,
     special_tokens: Collection[str] = (),
     tool_parameter: str = TOOL_PARAMETER,
-) -> str:
+) -> FollowedGrammar:
     """What `grammar_for` made, as it can be followed. Blocks for as long as a grammar takes to work out.
 
     The arguments of a tool that is not strict are any object where its schema cannot be followed. Raises
     InvalidRequest where that is so of anything else, with `parameter` for what the text must be.
     """
     if not grammar:
-        return ""
+        return FollowedGrammar("", 0)
     vocabulary = byte_vocabulary(tuple(sorted(special_tokens)))
     parts: list[dict[str, Any]] = json.loads(grammar)["grammars"]
     for part in parts[1:]:
         if "lark_grammar" in part:
             part["lark_grammar"] = _in_lark(part["lark_grammar"], parameter)
     grammar = json.dumps({"grammars": parts}, ensure_ascii=False)
-    problem = _problem(grammar, vocabulary)
-    if problem is not None:
+    trial = _tried(grammar, vocabulary)
+    if trial.problem is not None:
         grammar = _loosened(parts, vocabulary, parameter, tool_parameter)
-        problem = _problem(grammar, vocabulary)
-    if problem is not None:
-        raise InvalidRequest(f"the answer cannot be held to this: {problem}", parameter=parameter)
+        trial = _tried(grammar, vocabulary)
+    if trial.problem is not None:
+        raise InvalidRequest(f"the answer cannot be held to this: {trial.problem}", parameter=parameter)
     if len(grammar) > MAX_GRAMMAR_CHARACTERS:
         raise InvalidRequest(
             f"the schemas have {len(grammar)} characters together, and may have {MAX_GRAMMAR_CHARACTERS}",
             parameter=parameter,
         )
-    return grammar
+    return FollowedGrammar(grammar, trial.num_bytes + _growth(json.loads(grammar)["grammars"][1:]))
+
+
+def _growth(parts: Sequence[dict[str, Any]]) -> int:
+    """llguidance makes the states of its automata as answers come to them."""
+    has_many = any("lark_grammar" in part or _COUNTS.search(json.dumps(part)) for part in parts)
+    return MANY_STATES_BYTES if has_many else FEW_STATES_BYTES
 
 
 def _in_lark(text: str, parameter: str | None) -> str:
@@ -107,7 +137,7 @@ def _loosened(
     kept = [parts[0]]
     for part in parts[1:]:
         name: str = part["name"]
-        problem = _problem(json.dumps({"grammars": [part]}, ensure_ascii=False), vocabulary)
+        problem = _tried(json.dumps({"grammars": [part]}, ensure_ascii=False), vocabulary).problem
         if name == "text":
             if problem is not None:
                 raise InvalidRequest(f"the answer cannot be held to this: {problem}", parameter=parameter)
@@ -128,12 +158,33 @@ def _loosened(
     return json.dumps({"grammars": kept}, ensure_ascii=False)
 
 
-def _problem(grammar: str, vocabulary: LLTokenizer) -> str | None:
-    """Why llguidance cannot follow it; also found by looking at what may come first."""
+def _tried(grammar: str, vocabulary: LLTokenizer) -> _Trial:
+    """Why llguidance cannot follow it, if so: found by beginning an answer."""
+    before = heap_bytes()
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    return why_not_followed(matcher.get_error()) if matcher.is_error() else None
+    for _ in range(MAX_TRIAL_TOKENS):
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        token = _next_of(matcher.compute_bitmask(), vocabulary.vocab_size)
+        if token is None or matcher.is_error() or not matcher.consume_token(token):
+            break
+        matcher.consume_tokens(matcher.compute_ff_tokens())
+    if matcher.is_error():
+        return _Trial(why_not_followed(matcher.get_error()))
+    return _Trial(None, max(0, heap_bytes() - before))
+
+
+def _next_of(mask: bytes, vocab_size: int) -> int | None:
+    """Of the tokens that may come next one that leads on: a mark, else what opens something in JSON."""
+    allowed = int.from_bytes(mask, "little") & (1 << vocab_size) - 1
+    marks = allowed >> (_NUM_BYTES + 1)
+    if marks:
+        return _NUM_BYTES + 1 + (marks & -marks).bit_length() - 1
+    for byte in b'{["':
+        if allowed >> byte & 1:
+            return byte
+    texts = allowed & (1 << _NUM_BYTES) - 1
+    return (texts & -texts).bit_length() - 1 if texts else None
 
 
 class _Bytes:

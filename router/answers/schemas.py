@@ -27,6 +27,8 @@ MAX_ARRAY_ENTRIES = 2_000
 """A larger `maxItems` is taken for this many."""
 MAX_COUNTED_ENTRIES = 10_000
 """All `minItems` and `maxItems` together."""
+MAX_LEAST_CHARACTERS = 5_000
+"""Of a string, by `minLength`: llguidance follows no string that is counted much further."""
 
 _ENFORCED_FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
 _REMARKS = frozenset(("$comment", "description", "title"))
@@ -92,6 +94,10 @@ class _Reader:
         for keyword, value in schema.items():
             if keyword in ("minItems", "maxItems"):
                 value = self._entries(keyword, value)
+            elif keyword == "minLength" and isinstance(value, int | float) and value > MAX_LEAST_CHARACTERS:
+                raise self.too_much(
+                    f"asks for {value} characters of a string; at most are {MAX_LEAST_CHARACTERS}"
+                )
             elif keyword == "$ref" and isinstance(value, str):
                 self._references.add(value)
             if _counts(keyword, value):

@@ -158,6 +158,7 @@ def make_prompt(
     first_index: int = 0,
     num_stable_tokens: int | None = None,
     images: Sequence[PromptImage] = (),
+    grammar_seconds: float = 0.0,
 ) -> Prompt:
     """Everything that routing, engine and answer need of one prompt of the request. `packed_tokens` are the
     token ids, if they have been packed already. `images` are in the order of their tokens."""
@@ -197,6 +198,7 @@ def make_prompt(
         prompt_cache_key=key,
         timeout_seconds=request.timeout,
         salt_tag=salt_tag(request.cache_salt),
+        grammar_seconds=grammar_seconds,
         media=[
             Media(span.content_hash, each.content, each.path)
             for span, each in zip(spans, images, strict=True)

@@ -12,7 +12,7 @@ from typing import Any
 from replicas.protocol.blocks import pack_token_ids
 from router.answers.formats import starts_in_reasoning
 from router.api.chat_request import ChatRequest, KeepThrough
-from router.api.prepared import EncodedHistory, EncodedPrompt
+from router.api.prepared import ANY_TEXT, CheckedGrammar, EncodedHistory, EncodedPrompt
 from router.api.sampling import check_text_length, context_exceeded, most_tokens, too_many_tokens
 from router.errors import InvalidRequest
 from router.explain.outline import PromptOutline, outline_of
@@ -131,7 +131,7 @@ def encoded_prompt(
     shown: Shown,
     kept: list[int],
     *,
-    grammar: str = "",
+    grammar: CheckedGrammar = ANY_TEXT,
     history: EncodedHistory | None = None,
 ) -> EncodedPrompt:
     """The tokens of it that are `kept`, with what is known of places in them, what the answer is held to, and

@@ -103,7 +103,7 @@ async def _encode(context: ApiContext, kind: str, asked: Asked) -> _Read:
             chat,
             shown,
             kept,
-            grammar=await context.grammars.checked(wished, (namespace, salt)) if wished.text else "",
+            grammar=await context.grammars.checked(wished, (namespace, salt), asked.caller.tenant.name),
             history=encoded_history(request) if context.history.is_on else None,
         )
     return _Read(request, encoded, kept, partial(encoded_tail, model, chat))
@@ -144,6 +144,7 @@ def _answer(
         keeps=encoded.keeps,
         num_stable_tokens=encoded.num_stable_tokens,
         images=encoded.images,
+        grammar_seconds=encoded.grammar.seconds,
     )
     prompt.turn, prompt.outline = turn, encoded.outline
     writer = new_writer(Chat(context, request, model, prompt))

@@ -123,8 +123,7 @@ class ApiContext:
     """Of the conversations that were answered here."""
     offload: Offload = field(init=False)
     """Where bodies are prepared that would hold others up; to be closed with the router."""
-    grammars: GrammarChecks = field(default_factory=GrammarChecks)
-    """To be closed with the router."""
+    grammars: GrammarChecks = field(init=False)
     witness: Witness = field(init=False)
     """Finds why prompts were not read from cache."""
     stories: Stories = field(init=False)
@@ -169,6 +168,7 @@ class ApiContext:
         )
         self.metrics.watch(lambda parts: parts.read_offload(self.offload.statistics()))
         self.unknown_fields = UnknownFields(self.metrics.count_unknown_fields)
+        self.grammars = GrammarChecks(self.offload.work_out)
         self.in_flight = InFlight(self.config.max_in_flight, address_share=self.config.address_share)
         self.admission = Admission(
             max_sequences=self.config.max_sequences, max_tokens=self.config.max_tokens_in_flight

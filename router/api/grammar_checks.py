@@ -1,21 +1,26 @@
 """GrammarChecks: what answers are to be held to, checked beside the event loop, and remembered.
 
-Owns how many grammars are worked out at once, how many wait for that, and which are known. A check takes
-milliseconds, for the worst that a client can ask a second or two; others wait for it only when many such come
-at once.
+Owns how many grammars are worked out at once and for whom, how many wait for that and how long, and which are
+known. A check takes milliseconds, for the worst that a client can ask seconds: each tenant's wait for its own
+(`replicas/process/fair_line.py`). Where it is worked out is given.
 """
 
 import asyncio
+import time
 from collections import OrderedDict
-from collections.abc import Hashable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
+import msgspec
+
+from replicas.process.fair_line import FairLine
 from router.answers.formats import AnswerFormat
 from router.answers.grammar_check import checked_grammar
 from router.answers.grammars import grammar_for
 from router.answers.wishes import OutputFormat, ToolChoice, ToolMode
 from router.api.chat_request import ChatRequest
+from router.api.prepared import ANY_TEXT, CheckedGrammar
 from router.errors import RouterBusy
 from router.prompt.engines import TooMuchWork
 from router.prompt.text_model import TextModel
@@ -23,8 +28,11 @@ from router.prompt.text_model import TextModel
 MAX_CHARACTERS = 64 * 1024
 """Of a grammar that is checked here. Longer ones come with large bodies, and are checked where those are."""
 
-NUM_THREADS = 2
+NUM_PLACES = 3
+"""Of which a tenant has two at most."""
 MAX_WAITING = 64
+WAIT_SECONDS = 30.0
+RETRY_SECONDS = 2.0
 MAX_KNOWN = 128
 
 
@@ -36,14 +44,18 @@ class WishedGrammar(NamedTuple):
     tool_parameter: str = ""
     special_tokens: tuple[str, ...] = ()
 
-    def checked(self) -> str:
+    def checked(self) -> CheckedGrammar:
         """Blocks while it is worked out. Raises InvalidRequest."""
-        return checked_grammar(
+        if not self.text:
+            return ANY_TEXT
+        started = time.thread_time()
+        followed = checked_grammar(
             self.text,
             parameter=self.parameter,
             special_tokens=self.special_tokens,
             tool_parameter=self.tool_parameter,
         )
+        return CheckedGrammar(followed.text, followed.num_bytes, time.thread_time() - started)
 
 
 NO_GRAMMAR = WishedGrammar("")
@@ -76,41 +88,100 @@ def text_grammar(wished: OutputFormat | None) -> WishedGrammar:
     return WishedGrammar(text, wished.parameter)
 
 
-class GrammarChecks:
-    """To be closed with the router."""
+class _Waiting:
+    """For a place. `called` is set with one that is already counted as this one's, or with `is_lost`."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
-        self._known: OrderedDict[tuple[WishedGrammar, Hashable], str] = OrderedDict()
-        self._num_waiting = 0
+        self.called = asyncio.Event()
+        self.is_lost = False
 
-    async def checked(self, wished: WishedGrammar, owner: Hashable = None) -> str:
+
+class GrammarChecks:
+    """`work_out` does it elsewhere, and raises InvalidRequest and RouterBusy."""
+
+    def __init__(
+        self,
+        work_out: Callable[[WishedGrammar], Awaitable[CheckedGrammar]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._work_out = work_out
+        self._clock = clock
+        self._line: FairLine[_Waiting] = FairLine(num_places=NUM_PLACES, most_waiting=MAX_WAITING)
+        self._known: OrderedDict[tuple[WishedGrammar, Hashable], CheckedGrammar] = OrderedDict()
+
+    async def checked(
+        self, wished: WishedGrammar, owner: Hashable = None, tenant: str = ""
+    ) -> CheckedGrammar:
         """Each owner's are remembered apart: how soon it is checked would tell others that it was asked for
         before. Raises InvalidRequest for what cannot be followed, RouterBusy, and TooMuchWork for what is to
         be checked elsewhere."""
         if not wished.text:
-            return ""
+            return ANY_TEXT
         key = (wished, owner)
-        known = self._known.get(key)
+        known = self._find(key)
         if known is not None:
-            self._known.move_to_end(key)
             return known
         if len(wished.text) > MAX_CHARACTERS:
             raise TooMuchWork
-        if self._num_waiting >= MAX_WAITING:
-            raise RouterBusy("Too many schemas and grammars are being worked out. Please try again.")
-        self._num_waiting += 1
-        try:
-            grammar = await asyncio.get_running_loop().run_in_executor(self._threads, wished.checked)
-        finally:
-            self._num_waiting -= 1
-        self._known[key] = grammar
+        async with self._place(tenant):
+            known = self._find(key)  # the same one may have been before it in the line
+            if known is not None:
+                return known
+            grammar = await self._work_out(wished)
+        self._known[key] = msgspec.structs.replace(grammar, seconds=0.0)
         while len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
         return grammar
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    def _find(self, key: tuple[WishedGrammar, Hashable]) -> CheckedGrammar | None:
+        known = self._known.get(key)
+        if known is not None:
+            self._known.move_to_end(key)
+        return known
+
+    @asynccontextmanager
+    async def _place(self, tenant: str) -> AsyncIterator[None]:
+        """Raises RouterBusy."""
+        await self._wait_for_place(tenant)
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self._give_back(tenant, self._clock() - started)
+
+    async def _wait_for_place(self, tenant: str) -> None:
+        waiting = _Waiting()
+        lost = self._line.enter(tenant, waiting)
+        if lost is not None:
+            lost.is_lost = True
+            lost.called.set()
+        self._call_next()
+        try:
+            async with asyncio.timeout(WAIT_SECONDS):
+                await waiting.called.wait()
+        except BaseException as error:
+            if not self._line.leave(tenant, waiting) and not waiting.is_lost:
+                self._give_back(tenant, 0.0)
+            if isinstance(error, TimeoutError):
+                raise _busy() from error
+            raise
+        if waiting.is_lost:
+            raise _busy()
+
+    def _give_back(self, tenant: str, seconds: float) -> None:
+        self._line.ends(tenant, seconds)
+        self._call_next()
+
+    def _call_next(self) -> None:
+        while (found := self._line.next()) is not None:
+            found[1].called.set()
+
+
+def _busy() -> RouterBusy:
+    return RouterBusy(
+        "Too many schemas and grammars are being worked out. Please try again.",
+        retry_after_seconds=RETRY_SECONDS,
+    )
 
 
 def _special_tokens(model: TextModel) -> tuple[str, ...]:

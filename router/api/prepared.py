@@ -25,6 +25,10 @@ class Bounds(msgspec.Struct, frozen=True):
     seconds: float = 60.0
     num_bytes: int = 384 * 2**20
 
+    def of_grammar(self) -> "Bounds":
+        """The worst that can be followed takes two seconds and 100 MiB."""
+        return Bounds(self.cpu_seconds / 2, self.seconds, self.num_bytes // 2)
+
     def __str__(self) -> str:
         return f"{self.cpu_seconds:g} s of processor time or {self.num_bytes // 2**20} MiB of memory"
 
@@ -71,6 +75,18 @@ class EncodedHistory(msgspec.Struct, frozen=True):
     answers: list[int] = []
 
 
+class CheckedGrammar(msgspec.Struct, frozen=True, tag=True):
+    """What an answer is held to, "" for nothing: the memory that following it takes, and the processor time
+    that working it out took for this request."""
+
+    text: str = ""
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+ANY_TEXT = CheckedGrammar()
+
+
 class EncodedPrompt(msgspec.Struct, frozen=True):
     """`echo` is the prompt's text, where the answer is to begin with it. `keeps` are the wishes that the
     prompt's beginning stay cached, `grammar` is what the answer is held to. `history` is there if the
@@ -81,7 +97,7 @@ class EncodedPrompt(msgspec.Struct, frozen=True):
     num_stable_tokens: int | None = None
     keeps: list[Keep] = []
     starts_in_reasoning: bool = False
-    grammar: str = ""
+    grammar: CheckedGrammar = ANY_TEXT
     history: EncodedHistory | None = None
     outline: PromptOutline | None = None
     images: list[PromptImage] = []
@@ -145,3 +161,5 @@ class CrashedJob(msgspec.Struct, frozen=True, tag=True):
 
 
 Outcome = PreparedRequest | WrittenAnswer | RefusedRequest | CrashedJob
+
+GrammarOutcome = CheckedGrammar | RefusedRequest | CrashedJob

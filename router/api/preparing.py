@@ -30,6 +30,7 @@ from router.api.openai.completion_prompt import (
 )
 from router.api.openai.structured_outputs import output_format_of, without_formats
 from router.api.prepared import (
+    CheckedGrammar,
     EncodedHistory,
     EncodedPrompt,
     Job,
@@ -107,7 +108,7 @@ def _completion(job: Job, models: TextModels, body: bytes) -> Outcome:
 
 
 def _encoded(
-    model: TextModel, request: CompletionRequest, prompt: str | list[Any], grammar: str
+    model: TextModel, request: CompletionRequest, prompt: str | list[Any], grammar: CheckedGrammar
 ) -> EncodedPrompt:
     check_prompt(model, request, prompt)
     if isinstance(prompt, str):

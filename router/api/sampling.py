@@ -13,6 +13,7 @@ from replicas.protocol.frames import SamplingParams
 from router.api.field_table import FieldTable
 from router.api.json_body import check_range, check_salt, check_timeout, unsupported
 from router.api.openai.caching import PromptCacheOptions, check_caching
+from router.api.prepared import ANY_TEXT, CheckedGrammar
 from router.errors import ContextLengthExceeded, Excess, InvalidRequest
 from router.prompt.text_model import TextModel
 
@@ -217,7 +218,7 @@ def sampling_params(
     num_logprobs: int | None,
     seed: int,
     prompt_parameter: str,
-    grammar: str = "",
+    grammar: CheckedGrammar = ANY_TEXT,
 ) -> SamplingParams:
     """Raises ContextLengthExceeded if prompt and answer do not fit."""
     max_tokens = _max_tokens(model.card.context_length, num_prompt_tokens, max_tokens, prompt_parameter)
@@ -242,7 +243,8 @@ def sampling_params(
         stop_token_ids=rules.stop_token_ids,
         ignore_eos=bool(request.ignore_eos),
         num_logprobs=num_logprobs,
-        grammar=grammar,
+        grammar=grammar.text,
+        grammar_bytes=grammar.num_bytes,
     )
 
 

@@ -199,6 +199,7 @@ class Placement:
             generation.submit.priority,
             self._deadline,
             BYTES_PER_TOKEN * len(generation.token_ids),
+            generation.grammar_seconds if self.charge is None else 0.0,
         )
 
     def wait(self, obstacle: Obstacle) -> float:

@@ -1,4 +1,4 @@
-"""Offload: large bodies are prepared beside the event loop, a few at a time.
+"""Offload: large bodies are prepared, and grammars worked out, beside the event loop.
 
 Owns the process that does it (`offload_process.py`). `PLACES` bodies are worked on, `MOST_WAITING` wait, for
 `WAIT_SECONDS` at most, in a line that no address fills (`offload_queue.py`).
@@ -10,14 +10,27 @@ import asyncio
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 
 import msgspec
 
 from replicas.protocol.status import TokenizerBundle
-from router.api.prepared import Bounds, CrashedJob, Digest, Job, ModelWindow, Outcome, RefusedRequest
+from router.api.grammar_checks import WishedGrammar
+from router.api.prepared import (
+    Bounds,
+    CheckedGrammar,
+    CrashedJob,
+    Digest,
+    GrammarOutcome,
+    Job,
+    ModelWindow,
+    Outcome,
+    RefusedRequest,
+)
 from router.errors import InvalidRequest, RouterBusy
 from router.large_bodies.offload_process import (
+    GRAMMAR,
     LENGTH,
     LOAD,
     PREPARE,
@@ -95,6 +108,38 @@ class Offload:
                 raise outcome.error()
             case CrashedJob():
                 raise RuntimeError(f"a request body could not be prepared:\n{outcome.traceback}")
+        return outcome
+
+    async def work_out(self, wished: WishedGrammar) -> CheckedGrammar:
+        """Raises InvalidRequest for what cannot be followed or takes more than it may, and RouterBusy. How
+        many do so at once the caller sees to."""
+        async with self._starting:
+            if not self._is_running():
+                self._forget()
+                await self._start()
+        began = time.monotonic()
+        try:
+            answer = await self._ask(GRAMMAR, msgspec.msgpack.encode(wished))
+        except _Hung as error:
+            bounds = self._bounds.of_grammar()
+            is_dead = not self._is_running()
+            if is_dead:
+                self._forget()
+            if is_dead or time.monotonic() - began >= bounds.seconds:  # for want of processor time
+                raise RouterBusy(
+                    "The schema or grammar could not be worked out in time. Please try again.",
+                    retry_after_seconds=RETRY_SECONDS,
+                ) from error
+            raise InvalidRequest(
+                f"the answer cannot be held to this: working it out takes more than {bounds}",
+                parameter=wished.parameter or None,
+            ) from error
+        outcome: GrammarOutcome = msgspec.msgpack.decode(answer, type=GrammarOutcome)
+        match outcome:
+            case RefusedRequest():
+                raise outcome.error()
+            case CrashedJob():
+                raise RuntimeError(f"a grammar could not be worked out:\n{outcome.traceback}")
         return outcome
 
     async def try_out(self, digest: bytes, bundle: TokenizerBundle) -> TemplateVerdict:

@@ -1,4 +1,4 @@
-"""The process beside a router that prepares large bodies, each in a child of its own.
+"""The process beside a router that prepares large bodies and works out grammars, each in a child of its own.
 
 Owns a copy of every model's tokenizer and template, which its children share, and the bounds that a child
 works under: processor time, time, memory. What happens to one child harms no other. It ends when its router
@@ -26,14 +26,24 @@ import msgspec
 
 from replicas.protocol.status import TokenizerBundle
 from router.answers.formats import AnswerFormat, answer_format
-from router.api.prepared import Bounds, CrashedJob, Digest, Job, ModelWindow, Outcome
+from router.api.grammar_checks import WishedGrammar
+from router.api.prepared import (
+    Bounds,
+    CrashedJob,
+    Digest,
+    GrammarOutcome,
+    Job,
+    ModelWindow,
+    Outcome,
+    RefusedRequest,
+)
 from router.api.preparing import prepare
-from router.errors import UnknownModel
+from router.errors import InvalidRequest, UnknownModel
 from router.prompt.quoting import Quoter
 from router.prompt.template import ChatTemplate, TemplateVerdict
 from router.prompt.tokenizer import Tokenizer, TokenizerError
 
-LOAD, PREPARE = b"L", b"P"
+LOAD, PREPARE, GRAMMAR = b"L", b"P", b"G"
 
 NICENESS = 5
 """The router's own streams come first."""
@@ -96,23 +106,16 @@ class _Preparer:
                 return
             with socket.socket(fileno=handles[0]) as peer, suppress(OSError, EOFError):
                 if kind == PREPARE:
-                    self._fork(peer, lambda: self._prepare(peer), control)
+                    self._fork(peer, lambda: self._prepare(peer), control, self._bounds)
+                elif kind == GRAMMAR:
+                    self._fork(peer, lambda: _work_out(peer), control, self._bounds.of_grammar())
                 else:
                     self._load(peer, control)
 
     def _prepare(self, peer: socket.socket) -> None:
         job = msgspec.msgpack.decode(receive(peer), type=Job)
         body = receive(peer)
-        _end_when_left(peer, True)
-        outcome: Outcome
-        try:
-            outcome = prepare(job, _Names(job.models, self._text_sides), body)
-        except MemoryError:
-            raise
-        except Exception:  # the outermost frame of a job
-            outcome = CrashedJob(traceback.format_exc())
-        _end_when_left(peer, False)  # from here on it is also told that there is room to write
-        send(peer, msgspec.msgpack.encode(outcome))
+        _answer(peer, lambda: prepare(job, _Names(job.models, self._text_sides), body))
 
     def _load(self, peer: socket.socket, control: socket.socket) -> None:
         """Answers with a Verdict. The template is tried out by a child, and never run here."""
@@ -121,7 +124,7 @@ class _Preparer:
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
-                self._fork(theirs, lambda: _try_out(theirs, bundle), control)
+                self._fork(theirs, lambda: _try_out(theirs, bundle), control, self._bounds)
             try:
                 answer = receive(ours)
             except (OSError, EOFError):
@@ -137,14 +140,16 @@ class _Preparer:
             self._text_sides[load.digest] = _TextSide(tokenizer, template, quoter, marks)
         send(peer, answer)
 
-    def _fork(self, peer: socket.socket, work: Callable[[], None], control: socket.socket) -> None:
+    def _fork(
+        self, peer: socket.socket, work: Callable[[], None], control: socket.socket, bounds: Bounds
+    ) -> None:
         if os.fork() != 0:
             return
         status = 1
         try:
             control.close()
             gc.disable()  # it would walk millions of values of a body that is forgotten at once
-            _keep_to(self._bounds)
+            _keep_to(bounds)
             work()
             status = 0
         except (OSError, EOFError, MemoryError):  # the router has hung up, or a bound is reached
@@ -158,6 +163,33 @@ _NEVER_ENDS = (
     "this model's chat template takes more than {bounds} for a few short conversations, if it ends at all;"
     " use /v1/completions, or mend the checkpoint's chat_template and restart its replicas"
 )
+
+
+def _work_out(peer: socket.socket) -> None:
+    wished = msgspec.msgpack.decode(receive(peer), type=WishedGrammar)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where llguidance says that its memory is over
+
+    def outcome() -> GrammarOutcome:
+        try:
+            return wished.checked()
+        except InvalidRequest as error:
+            return RefusedRequest.of(error)
+
+    _answer(peer, outcome)
+
+
+def _answer(peer: socket.socket, work: Callable[[], Outcome | GrammarOutcome]) -> None:
+    """What comes of the work, unless the router hangs up meanwhile."""
+    _end_when_left(peer, True)
+    outcome: Outcome | GrammarOutcome
+    try:
+        outcome = work()
+    except MemoryError:
+        raise
+    except Exception:  # the outermost frame of a job
+        outcome = CrashedJob(traceback.format_exc())
+    _end_when_left(peer, False)  # from here on it is also told that there is room to write
+    send(peer, msgspec.msgpack.encode(outcome))
 
 
 def _try_out(peer: socket.socket, bundle: TokenizerBundle) -> None:

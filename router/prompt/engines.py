@@ -58,7 +58,6 @@ class FastEngine:
             trim_blocks=True,
             lstrip_blocks=True,
             filters={"tojson": self._to_safe_json},
-            tests={"iterable": _is_iterable},
             globals={
                 "strftime_now": lambda pattern: clock().strftime(pattern),
                 "raise_exception": _raise_plainly,
@@ -224,11 +223,6 @@ def _to_json(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-
-
-def _is_iterable(value: Any) -> bool:
-    """As the reference has it: nothing is not. Templates ask it of tools that there are not."""
-    return hasattr(value, "__iter__")
 
 
 def _valid(text: str) -> str:

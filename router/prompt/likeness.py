@@ -28,7 +28,6 @@ UNLIKE_METHODS = frozenset(
 _SEPARATORS = "\x1c\x1d\x1e\x1f"
 """Python strips them as blanks and splits at them."""
 
-_DICT_METHODS = frozenset(name for name in dir(dict) if not name.startswith("_"))
 _SPLITTING_METHODS = frozenset(("rsplit", "split"))
 _BLANK_METHODS = frozenset(("lstrip", "rstrip", "strip"))
 _LISTING_FILTERS = frozenset("dictsort items list map reject rejectattr reverse select selectattr".split())
@@ -43,11 +42,8 @@ def is_like(tree: jinja2.nodes.Template) -> bool:
     """Whether the template has nothing that the engines are known to treat differently."""
     if not LIKE_FILTERS.issuperset(_filters(tree)):
         return False
-    called = {id(call.node) for call in tree.find_all(jinja2.nodes.Call)}
-    for used in tree.find_all(jinja2.nodes.Getattr):
-        # `a.items` is a method to the reference, even where there is a key of that name.
-        if used.attr in (UNLIKE_METHODS if id(used) in called else _DICT_METHODS):
-            return False
+    if any(used.attr in UNLIKE_METHODS for used in tree.find_all(jinja2.nodes.Getattr)):
+        return False
     if _calls_without_arguments(tree, _SPLITTING_METHODS) or any(map(_is_list, _printed(tree))):
         return False
     # Fractions that the template makes itself reach texts whatever a request has.

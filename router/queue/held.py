@@ -30,7 +30,8 @@ class QueueRules:
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """A request, as far as its way to a replica goes. `deadline` is when its first token is too late."""
+    """A request, as far as its way to a replica goes. `deadline` is when its first token is too late.
+    `other_seconds` of work beside its prompt are charged as it goes."""
 
     model: str
     tenant: str
@@ -41,6 +42,7 @@ class Asking:
     priority: int = 0
     deadline: float | None = None
     num_bytes: int = 0
+    other_seconds: float = 0.0
 
 
 class Held(Waiter):

@@ -116,8 +116,11 @@ class Holding:
         num_tokens, replica_id = asking.request.num_tokens, routed.decision.replica_id
         num_cached = routed.decision.overlap_tokens
         prompt_seconds = self._room.prompt_seconds(replica_id, asking.request, num_tokens - num_cached)
+        counters = self._fleet(asking.model).queue.counters
+        if asking.other_seconds:
+            counters.charge(asking.tenant, asking.other_seconds / self._room.token_seconds(replica_id))
         return Charge(
-            self._fleet(asking.model).queue.counters,
+            counters,
             asking.tenant,
             num_tokens=num_tokens,
             work=prompt_work(num_tokens, num_cached) if held is None else held.work,

@@ -78,3 +78,17 @@ def test_a_replica_killed_in_mid_answer_changes_nothing_of_what_is_held(stack: L
     stack.start(victim)
     stack.wait_ready(2)
     wait_until(lambda: is_idle(stack), "everything given back")
+
+
+def test_an_answer_that_takes_its_grammar_too_far_is_cut_off(stack: LocalStack) -> None:
+    with openai.OpenAI(base_url=stack.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+        for _ in range(2):
+            answer = client.chat.completions.create(
+                model="toy",
+                messages=[{"role": "user", "content": "What is to be done?"}],
+                max_tokens=300,
+                extra_body={"regex": "(((a{1,100}){1,100}){1,100}){1,100}", "min_tokens": 300},
+            )
+            assert answer.choices[0].finish_reason == "length"
+            assert set(answer.choices[0].message.content or "") == {"a"}
+            assert answer.usage is not None and answer.usage.completion_tokens < 100

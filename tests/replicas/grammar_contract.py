@@ -147,6 +147,15 @@ class GrammarContract:
         holder = engine._constraints if engine.card.engine == "simulated" else engine._grammars
         assert holder.num_held == 0
 
+    def test_an_answer_that_takes_its_grammar_too_far_is_cut_off(self, run: EngineRun) -> None:
+        grammar = "start: /(((a{1,100}){1,100}){1,100}){1,100}/"
+        for _ in range(2):
+            key = run.generate(prompt_of(run.engine, 8), max_tokens=300, min_tokens=300, grammar=grammar)
+            assert run.finish_reason(key) is FinishReason.LENGTH, run.deltas[key][-1]
+            assert 0 < len(run.tokens(key)) < 100
+            assert set(tokenizer().decode(run.tokens(key))) == {"a"}
+            assert sum(delta.usage is not None for delta in run.deltas[key]) == 1
+
     def _is_refused(self, run: EngineRun, key: RequestKey, message: str) -> None:
         (delta,) = run.deltas[key]
         assert delta.finish_reason is FinishReason.ERROR

@@ -98,7 +98,6 @@ async def http_server(
             yield HttpServer(port, context, dispatcher)
     finally:
         await context.offload.close()
-        context.grammars.close()
 
 
 @contextlib.asynccontextmanager

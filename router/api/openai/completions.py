@@ -34,7 +34,7 @@ from router.api.openai.completion_prompt import (
 from router.api.openai.logprobs import finite, token_name
 from router.api.openai.structured_outputs import output_format_of
 from router.api.openai.usage import usage_of
-from router.api.prepared import EncodedPrompt, PreparedRequest
+from router.api.prepared import CheckedGrammar, EncodedPrompt, PreparedRequest
 from router.api.sampling import TokenRules, kept_tokens, sampling_params
 from router.api.sse import COMMENT, DONE, ChunkWriter
 from router.errors import about_model
@@ -52,7 +52,7 @@ _Encoded = tuple[list[int], str]
 class _Read(NamedTuple):
     request: CompletionRequest
     prompts: AsyncIterator[_Encoded]
-    grammar: str
+    grammar: CheckedGrammar
     unknown_fields: list[str]
 
 
@@ -76,7 +76,7 @@ async def _read(context: ApiContext, asked: Asked) -> _Read:
         with about_model(request.model), contextlib.suppress(TooMuchWork):
             check_completion(request, context.config.max_choices)
             wished = text_grammar(output_format_of(request, request.response_format))
-            grammar = await context.grammars.checked(wished, owner)
+            grammar = await context.grammars.checked(wished, owner, asked.caller.tenant.name)
             prompts = prompts_of(request.prompt, context.config.max_prompts)
             return _Read(request, _encode(model, request, prompts), grammar, unknown)
     prepared = await context.offload.prepare("completion", asked.body, asked.address)
@@ -111,7 +111,7 @@ async def _make_prompts(
     request: CompletionRequest,
     model: ServedModel,
     encoded: AsyncIterator[_Encoded],
-    grammar: str,
+    grammar: CheckedGrammar,
 ) -> list[Prompt]:
     seed = context.rng.getrandbits(64) if request.seed is None else request.seed
     num_choices = request.n or 1
@@ -146,6 +146,7 @@ async def _make_prompts(
             wishes,
             keeps=keeps,
             first_index=first_index,
+            grammar_seconds=0.0 if prompts else grammar.seconds,
         )
         prompt.echo = echo
         prompts.append(prompt)

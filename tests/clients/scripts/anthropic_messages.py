@@ -72,25 +72,6 @@ def tools():
 
 
 @scene
-def run_tools():
-    """The runner asks for a thread first, which there is none."""
-    cities = []
-
-    @anthropic.beta_tool
-    def weather(city: str) -> str:
-        """The weather in a city."""
-        cities.append(city)
-        return "21 degrees"
-
-    def run(**more):
-        runner = client.beta.messages.tool_runner(**asked(PARIS), tools=[weather], **more)
-        turns = [turn.get_final_message() if more else turn for turn in runner]
-        return turns[-1].content[0].text
-
-    return {"texts": [run(), run(stream=True)], "cities": cities}
-
-
-@scene
 def streamed_tools():
     with messages.stream(**asked(BOTH), tools=[WEATHER]) as stream:
         kinds = {event.type for event in stream}

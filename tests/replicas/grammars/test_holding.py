@@ -1,15 +1,17 @@
 """GrammarHolder: choices wait for their grammars, for a bounded time and in bounded numbers."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from replicas.engine import RequestRefused
-from replicas.grammars import holding
-from replicas.grammars.constraint import Constraint, ConstraintFailed
+from replicas.grammars import holding, memory
+from replicas.grammars.constraint import Constraint, ConstraintExhausted, ConstraintFailed
 from replicas.grammars.holding import GrammarHolder
+from replicas.grammars.matcher import compile_grammar
 from replicas.grammars.vocabulary import NoVocabulary, read_vocabulary
 from replicas.protocol.frames import RefusalCode
 from replicas.protocol.status import TokenizerBundle
@@ -42,8 +44,10 @@ MakeHolder = Callable[..., GrammarHolder]
 def make() -> Iterator[MakeHolder]:
     made: list[GrammarHolder] = []
 
-    def make(read: Callable[[], LLTokenizer] = vocabulary, clock: Clock | None = None) -> GrammarHolder:
-        made.append(GrammarHolder(read, EOS, seconds=SECONDS, clock=clock or Clock()))
+    def make(
+        read: Callable[[], LLTokenizer] = vocabulary, clock: Clock | None = None, seconds: float = SECONDS
+    ) -> GrammarHolder:
+        made.append(GrammarHolder(read, EOS, seconds=seconds, clock=clock or Clock()))
         return made[-1]
 
     yield make
@@ -104,14 +108,7 @@ def test_a_grammar_is_worked_out_once_for_a_namespace_and_not_shared_with_anothe
     assert len(compiled) == 3
 
 
-def test_grammars_that_are_kept_are_bounded(make: MakeHolder) -> None:
-    holder = make()
-    for number in range(holding.MAX_KEPT + 5):
-        ready(holder, holder.begin(engine_request([5], grammar=f'start: "{number}"')))
-    assert len(holder._kept) == holding.MAX_KEPT
-
-
-def test_a_choice_does_not_wait_for_ever(make: MakeHolder) -> None:
+def test_a_choice_does_not_wait_for_ever_and_waiting_is_not_its_fault(make: MakeHolder) -> None:
     released, clock = threading.Event(), Clock()
 
     def slow() -> LLTokenizer:
@@ -122,14 +119,106 @@ def test_a_choice_does_not_wait_for_ever(make: MakeHolder) -> None:
     choices = [holder.begin(engine_request([5], grammar=A)) for _ in range(holding.NUM_THREADS + 1)]
     assert not any(choice.is_ready() for choice in choices)
     clock.now = SECONDS + 1
-    for choice in choices[:-1]:
-        with pytest.raises(ConstraintFailed, match="takes more than 5 s"):
+    for choice in choices:
+        with pytest.raises(ConstraintFailed, match="too many grammars") as caught:
             choice.is_ready()
-    with pytest.raises(ConstraintFailed, match="too many grammars") as caught:
-        choices[-1].is_ready()
-    assert caught.value.code is RefusalCode.OVERLOADED
+        assert caught.value.code is RefusalCode.OVERLOADED
+        choice.end()
     released.set()
     assert ready(holder, holder.begin(engine_request([5], grammar=A))).allowed()
+
+
+def test_what_a_grammar_itself_takes_is_its_fault(make: MakeHolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = threading.Event()
+
+    def compute(tokens: LLTokenizer, grammar: str) -> LLMatcher:
+        while time.thread_time() < 0.2:
+            pass
+        computed.set()
+        threading.Event().wait(0.2)
+        return compile_grammar(tokens, grammar)
+
+    clock = Clock()
+    holder = make(clock=clock, seconds=0.2)
+    ready(holder, holder.begin(engine_request([5], grammar=A)))
+    monkeypatch.setattr(holding, "compile_grammar", compute)
+    choice = holder.begin(engine_request([5], grammar="start: /b/"))
+    computed.wait(30)
+    clock.now = 1.0
+    with pytest.raises(ConstraintFailed, match=r"takes more than 0.2 s") as caught:
+        choice.is_ready()
+    assert caught.value.code is RefusalCode.INVALID_REQUEST
+
+
+def test_a_tenant_that_floods_waits_behind_itself(make: MakeHolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    released, begun = threading.Event(), list[str]()
+
+    def slow(tokens: LLTokenizer, grammar: str) -> LLMatcher:
+        begun.append(grammar)
+        if "f" in grammar:
+            released.wait(60)
+        return compile_grammar(tokens, grammar)
+
+    monkeypatch.setattr(holding, "compile_grammar", slow)
+    holder = make()
+    flood = [
+        holder.begin(engine_request([5], grammar=f'start: "f{number}"', tenant=b"flood"))
+        for number in range(20)
+    ]
+    other = holder.begin(engine_request([5], grammar=A, tenant=b"other", root=OTHER_ROOT))
+    assert ready(holder, other).allowed()
+    assert len(begun) == 3
+    assert not any(choice.is_ready() for choice in flood)
+    released.set()
+    for choice in flood:
+        ready(holder, choice).end()
+
+
+def test_an_answer_that_takes_its_grammar_too_far_is_cut_off_and_spoils_no_other(make: MakeHolder) -> None:
+    holder = make()
+    schema = '{"type": "string", "minLength": 1000000000}'
+    (quote,), (letter,) = (vocabulary().tokenize_str(text) for text in '"a')
+    long = engine_request([5], grammar=f"start: %json {schema}")
+    answers = [ready(holder, holder.begin(long)) for _ in range(2)]
+    answers[0].consume(quote)
+    with pytest.raises(ConstraintExhausted):
+        for _ in range(100_000):
+            answers[0].allowed()
+            answers[0].consume(letter)
+    with pytest.raises(ConstraintExhausted):
+        answers[1].consume(quote)
+    after = ready(holder, holder.begin(long))
+    assert not after.consume(quote)
+    assert letter in after.allowed()
+
+
+def test_a_tenant_has_half_of_what_may_be_held(make: MakeHolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "MAX_HELD", 4)
+    holder = make()
+    held = [holder.begin(engine_request([5], grammar=A, tenant=b"flood")) for _ in range(2)]
+    with pytest.raises(RequestRefused) as caught:
+        holder.begin(engine_request([5], grammar=A, tenant=b"flood"))
+    assert caught.value.code is RefusalCode.OVERLOADED
+    assert holder.begin(engine_request([5], grammar=A, tenant=b"other"))
+    held[0].end()
+    assert holder.begin(engine_request([5], grammar=A, tenant=b"flood"))
+
+
+def test_grammars_that_take_too_much_memory_are_refused(make: MakeHolder) -> None:
+    holder = make()
+    num_bytes = memory.MAX_BYTES // 4
+    held = [
+        holder.begin(engine_request([5], grammar=f'start: "{n}"', grammar_bytes=num_bytes, tenant=b"flood"))
+        for n in range(2)
+    ]
+    with pytest.raises(RequestRefused, match="memory") as caught:
+        holder.begin(engine_request([5], grammar=A, grammar_bytes=num_bytes, tenant=b"flood"))
+    assert caught.value.code is RefusalCode.OVERLOADED
+    assert holder.num_held == 2
+    for choice in held:
+        ready(holder, choice).end()
+    assert holder.memory.num_bytes == 0
+    assert holder.memory.num_kept_bytes <= memory.MAX_KEPT_BYTES
 
 
 def test_choices_that_are_held_are_counted(make: MakeHolder, monkeypatch: pytest.MonkeyPatch) -> None:

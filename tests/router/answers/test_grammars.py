@@ -69,7 +69,7 @@ def test_a_required_call_is_one_of_a_tool_and_reads_back(answer: AnswerFormat) -
         schema["properties"].pop("größe", None)  # bytes that are letters only together are not drawn here
         schema["required"] = [name for name in schema["required"] if name in schema["properties"]]
         tools = [tool("first", schema, strict=True), tool("other one"[: 5 + number % 4], WEATHER)]
-        grammar = checked_grammar(grammar_for(None, tools, REQUIRED, answer), parameter=None)
+        grammar = checked_grammar(grammar_for(None, tools, REQUIRED, answer), parameter=None).text
         for name, arguments in calls_of(parts_of(answer, [random_answer(grammar, rng)], tools=tools)):
             function = next(t["function"] for t in tools if t["function"]["name"] == name)
             if answer is not XML:  # in which a string's length and pattern are not held to
@@ -99,7 +99,7 @@ def test_values_are_held_to_types_behind_references(wrapped: bool) -> None:
         schema = {**described, "$defs": definitions}
     grammar = checked_grammar(
         grammar_for(None, [tool("paint", schema, strict=True)], REQUIRED, XML), parameter=None
-    )
+    ).text
 
     def written(*values: str) -> str:
         names = ("colour", "size", "twin")
@@ -149,7 +149,7 @@ def test_text_with_strict_tools_is_free_until_a_call_begins(answer: AnswerFormat
 @pytest.mark.parametrize("answer", SYNTAXES)
 def test_text_of_a_format_or_calls(answer: AnswerFormat) -> None:
     assert answer.tools is not None
-    grammar = checked_grammar(grammar_for(JSON, TOOLS, ToolChoice(), answer), parameter=None)
+    grammar = checked_grammar(grammar_for(JSON, TOOLS, ToolChoice(), answer), parameter=None).text
     assert follows(grammar, CALLS[answer.tools])
     assert follows(grammar, '{"name": "x"}') and follows(grammar, '{"name":"weather"}')
     assert not follows(grammar, "Hello.") and not follows(grammar, CALLS[answer.tools] + "Hello.")
@@ -162,7 +162,7 @@ def test_nothing_is_held_to_a_grammar_that_nobody_asks_for() -> None:
         assert grammar_for(None, (), ToolChoice(), answer) == ""
         assert grammar_for(None, TOOLS, ToolChoice(ToolMode.NONE), answer) == ""
     assert grammar_for(None, TOOLS, ToolChoice(), AnswerFormat()) == ""
-    assert checked_grammar("", parameter=None) == ""
+    assert checked_grammar("", parameter=None).text == ""
 
 
 def test_tools_that_may_not_be_called_are_not() -> None:
@@ -195,7 +195,7 @@ def test_marks_that_are_special_tokens_are_tokens() -> None:
     (whole, *_) = json.loads(grammar)["grammars"]
     assert "</think>" in whole["lark_grammar"] and '"</think>"' not in whole["lark_grammar"]
     assert "<|python_tag|>?" in whole["lark_grammar"]
-    assert checked_grammar(grammar, parameter=None, special_tokens=specials) == grammar
+    assert checked_grammar(grammar, parameter=None, special_tokens=specials).text == grammar
 
 
 @pytest.mark.parametrize("choice", [REQUIRED, ToolChoice()])
@@ -204,7 +204,7 @@ def test_calls_and_reasoning_whose_marks_are_tokens_are_followed_as_tokens(choic
     specials = {"<think>", "</think>", "<tool_call>", "</tool_call>"}
     tools = [tool("weather", WEATHER, strict=True)]
     grammar = grammar_for(None, tools, choice, answer, special_tokens=specials)
-    assert checked_grammar(grammar, parameter=None, special_tokens=specials) == grammar
+    assert checked_grammar(grammar, parameter=None, special_tokens=specials).text == grammar
     is_free = choice is not REQUIRED
     for text, is_answer in (
         (HERMES_CALL, True),
@@ -229,10 +229,10 @@ def test_names_and_texts_of_clients_are_only_themselves(name: str, choices: list
         "".join(choices).encode()
     except UnicodeEncodeError:
         return
-    grammar = checked_grammar(grammar_for(None, tools, REQUIRED, HERMES), parameter=None)
+    grammar = checked_grammar(grammar_for(None, tools, REQUIRED, HERMES), parameter=None).text
     assert follows(grammar, call) and not follows(grammar, call.replace("arguments", "argument"))
     output = OutputFormat(FormatKind.CHOICE, choices=tuple(choices))
-    grammar = checked_grammar(grammar_for(output, (), ToolChoice(), HERMES), parameter=None)
+    grammar = checked_grammar(grammar_for(output, (), ToolChoice(), HERMES), parameter=None).text
     assert all(follows(grammar, choice) for choice in choices)
     assert follows(grammar, "x|y") == ("x|y" in choices)
 
@@ -256,7 +256,7 @@ def test_names_and_texts_of_clients_are_only_themselves(name: str, choices: list
     ],
 )
 def test_text_has_its_format(output: OutputFormat, good: list[str], bad: list[str]) -> None:
-    grammar = checked_grammar(grammar_for(output, (), ToolChoice(), AnswerFormat()), parameter=None)
+    grammar = checked_grammar(grammar_for(output, (), ToolChoice(), AnswerFormat()), parameter=None).text
     assert all(follows(grammar, text) for text in good)
     assert not any(follows(grammar, text) for text in bad)
 

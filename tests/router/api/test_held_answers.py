@@ -10,6 +10,7 @@ import pytest
 
 from router.api import grammar_checks
 from router.api.grammar_checks import GrammarChecks, WishedGrammar
+from router.api.prepared import Bounds, CheckedGrammar
 from router.errors import InvalidRequest, RouterBusy
 from tests.router import thinking_model, tiny_model
 from tests.router.http_server import HttpServer, http_server
@@ -98,52 +99,120 @@ def _wished(text: str) -> WishedGrammar:
     return WishedGrammar(json.dumps({"grammars": [whole]}), "regex")
 
 
+async def _worked_out(wished: WishedGrammar) -> CheckedGrammar:
+    return wished.checked()
+
+
 async def test_a_checked_grammar_is_remembered_and_only_so_many_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checks, "MAX_KNOWN", 2)
-    checked: list[str] = []
-    check = WishedGrammar.checked
-    monkeypatch.setattr(WishedGrammar, "checked", lambda wished: checked.append(wished.text) or check(wished))
-    checks = GrammarChecks()
+    worked_out: list[str] = []
+
+    async def work_out(wished: WishedGrammar) -> CheckedGrammar:
+        worked_out.append(wished.text)
+        return wished.checked()
+
+    checks = GrammarChecks(work_out)
     for text in ("a", "b", "a", "c", "a", "b"):
-        assert text in await checks.checked(_wished(text))
-    assert checked == [_wished(text).text for text in ("a", "b", "c", "b")]
-    await checks.checked(_wished("b"), owner=("tenant:acme", None))
-    assert len(checked) == 5, "whose it is counts"
-    checks.close()
+        assert text in (await checks.checked(_wished(text))).text
+    assert worked_out == [_wished(text).text for text in ("a", "b", "c", "b")]
+    assert (await checks.checked(_wished("b"), owner=("tenant:acme", None))).seconds > 0
+    assert len(worked_out) == 5, "whose it is counts"
+    known = await checks.checked(_wished("b"), owner=("tenant:acme", None))
+    assert known.seconds == 0 and known.num_bytes > 0
+
+
+class Gate:
+    """Grammars that are worked out once it is open."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+        self.begun: list[str] = []
+
+    async def work_out(self, wished: WishedGrammar) -> CheckedGrammar:
+        self.begun.append(wished.text)
+        await self.opened.wait()
+        return CheckedGrammar(wished.text)
 
 
 async def test_only_so_many_wait_and_whoever_leaves_gives_its_place_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grammar_checks, "MAX_WAITING", 4)
-    gate = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    monkeypatch.setattr(
-        WishedGrammar,
-        "checked",
-        lambda wished: asyncio.run_coroutine_threadsafe(gate.wait(), loop).result() and wished.text,
-    )
-    checks = GrammarChecks()
+    monkeypatch.setattr(grammar_checks, "MAX_WAITING", 2)
+    gate = Gate()
+    checks = GrammarChecks(gate.work_out)
     waiting = [asyncio.create_task(checks.checked(_wished(str(number)))) for number in range(4)]
     await asyncio.sleep(0)
     with pytest.raises(RouterBusy):
         await checks.checked(_wished("one too many"))
-    waiting[-1].cancel()
-    await asyncio.wait(waiting[-1:])
+    for leaving in (waiting[0], waiting[-1]):
+        leaving.cancel()
+        await asyncio.wait([leaving])
     another = asyncio.create_task(checks.checked(_wished("another")))
     await asyncio.sleep(0)
-    gate.set()
-    assert len(await asyncio.gather(*waiting[:-1], another)) == 4
-    checks.close()
+    gate.opened.set()
+    assert len(await asyncio.gather(*waiting[1:-1], another)) == 3
+
+
+async def test_a_tenant_that_floods_waits_behind_itself_and_nobody_else_does() -> None:
+    gate = Gate()
+    checks = GrammarChecks(gate.work_out)
+    flood = [
+        asyncio.create_task(checks.checked(_wished(f"f{number}"), tenant="flood"))
+        for number in range(2 * grammar_checks.MAX_WAITING)
+    ]
+    await asyncio.sleep(0)
+    other = asyncio.create_task(checks.checked(_wished("other"), tenant="other"))
+    await asyncio.sleep(0)
+    assert gate.begun == [_wished(text).text for text in ("f0", "f1", "other")]
+    next_other = asyncio.create_task(checks.checked(_wished("next"), tenant="other"))
+    await asyncio.sleep(0)
+    gate.opened.set()
+    await asyncio.wait([other, next_other])
+    assert gate.begun.index(_wished("next").text) <= 4
+    answers = await asyncio.gather(*flood, return_exceptions=True)
+    refused = [answer for answer in answers if isinstance(answer, BaseException)]
+    assert all(isinstance(answer, RouterBusy) for answer in refused)
+    assert len(refused) == grammar_checks.MAX_WAITING - 2 + 1
+
+
+async def test_who_waits_too_long_is_told_that_the_router_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_checks, "WAIT_SECONDS", 0.01)
+    gate = Gate()
+    checks = GrammarChecks(gate.work_out)
+    working = [asyncio.create_task(checks.checked(_wished(str(number)))) for number in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(RouterBusy) as caught:
+        await checks.checked(_wished("late"))
+    assert caught.value.retry_after_seconds > 0
+    gate.opened.set()
+    await asyncio.gather(*working)
+    assert await checks.checked(_wished("later"))
 
 
 async def test_a_grammar_that_is_refused_is_not_remembered() -> None:
-    checks = GrammarChecks()
+    checks = GrammarChecks(_worked_out)
     wished = WishedGrammar('{"grammars": [{"name": "answer", "lark_grammar": "start: ("}]}', "regex")
     for _ in range(2):
         with pytest.raises(InvalidRequest):
             await checks.checked(wished)
-    checks.close()
+
+
+async def test_schemas_that_nothing_in_llguidance_bounds_are_refused_and_hold_nobody_up() -> None:
+    async with (
+        http_server(catalog=thinking_model.catalog(), bounds=Bounds(cpu_seconds=1.0)) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as client,
+    ):
+        divisor = CHAT | {"guided_json": {"type": "integer", "multipleOf": 99999937}}
+        exploding = [
+            asyncio.create_task(client.post("/v1/chat/completions", json=divisor | {"seed": number}))
+            for number in range(3)
+        ]
+        for answer in await asyncio.gather(*exploding):
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["param"] == "guided_json"
+            assert "working it out takes more than 0.5 s" in answer.json()["error"]["message"]
+        (grammar,) = await grammars(server, client, CHAT | {"guided_json": SCHEMA})
+        assert "city" in grammar
 
 
 async def test_every_dialect_is_told_of_a_schema_in_its_own_words(

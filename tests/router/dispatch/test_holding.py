@@ -97,6 +97,17 @@ async def test_a_tenant_with_one_request_goes_before_a_flood(fleet: DispatchedFl
     assert [number for number in order if number != 77] == list(range(20))
 
 
+async def test_what_a_grammar_took_to_work_out_is_charged_to_its_tenant(fleet: DispatchedFleet) -> None:
+    holding = use(fleet)
+    replica = await fleet.add("only")
+    replica.script.load = LoadSnapshot(prefill_seconds_per_token=0.001)
+    await asyncio.gather(*await begin(fleet, [of("first")]))
+    await asyncio.gather(*await begin(fleet, [of("red"), of("green", grammar_seconds=2.0)]))
+    counters = holding._fleet("toy").queue.counters
+    work = counters.counter("green") - counters.counter("red")
+    assert work == pytest.approx(2000.0, abs=100)
+
+
 async def test_whoever_leaves_while_held_leaves_nothing_behind(fleet: DispatchedFleet) -> None:
     holding = use(fleet)
     tasks = await full(fleet)

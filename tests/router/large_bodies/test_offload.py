@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import httpx
 import pytest
 
 from replicas.protocol.status import TokenizerBundle
+from router.answers.grammar_check import MANY_STATES_BYTES
+from router.answers.wishes import FormatKind, OutputFormat
+from router.api.grammar_checks import WishedGrammar, text_grammar
 from router.api.prepared import Bounds
 from router.errors import InvalidRequest, RouterBusy
 from router.large_bodies import offload as offload_module
@@ -65,6 +69,39 @@ async def test_a_template_without_an_end_costs_a_model_its_chats_and_nobody_anyt
         assert answer.status_code == 400 and verdict.complaint in answer.json()["error"]["message"]
         plain = await client.post("/v1/completions", json={"model": "tiny", "prompt": "Hello"})
         assert plain.status_code == 200
+
+
+EXPLODING = {
+    "divisor": {"type": "integer", "multipleOf": 99999937},
+    "divisors": {"properties": {f"p{n}": {"type": "number", "multipleOf": 99991 - n} for n in range(50)}},
+    "names": {
+        "patternProperties": {f"^{n:04}[a-z]{{1,{n}}}$": {} for n in range(500)},
+        "additionalProperties": False,
+    },
+    "all patterns": {"allOf": [{"type": "string", "pattern": f".*{n}.*{n % 7}.*"} for n in range(10, 30)]},
+}
+
+
+def wished_schema(schema: object) -> WishedGrammar:
+    return text_grammar(OutputFormat(FormatKind.JSON_SCHEMA, schema=schema, parameter="schema"))
+
+
+@pytest.mark.parametrize("name", EXPLODING)
+async def test_a_grammar_that_takes_too_much_is_refused(quick: Offload, name: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(InvalidRequest) as caught:
+        await quick.work_out(wished_schema(EXPLODING[name]))
+    assert caught.value.parameter == "schema"
+    assert time.monotonic() - began < 20
+
+
+async def test_the_memory_of_a_grammar_is_measured_as_it_is_built(quick: Offload) -> None:
+    ranges = {f"p{n}": {"type": "integer", "minimum": n, "maximum": 10**15 + n} for n in range(300)}
+    small = await quick.work_out(wished_schema({"type": "object", "properties": {"a": {"type": "boolean"}}}))
+    large = await quick.work_out(wished_schema({"type": "object", "properties": ranges}))
+    assert 0 < small.num_bytes < 8 << 20
+    assert large.num_bytes - MANY_STATES_BYTES > 2 << 20
+    assert large.seconds > small.seconds > 0
 
 
 async def test_a_good_template_is_tried_out_elsewhere_and_not_again(quick: Offload) -> None:

@@ -1,0 +1,119 @@
+"""GrammarMemory: which grammars an engine has, and the memory that they may take.
+
+Owns the grammars, in use and kept for the next request with the same one, and the bounds on their bytes, in
+all and for a tenant. Of what a grammar takes it knows what its router has measured.
+"""
+
+import threading
+from collections import Counter, OrderedDict
+
+from llguidance import LLMatcher
+
+from replicas.grammars.constraint import ConstraintFailed
+
+MAX_BYTES = 4 << 30
+"""Of grammars in use. A tenant has half of it."""
+MAX_KEPT = 32
+MAX_KEPT_BYTES = 512 << 20
+"""Of grammars that nobody uses."""
+UNKNOWN_BYTES = 64 << 20
+"""Of one that nobody has measured."""
+MAX_SHARED_TOKENS = 4096
+"""Of the answers to one grammar; then the next gets it anew, with automata that have no states yet."""
+
+GrammarKey = tuple[bytes, str]
+"""The namespace's root, and the text. Tenants do not share what was worked out: how soon it is there would
+tell what others ask for."""
+
+
+class SharedGrammar:
+    """One grammar of one namespace. The first thread that holds the lock works it out."""
+
+    def __init__(self, key: GrammarKey, tenant: bytes, num_bytes: int) -> None:
+        self.key = key
+        self.tenant = tenant
+        self.num_bytes = num_bytes
+        self.num_users = 0
+        self.num_tokens = 0
+        self.is_exhausted = False
+        self.lock = threading.Lock()
+        self.matcher: LLMatcher | None = None
+        self.failure: ConstraintFailed | None = None
+
+
+class GrammarMemory:
+    """One thread calls it."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._latest: OrderedDict[GrammarKey, SharedGrammar] = OrderedDict()
+        """What the next choice of a key gets, the least recently used first."""
+        self._bytes_of: Counter[bytes] = Counter()
+        """By tenant, of those in use."""
+        self.num_bytes = 0
+        """Of those in use."""
+        self.num_kept_bytes = 0
+        """Of those that nobody uses."""
+        self._num_kept = 0
+
+    def take(self, key: GrammarKey, tenant: bytes, num_bytes: int) -> SharedGrammar | None:
+        """The key's grammar, until it is given back; None if there is no room for it."""
+        num_bytes = num_bytes or UNKNOWN_BYTES
+        found = self._latest.get(key)
+        has_room = self._has_room(tenant, num_bytes)
+        if found is None or (found.num_tokens >= MAX_SHARED_TOKENS and has_room):
+            if not has_room:
+                return None
+            if found is not None:
+                self._drop(found)
+            found = self._latest[key] = SharedGrammar(key, tenant, num_bytes)
+        elif not found.num_users:
+            if not self._has_room(tenant, found.num_bytes):
+                return None
+            self._num_kept -= 1
+            self.num_kept_bytes -= found.num_bytes
+        self._latest.move_to_end(key)
+        if not found.num_users:
+            self._count(found, found.num_bytes)
+        found.num_users += 1
+        return found
+
+    def give_back(self, grammar: SharedGrammar) -> None:
+        grammar.num_users -= 1
+        if grammar.num_users:
+            return
+        self._count(grammar, -grammar.num_bytes)
+        if self._latest.get(grammar.key) is grammar:
+            self._num_kept += 1
+            self.num_kept_bytes += grammar.num_bytes
+            self._keep_within_bounds()
+
+    def exhausted(self, grammar: SharedGrammar) -> None:
+        """It can have no more states: nobody else gets it."""
+        if not grammar.is_exhausted:
+            grammar.is_exhausted = True
+            if self._latest.get(grammar.key) is grammar:
+                self._drop(grammar)
+
+    def _has_room(self, tenant: bytes, num_bytes: int) -> bool:
+        most_of_tenant = self._max_bytes // 2 if tenant else self._max_bytes
+        return (
+            self.num_bytes + num_bytes <= self._max_bytes
+            and self._bytes_of[tenant] + num_bytes <= most_of_tenant
+        )
+
+    def _count(self, grammar: SharedGrammar, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._bytes_of[grammar.tenant] += num_bytes
+        if not self._bytes_of[grammar.tenant]:
+            del self._bytes_of[grammar.tenant]
+
+    def _drop(self, grammar: SharedGrammar) -> None:
+        del self._latest[grammar.key]
+        if not grammar.num_users:
+            self._num_kept -= 1
+            self.num_kept_bytes -= grammar.num_bytes
+
+    def _keep_within_bounds(self) -> None:
+        while self._num_kept > MAX_KEPT or self.num_kept_bytes > MAX_KEPT_BYTES:
+            self._drop(next(each for each in self._latest.values() if not each.num_users))

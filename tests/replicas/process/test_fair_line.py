@@ -1,0 +1,98 @@
+"""FairLine: no owner takes all places or the whole line, and who was given least time goes next."""
+
+import random
+
+import pytest
+
+from replicas.process.fair_line import FairLine
+
+
+def line(num_places: int = 3, most_waiting: int = 64) -> FairLine[str]:
+    return FairLine(num_places=num_places, most_waiting=most_waiting)
+
+
+def begun(waiting: FairLine[str]) -> list[str]:
+    items = []
+    while (found := waiting.next()) is not None:
+        items.append(found[1])
+    return items
+
+
+def test_an_owner_leaves_one_place_to_others() -> None:
+    waiting = line()
+    for number in range(10):
+        assert waiting.enter("flood", f"f{number}") is None
+    assert begun(waiting) == ["f0", "f1"]
+    waiting.enter("other", "o")
+    assert begun(waiting) == ["o"]
+    assert begun(waiting) == []
+
+
+@pytest.mark.parametrize("num_places", [1, 2])
+def test_few_places_are_used_by_an_owner_that_is_alone(num_places: int) -> None:
+    waiting = line(num_places)
+    for number in range(3):
+        waiting.enter("alone", str(number))
+    assert begun(waiting) == ["0"]
+    waiting.ends("alone", 1.0)
+    assert begun(waiting) == ["1"]
+
+
+def test_the_owner_with_least_time_goes_next_and_nobody_saves_up() -> None:
+    waiting = line(num_places=1)
+    for number in range(4):
+        waiting.enter("a", f"a{number}")
+        waiting.enter("b", f"b{number}")
+    order = []
+    for _ in range(6):
+        ((owner, item),) = [waiting.next() or ("", "")]
+        order.append(item)
+        waiting.ends(owner, 3.0 if owner == "a" else 1.0)
+    assert order == ["a0", "b0", "b1", "b2", "a1", "b3"]
+    waiting.enter("late", "late")
+    waiting.enter("late", "late again")
+    assert begun(waiting) == ["a2"]
+    waiting.ends("a", 3.0)
+    assert begun(waiting) == ["late"]
+    waiting.ends("late", 5.0)
+    assert begun(waiting) == ["a3"]
+
+
+def test_a_full_line_takes_from_the_owner_with_most() -> None:
+    waiting = line(num_places=1, most_waiting=3)
+    for number in range(3):
+        assert waiting.enter("flood", f"f{number}") is None
+    assert waiting.enter("flood", "f3") == "f3"
+    assert waiting.enter("other", "o0") == "f2"
+    assert waiting.enter("other", "o1") == "o1", "both have as many then"
+    assert waiting.num_waiting == 3
+    assert not waiting.leave("flood", "f2")
+    assert waiting.leave("flood", "f0")
+    assert not waiting.leave("nobody", "f0")
+
+
+def test_what_is_counted_holds_for_random_use() -> None:
+    rng, waiting = random.Random(4), line(num_places=3, most_waiting=10)
+    inside: dict[str, str] = {}
+    working: list[tuple[object, str]] = []
+    for number in range(5000):
+        action = rng.random()
+        if action < 0.5:
+            owner, item = rng.choice("abcd"), f"i{number}"
+            inside[item] = owner
+            lost = waiting.enter(owner, item)
+            if lost is not None:
+                del inside[lost]
+        elif action < 0.7 and inside:
+            item = rng.choice(sorted(inside))
+            assert waiting.leave(inside.pop(item), item)
+        elif action < 0.85:
+            if (found := waiting.next()) is not None:
+                assert inside.pop(found[1]) == found[0]
+                working.append(found)
+        elif working:
+            owner_of, _ = working.pop(rng.randrange(len(working)))
+            waiting.ends(owner_of, rng.random())
+        assert waiting.num_waiting == len(inside) <= 10
+        assert waiting.num_working == len(working) <= 3
+    assert all(sum(owner == name for owner, _ in working) <= 2 for name in "abcd")
