@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from router.api.field_table import FieldTable, Refusal
 from router.api.gemini.fields import CountTokens, GenerateContent, GenerationConfig, ThinkingConfig
-from router.api.openai.peer_fields import PEER_HINTS, Names, PeerFields, moved, refused_fields
+from router.api.openai.peer_fields import PEER_HINTS, Names, PeerFields, idle_at, moved, refused_fields
 from router.api.sampling import GenerationFields
 
 
@@ -40,7 +40,9 @@ def _refused(kind: type[Struct], **own: Refusal) -> dict[str, Refusal]:
         **refused_fields(kind, names),
         **dict.fromkeys(formats, moved(names.response_format)),
         **dict.fromkeys(("best_of", "echo", "logit_bias", "min_p", "min_tokens", "suffix"), not_served),
-        **dict.fromkeys(("ignore_eos", "no_stop_trim", "repeat_penalty", "repetition_penalty"), not_served),
+        **dict.fromkeys(("ignore_eos", "no_stop_trim", "repetition_penalty"), not_served),
+        **dict.fromkeys(("rep_pen", "repeat_penalty"), not_served._replace(idle=idle_at(1))),
+        **dict.fromkeys(("min_length", "min_new_tokens"), not_served._replace(idle=idle_at(0))),
         **dict.fromkeys(("stop_token_ids", "chat_template_kwargs", "top_logprobs"), not_served),
         **dict.fromkeys(("max_tokens", "max_completion_tokens"), moved(names.max_tokens)),
         **dict.fromkeys(("reasoning_effort", "reasoning"), moved(names.thinking)),

@@ -34,16 +34,21 @@ class Names(NamedTuple):
     thinking: str = "chat_template_kwargs"
     choices: str = "n"
     seed: str = "seed"
-    repetition_penalty: str = "repetition_penalty"
+    min_tokens: str = "min_tokens"
 
 
 NOT_SERVED = (
     "allowed_token_ids",
     "audio",
     "bad_words",
+    "ban_eos_token",
+    "banned_strings",
+    "banned_tokens",
     "chat_template",
     "custom_logit_processor",
     "custom_params",
+    "custom_token_bans",
+    "deferred",
     "documents",
     "early_stopping",
     "ec_transfer_params",
@@ -97,11 +102,14 @@ NOT_SERVED_BUT = {
     "num_beam_groups": 1,
     "num_beams": 1,
     "penalty_alpha": 0,
+    "reasoning_format": "parsed",
     "separate_reasoning": True,
     "smoothing_factor": 0,
     "tfs": 1,
     "tfs_z": 1,
     "top_a": 0,
+    "top_n_sigma": -1,
+    "typ_p": 1,
     "typical": 1,
     "typical_p": 1,
     "xtc_probability": 0,
@@ -144,7 +152,8 @@ def refused_fields(kind: type[msgspec.Struct], names: Names = OPENAI_NAMES) -> M
     refused = dict.fromkeys(NOT_SERVED, Refusal("'{name}' is not supported."))
     for name, idle in NOT_SERVED_BUT.items():
         refused[name] = Refusal(f"'{{name}}' is not supported: it can only be {_shown(idle)}.", idle_at(idle))
-    refused["web_search_options"] = Refusal("'{name}' is not supported: nothing is searched.", (None, False))
+    for name in ("search_parameters", "web_search_options"):  # an empty one asks for it
+        refused[name] = Refusal("'{name}' is not supported: nothing is searched.", (None, False))
     refused["extra_body"] = Refusal("'{name}' is a library's: what is in it stands at the top of a body.")
     for here, others in (
         (
@@ -152,14 +161,18 @@ def refused_fields(kind: type[msgspec.Struct], names: Names = OPENAI_NAMES) -> M
             ("max_new_tokens", "max_length", "max_tokens_to_sample", "n_predict", "num_predict"),
         ),
         (names.stop, ("stop_sequences", "stop_words")),
-        (names.response_format, ("format", "grammar", "response_schema")),
+        (names.response_format, ("format", "grammar", "grammar_string", "response_schema")),
         (names.thinking, ("enable_thinking", "think", "thinking")),
         (names.choices, ("num_return_sequences",)),
         (names.seed, ("random_seed", "sampling_seed")),
-        (names.repetition_penalty, ("repeat_penalty",)),
+        (names.min_tokens, ("min_length", "min_new_tokens")),
         ("include_stop_str_in_output", ("no_stop_trim",)),
     ):
         refused |= {other: moved(here) for other in others}
+    for name in ("rep_pen", "repeat_penalty"):
+        refused[name] = moved("repetition_penalty")._replace(idle=idle_at(1))
+    for name in ("min_length", "min_new_tokens"):
+        refused[name] = refused[name]._replace(idle=idle_at(0))
     for name in ("enable_thinking", "think", "thinking"):  # here False is a wish
         refused[name] = refused[name]._replace(idle=(None,))
     return {name: refusal for name, refusal in refused.items() if name not in kind.__struct_encode_fields__}

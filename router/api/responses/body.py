@@ -99,12 +99,13 @@ class Echo(msgspec.Struct, frozen=True):
 
 
 _FIELDS = tuple(name for name in GenerationFields.__struct_fields__ if name != "max_tokens")
+_NAMES = Names("max_output_tokens", response_format="text.format", thinking="reasoning.effort")
 _NOT_SERVED = Refusal("'{name}' is not supported.")
 RESPONSE = FieldTable(
     ResponsesBody,
     hints=OPENAI_HINTS | {"agent_reference", "betas", "context_management", "stream_obfuscation"},
     refused={
-        **refused_fields(ResponsesBody, Names("max_output_tokens", response_format="text.format")),
+        **refused_fields(ResponsesBody, _NAMES),
         "best_of": Refusal("'{name}' is not supported.", idle_at(1)),
         "conversation": Refusal(
             "There are no stored conversations here; 'previous_response_id' continues a response.", (None,)
