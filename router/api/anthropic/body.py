@@ -100,6 +100,7 @@ MESSAGE = FieldTable(
         **dict.fromkeys(("input", "prompt"), moved("messages")),
         **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), moved("max_tokens")),
         **dict.fromkeys(("reasoning", "reasoning_effort", "enable_thinking", "think"), moved("thinking")),
+        **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), _OF_CHATS),
         "instructions": moved("system"),
         "parallel_tool_calls": moved("tool_choice.disable_parallel_tool_use")._replace(idle=idle_at(True)),
         "thread": _NOT_SERVED._replace(code=NO_THREADS),

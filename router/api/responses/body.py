@@ -110,7 +110,9 @@ RESPONSE = FieldTable(
         "conversation": Refusal(
             "There are no stored conversations here; 'previous_response_id' continues a response.", (None,)
         ),
-        "echo": _NOT_SERVED,
+        **dict.fromkeys(("continue_final_message", "echo", "suffix"), _NOT_SERVED),
+        **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), _NOT_SERVED),
+        "add_generation_prompt": _NOT_SERVED._replace(idle=idle_at(True)),
         "function_call": moved("tool_choice"),
         "functions": moved("tools"),
         "logprobs": Refusal("'{name}' is not supported: 'include' asks for them, with 'top_logprobs'."),
@@ -121,7 +123,6 @@ RESPONSE = FieldTable(
         "prompt": Refusal("There are no prompt templates here; send 'instructions' and 'input'.", (None,)),
         "reasoning_effort": moved("reasoning.effort"),
         "response_format": moved("text.format"),
-        "suffix": _NOT_SERVED,
         "system": moved("instructions"),
     },
     inner={

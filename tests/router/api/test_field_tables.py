@@ -74,7 +74,7 @@ def test_what_would_change_the_answer_is_refused_unless_it_asks_for_nothing(
     for name, refusal in table.refused.items():
         for value in ({"deep": [[[0]] * 9]}, "x" * 99, 7.5):
             if name in table.kind.__struct_encode_fields__:
-                value = {"max_tokens": 7, "n": 2, "stop": "x", "cache": "x"}.get(name, "x")
+                value = {"max_tokens": 7, "n": 2, "stop": "x", "cache": "x"}.get(name, True)
             with pytest.raises(InvalidRequest) as refused:
                 reads({name: value})
             assert refused.value.parameter == prefix + name
