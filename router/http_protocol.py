@@ -233,6 +233,14 @@ class ClientProtocol(HttpToolsProtocol):
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
             self.parser.feed_data(head)
 
+    def send_400_response(self, msg: str) -> None:
+        """In the midst of an answer nothing else can be said."""
+        cycle = self._answering
+        if cycle is not None and cycle.response_started and not cycle.response_complete:
+            self.transport.abort()
+        else:
+            super().send_400_response(msg)
+
     def _head_without_offer(self) -> bytes:
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         headers = (b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")

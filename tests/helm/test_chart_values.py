@@ -21,7 +21,7 @@ CHART_SETS = {"redis_url", "secret", "secret_file", "host", "port", "index_strid
 CHART_SETS |= {"log_format", "log_level", "otlp_endpoint", "trace_sample_ratio"}
 """Settings with values of their own in the chart, for routers and replicas."""
 
-ROUTER_PORTS = {"admin_host", "admin_port", "admin_socket", "allowed_hosts", "processes"}
+ROUTER_PORTS = {"admin_host", "admin_port", "admin_socket", "processes"}
 """The chart sets the first two; the others are for machines, where pods are for themselves."""
 
 ROUTER_KEYS = {"keys_file", "keys_in_redis", "open"}

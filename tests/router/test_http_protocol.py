@@ -224,6 +224,22 @@ async def test_a_client_that_leaves_a_silent_stream_is_noticed(server: HttpServe
     await server.wait_idle()
 
 
+@pytest.mark.parametrize("wrong", [b"\x00\x01\r\n\r\n", b"CONNECT localhost:80 HTTP/1.1\r\n\r\n"])
+async def test_what_is_no_request_writes_nothing_into_an_answer_that_has_begun(
+    server: HttpServer, wrong: bytes
+) -> None:
+    server.dispatcher.script = lambda generation: then_silence(3)
+    async with connected(server.port) as (reader, writer):
+        writer.write(post(STREAMED))
+        received = await reader.readuntil(b"delta")
+        writer.write(wrong)
+        with contextlib.suppress(ConnectionError):
+            while part := await reader.read(4096):
+                received += part
+    assert received.startswith(b"HTTP/1.1 200") and received.count(b"HTTP/1.1") == 1
+    await server.wait_idle()
+
+
 @pytest.mark.parametrize("num_requests", [3, MAX_QUEUED // 2])
 async def test_a_client_that_leaves_with_requests_queued_stops_them_all_without_an_error(
     server: HttpServer, num_requests: int, caplog: pytest.LogCaptureFixture
