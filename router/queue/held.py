@@ -18,13 +18,15 @@ from router.routing.table import RoutedRequest
 
 @dataclass(frozen=True, slots=True)
 class QueueRules:
-    """`target_seconds` of prompts is what a replica may have and still get more. Nobody waits for more than
-    `longest_seconds`. `margin` is the share of the time to a deadline that an estimate may fill: one that
-    fills it all makes everybody late who was estimated a little wrong.
+    """In an overload a replica gets more while it has less than `target_seconds` of prompts.
+
+    A request without a deadline waits for `longest_seconds` at most, or for as long as its own prompt takes.
+    `margin` is the share of the time to a deadline that an estimate may fill: a small error would otherwise
+    make everything late.
     """
 
     target_seconds: float = 0.25
-    longest_seconds: float = 30.0
+    longest_seconds: float = 1.0
     margin: float = 0.8
 
 

@@ -1,15 +1,16 @@
-"""Holding: requests go at once to replicas that can begin them soon; the others are held, in fair order.
+"""Holding: a request goes to its replica at once, unless the fleet is overloaded; then some are held back.
 
-Owns who is held. Every request is aimed at the replica that the routing decision names, with what waits
-for it before this one in fair order counted in; while that has no room it stands in its line. Who goes next
-is decided when there is room, as late as possible; the first of each line asks again now and then whether
-another replica is better by now. So caches are kept as if everything were sent at once, and nobody waits
-behind a flood that was sent before.
+Owns who is held. While a fleet carries its load nothing waits here: a replica batches what it has better than
+a router can that sees it a moment later. In an overload each request is aimed at the replica that the routing
+decision names, with what goes before it in fair order counted in; while that has no room it stands in its
+line. Who goes next is decided when there is room, as late as possible; the first of each line asks again now
+and then whether another replica is better by now.
 
-    nobody waits, its replica has room       it goes at once
-    its first token would come too late      it is told so at once
+    the fleet carries its load               it goes at once, unless it is due soon
+    an overload, its replica has room        it goes at once
     its replica has no room                  it stands in line
-    it stood in line until it was too late   it is told so then
+    its first token would come too late      it is refused at once
+    it stood in line until it was too late   it is refused then
 """
 
 import math
@@ -25,6 +26,7 @@ from router.queue.held import Asking, Held, HoldingCounts, HoldingStatistics, Qu
 from router.queue.pace import Pace
 from router.queue.room import Room
 from router.queue.shares import Shares
+from router.queue.standing_delay import TARGET_SECONDS, StandingDelay
 from router.queue.work import Charge, prompt_work
 from router.routing.load import ReplicaLoad
 from router.routing.table import Choice, RoutedRequest, RoutingTable
@@ -49,6 +51,10 @@ NUM_RELEASES = 16
 
 LONGEST_RETRY_SECONDS = 60.0
 
+URGENT_SECONDS = 30.0
+"""A request that is due within this time is held back wherever its replica has no room, so that it is refused
+in time, and so that those who wait with it keep their shares. Later deadlines are looked at in an overload."""
+
 
 @dataclass(slots=True)
 class _Fleet:
@@ -58,6 +64,7 @@ class _Fleet:
     pace: Pace
     orphans: set[ReplicaId]
     shares: Shares
+    delay: StandingDelay
     looked_at: dict[ReplicaId, float] = field(default_factory=dict)
     """When somebody in a line has last looked for itself; however many wait there, that is not done oftener
     than asking again is."""
@@ -94,9 +101,7 @@ class Holding:
         line = choice.decision.replica_id
         num_uncached = asking.request.num_tokens - choice.decision.overlap_tokens
         work = prompt_work(asking.request.num_tokens, choice.decision.overlap_tokens)
-        spared = fleet.shares.spared(asking.tenant, now)
-        num_tokens = asking.request.num_tokens
-        if not fleet.queue.num_in_line(line) and self._room.is_there(line, num_tokens, spared=spared):
+        if self._may_pass(fleet, asking, line, now):
             self._must_be_in_time(asking, line, num_uncached, now)
             fleet.queue.counters.passes(asking.tenant, asking.weight, work)
             fleet.shares.gives(asking.tenant, asking.weight, work, now)
@@ -104,6 +109,7 @@ class Holding:
             return choice.act()
         held = Held(line, asking, call, work=work, order=self._num_asked, now=now)
         held.exclude = exclude
+        fleet.delay.holds(now)
         self._stand_in_line(fleet, held, num_uncached, now)
         self.counts.num_held += 1
         self._serve(fleet, line, now, caller=held)
@@ -210,7 +216,7 @@ class Holding:
                 self._refuse(fleet, held, now, caller)
                 return True
             is_ready = self._table.is_ready(line, adapter=held.asking.adapter)
-            has_room = is_ready and self._has_room(fleet, held, line, now)
+            has_room = is_ready and self._has_room(fleet, held.asking, line, now)
             asks_again = not passed and now - held.asked_at >= ASK_AGAIN_SECONDS
             if not is_ready or has_room or asks_again:
                 held.asked_at = now
@@ -229,7 +235,7 @@ class Holding:
         try:
             choice = self._choose(fleet, held.asking, held.exclude, held)
             there = choice.decision.replica_id
-            if not self._has_room(fleet, held, there, now):
+            if not self._has_room(fleet, held.asking, there, now):
                 if there == line:
                     return False
                 if held.num_moves < MAX_MOVES or not may_stay:
@@ -256,9 +262,22 @@ class Holding:
             held.call()
         return True
 
-    def _has_room(self, fleet: _Fleet, held: Held, line: ReplicaId, now: float) -> bool:
-        spared = fleet.shares.spared(held.tenant, now)
-        return self._room.is_there(line, held.asking.request.num_tokens, spared=spared)
+    def _may_pass(self, fleet: _Fleet, asking: Asking, line: ReplicaId, now: float) -> bool:
+        delay, room = fleet.delay, self._room
+        if fleet.queue.num_waiting:
+            delay.holds(now)
+        elif not delay.is_overload(now) and not _is_urgent(asking, now):
+            wait = room.wait_seconds(line)
+            if wait > TARGET_SECONDS:  # a look at all replicas, which most requests are spared
+                wait = min(map(room.wait_seconds, self._table.replica_ids(asking.model)), default=wait)
+            delay.sees(wait, now)
+            if not delay.is_overload(now):
+                return True
+        return not fleet.queue.num_in_line(line) and self._has_room(fleet, asking, line, now)
+
+    def _has_room(self, fleet: _Fleet, asking: Asking, line: ReplicaId, now: float) -> bool:
+        spared = fleet.shares.spared(asking.tenant, now)
+        return self._room.is_there(line, asking.request.num_tokens, spared=spared)
 
     def _choose(
         self, fleet: _Fleet, asking: Asking, exclude: Collection[ReplicaId], held: Held | None = None
@@ -295,13 +314,13 @@ class Holding:
         asking, line = held.asking, held.line
         pace = fleet.pace.seconds_per_token or self._room.token_seconds(line)
         wait_seconds = self._work_ahead(fleet, asking, line) * pace
-        service_seconds = self._service_seconds(line, asking, num_uncached)
-        allowed = self.rules.longest_seconds
-        held.latest_start = now + allowed
-        if asking.deadline is not None:
-            left = asking.deadline - now - service_seconds
-            allowed = min(allowed, self.rules.margin * left)
-            held.latest_start = min(held.latest_start, now + left)
+        if asking.deadline is None:
+            prompt_seconds = self._room.prompt_seconds(line, asking.request, num_uncached)
+            left = allowed = max(self.rules.longest_seconds, prompt_seconds)
+        else:
+            left = asking.deadline - now - self._service_seconds(line, asking, num_uncached)
+            allowed = self.rules.margin * left
+        held.latest_start = now + left
         if wait_seconds > allowed:
             self.counts.num_refused_at_once += 1
             raise self._too_long(asking, wait_seconds + self._room.wait_seconds(line), allowed)
@@ -389,5 +408,9 @@ class Holding:
     def _fleet(self, model: str) -> _Fleet:
         fleet = self._fleets.get(model)
         if fleet is None:
-            fleet = self._fleets[model] = _Fleet(self._new_queue(), Pace(), set(), Shares())
+            fleet = self._fleets[model] = _Fleet(self._new_queue(), Pace(), set(), Shares(), StandingDelay())
         return fleet
+
+
+def _is_urgent(asking: Asking, now: float) -> bool:
+    return asking.deadline is not None and asking.deadline - now < URGENT_SECONDS

@@ -81,7 +81,7 @@ class Model:
     def place_of(self, waiter: Waiter) -> int:
         """Among its tenant's in its line."""
         own = [each for each in self.in_line(waiter.line) if each.tenant == waiter.tenant]
-        return sorted(own, key=lambda each: (each.priority, each.order)).index(waiter)
+        return sorted(own, key=lambda each: (each.priority, -each.order)).index(waiter)
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -251,7 +251,8 @@ def test_one_request_of_another_waits_for_no_flood() -> None:
     assert chosen is not None
     queue.goes(chosen)
     assert queue.work_ahead(LINES[0], "grey", weight=1.0, priority=0) == 0.0
-    assert queue.work_ahead(LINES[0], "red", weight=1.0, priority=0) == 9990.0
+    assert queue.work_ahead(LINES[0], "red", weight=1.0, priority=0) == 0.0, "the newest goes first"
+    assert queue.work_ahead(LINES[0], "red", weight=1.0, priority=1) == 9990.0
     queue.enter(waiter("grey", 1000, work=10.0))
     chosen = queue.next(LINES[0])
     assert chosen is not None and chosen.tenant == "grey"
@@ -286,7 +287,18 @@ def test_requests_of_one_tenant_that_begin_alike_go_together_and_keep_nobody_for
         served.append(chosen.prefix)
     num_changes = sum(one != other for one, other in itertools.pairwise(served))
     assert num_changes <= len(served) // MAX_OVERTAKEN + 1
-    assert served[0] == b"x" and b"y" in served[: MAX_OVERTAKEN + 2]
+    assert served[0] == b"y" and b"x" in served[: MAX_OVERTAKEN + 2]
+
+
+def test_of_one_tenants_requests_the_newest_of_the_most_urgent_goes_first() -> None:
+    queue = FairQueue()
+    for order, priority in enumerate([1, 0, 0, 1]):
+        queue.enter(waiter("red", order, priority=priority))
+    served = []
+    while (chosen := queue.next(LINES[0])) is not None:
+        queue.goes(chosen)
+        served.append(chosen.order)
+    assert served == [2, 1, 3, 0]
 
 
 def test_what_others_have_asked_orders_nothing() -> None:

@@ -1,0 +1,47 @@
+"""StandingDelay: whether a fleet has more to do than it carries, or only a burst.
+
+Owns when waits became long. A fleet that carries its load has a replica, now and then, that could begin at
+once; so the least wait of a stretch of time tells an overload from a burst, as in CoDel (Nichols and Jacobson,
+"Controlling Queue Delay", ACM Queue 2012).
+
+    the idlest replica has had more than TARGET_SECONDS to do since `since`,
+    for longer than it takes to do what it had then                             the fleet is overloaded
+    no request was held back for CALM_SECONDS                                   it no longer is
+"""
+
+TARGET_SECONDS = 2.0
+"""Of prompts, at the idlest replica. Fleets that carry recorded and generated traffic stay below it, but for
+fractions of a second (`loadtests/RESULTS.md`)."""
+
+LEAST_INTERVAL_SECONDS = 1.0
+
+CALM_SECONDS = 10.0
+
+
+class StandingDelay:
+    """Of one model's replicas, as one router sees them. Times are seconds of a clock that never goes back."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._interval_seconds = 0.0
+        self._held_at: float | None = None
+        """When a request was last held back; None unless the fleet is overloaded."""
+
+    def is_overload(self, now: float) -> bool:
+        if self._held_at is not None and now - self._held_at > CALM_SECONDS:
+            self._held_at = self._since = None
+        return self._held_at is not None
+
+    def sees(self, least_wait_seconds: float, now: float) -> None:
+        """What the idlest replica has to do before it can begin another prompt."""
+        if least_wait_seconds <= TARGET_SECONDS:
+            self._since = None
+        elif self._since is None:
+            self._since = now
+            self._interval_seconds = max(LEAST_INTERVAL_SECONDS, least_wait_seconds)
+        elif now - self._since > self._interval_seconds:
+            self.holds(now)
+
+    def holds(self, now: float) -> None:
+        """A request is held back, or still waits."""
+        self._held_at = now
