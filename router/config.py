@@ -161,11 +161,13 @@ class RouterConfig:
     )
     queue_target_seconds: float = setting(
         0.25,
-        help="prompts that a replica may have and still get more; what it could not begin soon is held "
-        "until then, in fair order over tenants",
+        help="in an overload, prompts that a replica may have and still get more; what it could not begin "
+        "soon is held until then, in fair order over tenants",
     )
     queue_seconds: float = setting(
-        30.0, help="maximum time for which a request is held; if more is expected, it gets 429 at once"
+        1.0,
+        help="maximum time for which a request without a deadline is held in an overload, unless its own "
+        "prompt takes longer; then, or if more is expected, it gets 429",
     )
     max_queued: int = setting(4096, help="maximum number of requests that are held; more get 429")
     max_connections: int = setting(8192, help="maximum number of client connections; more get 503")

@@ -133,6 +133,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--duration", type=positive, metavar="S", help="seconds in which requests are sent (default: 60)")
     add("--seed", type=seed, default=1, metavar="N", help="seed of the first round (default: 1)")
     add("--cache-tokens", type=count, metavar="N", help="tokens that the cache of one replica holds")
+    _add_replicas_and_goal(parser)
+    add("--quick", action="store_true", help="a small version that takes less than a minute")
+    add("--output", type=Path, metavar="DIR", help="run files and report (default: loadtest-NAME-TIME)")
+    add("--open", action="store_true", help="show the report in a browser")
+
+
+def _add_replicas_and_goal(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--ram", type=size_in_bytes, metavar="SIZE", help="host memory for KV below the device, a replica")
     add("--disk", type=size_in_bytes, metavar="SIZE", help="disk for KV below that, a replica")
     add(
@@ -155,9 +163,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="TTFT limit of the SLO (default: 0.5, or the load test's own)",
     )
-    add("--quick", action="store_true", help="a small version that takes less than a minute")
-    add("--output", type=Path, metavar="DIR", help="run files and report (default: loadtest-NAME-TIME)")
-    add("--open", action="store_true", help="show the report in a browser")
 
 
 def make_plan(arguments: argparse.Namespace) -> LoadtestPlan:

@@ -1,5 +1,6 @@
-"""How far a run is, as one line. The figures are the router's own, from its /metrics: Locust says nothing
-until the end.
+"""How far a run is, as one line.
+
+The figures are the router's own, from its /metrics: Locust says nothing until the end.
 """
 
 import contextlib

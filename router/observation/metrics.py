@@ -221,6 +221,21 @@ class RouterMetrics(Collector):
         )
         for dialect in DIALECTS:
             self._unknown_fields.of(dialect)
+        self._decision_seconds = spread(
+            "router_decision_seconds",
+            "Time of one routing decision: overlaps, costs, reservation and prediction",
+            DECISION_BUCKETS,
+        )
+        self._decisions = number(
+            "counter",
+            "router_decisions_total",
+            "Routing decisions by their reason and the replica's place in the affinity order",
+            *("model", "reason", "rank"),
+        )
+        self._declare_times()
+
+    def _declare_times(self) -> None:
+        spread = self._distributions
         self._ttft = spread(
             "router_ttft_seconds",
             "Time from a request's arrival to its first token",
@@ -250,17 +265,6 @@ class RouterMetrics(Collector):
             "Time to check, render, tokenise and hash a prompt, after the request's last byte",
             OWN_WORK_BUCKETS,
             "model",
-        )
-        self._decision_seconds = spread(
-            "router_decision_seconds",
-            "Time of one routing decision: overlaps, costs, reservation and prediction",
-            DECISION_BUCKETS,
-        )
-        self._decisions = number(
-            "counter",
-            "router_decisions_total",
-            "Routing decisions by their reason and the replica's place in the affinity order",
-            *("model", "reason", "rank"),
         )
 
     def _declare_tokens(self) -> None:

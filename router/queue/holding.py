@@ -51,8 +51,11 @@ NUM_RELEASES = 16
 
 LONGEST_RETRY_SECONDS = 60.0
 
+BURST_SECONDS = 30.0
+"""A request may be held for so long if no overload stands: if replicas were away, or others are due soon."""
+
 URGENT_SECONDS = 30.0
-"""A request that is due within this time is held back wherever its replica has no room, so that it is refused
+"""A request that is due within this time is held wherever its replica has no room, so that it is refused
 in time, and so that those who wait with it keep their shares. Later deadlines are looked at in an overload."""
 
 
@@ -97,7 +100,11 @@ class Holding:
         """Raises TooLate or Overloaded for one that would wait too long, UnknownModel, NoReplicaAvailable."""
         self._num_asked += 1
         fleet = self._fleet(asking.model)
-        choice = self._choose(fleet, asking, exclude)
+        try:
+            choice = self._choose(fleet, asking, exclude)
+        except NoReplicaAvailable:
+            fleet.delay.holds(now)  # the first replica that comes back is not to get all that waited
+            raise
         line = choice.decision.replica_id
         num_uncached = asking.request.num_tokens - choice.decision.overlap_tokens
         work = prompt_work(asking.request.num_tokens, choice.decision.overlap_tokens)
@@ -316,7 +323,10 @@ class Holding:
         wait_seconds = self._work_ahead(fleet, asking, line) * pace
         if asking.deadline is None:
             prompt_seconds = self._room.prompt_seconds(line, asking.request, num_uncached)
-            left = allowed = max(self.rules.longest_seconds, prompt_seconds)
+            longest = self.rules.longest_seconds
+            if not fleet.delay.is_standing:
+                longest = max(longest, BURST_SECONDS)
+            left = allowed = max(longest, prompt_seconds)
         else:
             left = asking.deadline - now - self._service_seconds(line, asking, num_uncached)
             allowed = self.rules.margin * left

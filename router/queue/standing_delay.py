@@ -1,7 +1,7 @@
 """StandingDelay: whether a fleet has more to do than it carries, or only a burst.
 
 Owns when waits became long. A fleet that carries its load has a replica, now and then, that could begin at
-once; so the least wait of a stretch of time tells an overload from a burst, as in CoDel (Nichols and Jacobson,
+once; so the least wait of a while tells an overload from a burst, as in CoDel (Nichols and Jacobson,
 "Controlling Queue Delay", ACM Queue 2012).
 
     the idlest replica has had more than TARGET_SECONDS to do since `since`,
@@ -24,12 +24,15 @@ class StandingDelay:
     def __init__(self) -> None:
         self._since: float | None = None
         self._interval_seconds = 0.0
+        self.is_standing = False
+        """Whether replicas have had too much to do, and not only been away, or been asked for haste."""
         self._held_at: float | None = None
         """When a request was last held back; None unless the fleet is overloaded."""
 
     def is_overload(self, now: float) -> bool:
         if self._held_at is not None and now - self._held_at > CALM_SECONDS:
             self._held_at = self._since = None
+            self.is_standing = False
         return self._held_at is not None
 
     def sees(self, least_wait_seconds: float, now: float) -> None:
@@ -40,6 +43,7 @@ class StandingDelay:
             self._since = now
             self._interval_seconds = max(LEAST_INTERVAL_SECONDS, least_wait_seconds)
         elif now - self._since > self._interval_seconds:
+            self.is_standing = True
             self.holds(now)
 
     def holds(self, now: float) -> None:
