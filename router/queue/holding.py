@@ -56,7 +56,7 @@ BURST_SECONDS = 30.0
 
 URGENT_SECONDS = 30.0
 """A request that is due within this time is held wherever its replica has no room, so that it is refused
-in time, and so that those who wait with it keep their shares. Later deadlines are looked at in an overload."""
+in time, and so that those who wait with it keep their shares. Later deadlines count in an overload."""
 
 
 @dataclass(slots=True)
