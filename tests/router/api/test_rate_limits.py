@@ -209,7 +209,10 @@ async def test_a_limit_of_zero_refuses_everything(bounds: Limits) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_the_context_of_a_key_is_the_smaller_one(path: str) -> None:
-    body = {**CHAT, "prompt": "How are you?"}
+    body = dict(CHAT)
+    if path == "/v1/completions":
+        del body["messages"]
+        body["prompt"] = "How are you?"
     of_tenant, of_key = Limits(max_context=90), Limits(max_context=4000)
     async with limited(of_key, of_tenant=of_tenant) as (server, _), client_of(server) as http:
         assert (await http.post(path, json=body)).status_code == 200
