@@ -15,6 +15,7 @@ DEBIAN_PACKAGES = {
     "ip": "iproute2",
     "openssl": "openssl",
     "gcc": "gcc",
+    "valgrind": "valgrind",
     "node": "nodejs",
 }
 

@@ -95,13 +95,14 @@ def filled_table(
     block_size: int,
     *,
     has_tiers: bool = False,
+    clock: Callable[[], float] = time.monotonic,
 ) -> RoutingTable:
     """Busy replicas, whose caches hold what the prompts say and `num_hashes` others together. With tiers, a
     third of each lies in host memory and a third on disk: of a prompt, what is deepest.
     """
     rng = random.Random(num_replicas)
     card = ModelCard(MODEL, "", "simulated", block_size, 1000, 100_000, 1000, kv_layout=LAYOUT)
-    table = RoutingTable("kvasir", CostParameters(), rng, clock=time.monotonic)
+    table = RoutingTable("kvasir", CostParameters(), rng, clock=clock)
     held: dict[ReplicaId, dict[BlockHash, Tier]] = {}
     for number in range(num_replicas):
         replica_id = ReplicaId(f"replica-{number}")

@@ -1,0 +1,112 @@
+"""Rows: small seeded workloads, the fleets that serve them in virtual time, and the figures of each.
+
+Owns which there are. How much a figure may change is `verdict.py`'s.
+"""
+
+import functools
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from loadtests.ratchet.loads import LOADS, TIER_LOADS, WAYS, Load
+from loadtests.reports.report import Slo
+from loadtests.simulation.jobs import Job, Source, load, run_all
+from loadtests.simulation.options import FleetOptions
+from loadtests.simulation.shape import ReplicaShape, TierShape
+from replicas.config import DEFAULT_MAX_RUNNING
+from replicas.simulated_engine.hardware import HARDWARE
+from router.queue.held import QueueRules
+
+SEEDS = (1, 2)
+"""A figure is the mean over them: one run's p99 moves by itself where a near tie is decided otherwise."""
+
+OVERLOAD_SEEDS = (1,)
+"""More requests, and figures that are no percentiles."""
+
+WARM_UP = 0.1
+SLO = Slo(ttft=2.0)
+
+FIGURES = {
+    "hits": "token_hit_rate",
+    "p50": "ttft_p50",
+    "p90": "ttft_p90",
+    "p99": "ttft_p99",
+    "goodput": "goodput_arriving",
+    "failed": "num_failed",
+}
+"""Names of the file, and of a summary. Goodput is per second of arrivals, because the last answers take
+longer or shorter by chance.
+"""
+
+OVERLOADED = ("documents", "tool agents")
+OVERLOAD_FIGURES = ("hits", "goodput")
+"""Under overload a fleet has to refuse, and what counts is how many are served in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`times` is how many times the load's own rate arrives, for as long as that takes once."""
+
+    load: Load
+    num_routers: int = 1
+    has_queue: bool = True
+    times: int = 1
+    tiers: TierShape | None = None
+
+    @property
+    def without_queue(self) -> "Row":
+        return replace(self, has_queue=False)
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        return _figures(self)
+
+
+def _rows() -> Iterator[tuple[str, Row]]:
+    for name, each in LOADS.items():
+        yield f"{name}, 1 router", Row(each)
+        yield f"{name}, 4 routers", Row(each, num_routers=4)
+    for name in OVERLOADED:
+        for times in (2, 4):
+            for num_routers, words in ((1, "1 router"), (4, "4 routers")):
+                yield f"{name} x{times}, {words}", Row(LOADS[name], num_routers, times=times)
+    for name, each in TIER_LOADS.items():
+        for way, tiers in WAYS.items():
+            yield f"{name}, {way}", Row(each, tiers=tiers)
+
+
+ROWS = dict(_rows())
+CARRIED = {name: row for name, row in ROWS.items() if row.times == 1 and row.tiers is None}
+"""The fleet carries the load: with the queue these are as good as without it."""
+
+
+@functools.cache
+def _figures(row: Row) -> Mapping[str, float]:
+    seeds = SEEDS if row.times == 1 else OVERLOAD_SEEDS
+    summaries = run_all([_job(row, seed) for seed in seeds], num_processes=1)
+    found: dict[str, float] = {}
+    for name in FIGURES if row.times == 1 else OVERLOAD_FIGURES:
+        values = [summary.figures[FIGURES[name]] for summary in summaries]
+        found[name] = statistics.fmean(value for value in values if value is not None)
+    return found
+
+
+def _job(row: Row, seed: int) -> Job:
+    source = Source(row.load.generator, seed, row.load.parameters_of(row.times), limit=None, speed=1.0)
+    hardware, block_size = HARDWARE["h100-8b"], load(source).block_tokens
+    shape = ReplicaShape(
+        hardware.cost,
+        row.load.cache_tokens // block_size,
+        block_size,
+        max_batched_tokens=hardware.max_batched_tokens,
+        max_running=DEFAULT_MAX_RUNNING,
+        decodes_beside=row.load.decodes_beside,
+        tiers=row.tiers,
+    )
+    options = FleetOptions(
+        shape,
+        num_replicas=row.load.num_replicas,
+        num_routers=row.num_routers,
+        queue=QueueRules() if row.has_queue else None,
+    )
+    return Job(("kvasir", None), source, options, WARM_UP, SLO)
