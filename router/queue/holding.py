@@ -324,7 +324,7 @@ class Holding:
         if asking.deadline is None:
             prompt_seconds = self._room.prompt_seconds(line, asking.request, num_uncached)
             longest = self.rules.longest_seconds
-            if not fleet.delay.is_standing:
+            if not fleet.delay.is_standing(now):
                 longest = max(longest, BURST_SECONDS)
             left = allowed = max(longest, prompt_seconds)
         else:

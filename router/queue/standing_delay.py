@@ -17,6 +17,9 @@ LEAST_INTERVAL_SECONDS = 1.0
 
 CALM_SECONDS = 10.0
 
+STANDING_SECONDS = 5.0
+"""After which an overload is no burst."""
+
 
 class StandingDelay:
     """Of one model's replicas, as one router sees them. Times are seconds of a clock that never goes back."""
@@ -24,16 +27,19 @@ class StandingDelay:
     def __init__(self) -> None:
         self._since: float | None = None
         self._interval_seconds = 0.0
-        self.is_standing = False
-        """Whether replicas have had too much to do, and not only been away, or been asked for haste."""
+        self._began_at: float | None = None
         self._held_at: float | None = None
         """When a request was last held back; None unless the fleet is overloaded."""
 
     def is_overload(self, now: float) -> bool:
         if self._held_at is not None and now - self._held_at > CALM_SECONDS:
             self._held_at = self._since = None
-            self.is_standing = False
+            self._began_at = None
         return self._held_at is not None
+
+    def is_standing(self, now: float) -> bool:
+        """Whether replicas have had too much to do for a while: those that wait will not all be served."""
+        return self._began_at is not None and now - self._began_at > STANDING_SECONDS
 
     def sees(self, least_wait_seconds: float, now: float) -> None:
         """What the idlest replica has to do before it can begin another prompt."""
@@ -43,7 +49,7 @@ class StandingDelay:
             self._since = now
             self._interval_seconds = max(LEAST_INTERVAL_SECONDS, least_wait_seconds)
         elif now - self._since > self._interval_seconds:
-            self.is_standing = True
+            self._began_at = now
             self.holds(now)
 
     def holds(self, now: float) -> None:

@@ -1,6 +1,7 @@
 """Requests whose replica has too much to do: who goes next, who is refused, and what is given back."""
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,9 +38,11 @@ RULES = QueueRules(longest_seconds=30.0)
 def use(fleet: DispatchedFleet, rules: QueueRules = RULES, *, max_queued: int = 1000) -> Holding:
     """As in an overload."""
     holding = Holding(fleet.table, rules, lambda: FairQueue(max_waiting=max_queued))
-    delay = holding._fleet("toy").delay
-    delay.is_standing = True
-    delay.holds(time.monotonic())
+    delay, now = holding._fleet("toy").delay, time.monotonic()
+    delay.sees(math.inf, now - 100.0)
+    delay._interval_seconds = 0.0
+    delay.sees(math.inf, now - 99.0)
+    delay.holds(now)
     fleet.dispatcher = fleet.new_dispatcher(
         WaitingRoom(max_waiting=1000, max_bytes=1 << 30), retry=RetryPolicy(wait_seconds=30), holding=holding
     )

@@ -1,6 +1,6 @@
 """Tests of what tells an overload from a burst."""
 
-from router.queue.standing_delay import CALM_SECONDS, TARGET_SECONDS, StandingDelay
+from router.queue.standing_delay import CALM_SECONDS, STANDING_SECONDS, TARGET_SECONDS, StandingDelay
 
 LONG = TARGET_SECONDS + 1.0
 
@@ -25,7 +25,8 @@ def test_as_much_again_when_what_was_there_is_done_is_an_overload() -> None:
     delay.sees(LONG, LONG)
     assert not delay.is_overload(LONG)
     delay.sees(LONG, LONG + 0.1)
-    assert delay.is_overload(LONG + 0.1) and delay.is_standing
+    assert delay.is_overload(LONG + 0.1) and not delay.is_standing(LONG + 0.1)
+    assert delay.is_standing(LONG + 0.2 + STANDING_SECONDS)
 
 
 def test_it_is_over_when_none_was_held_back_for_a_while() -> None:
@@ -33,6 +34,6 @@ def test_it_is_over_when_none_was_held_back_for_a_while() -> None:
     delay.holds(0.0)
     delay.holds(5.0)
     assert delay.is_overload(5.0 + CALM_SECONDS)
-    assert not delay.is_overload(5.1 + CALM_SECONDS) and not delay.is_standing
+    assert not delay.is_overload(5.1 + CALM_SECONDS)
     delay.sees(LONG, 20.0)
     assert not delay.is_overload(20.0), "what was seen before counts no more"
