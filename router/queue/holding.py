@@ -52,7 +52,8 @@ NUM_RELEASES = 16
 LONGEST_RETRY_SECONDS = 60.0
 
 BURST_SECONDS = 30.0
-"""A request may be held for so long if no overload stands: if replicas were away, or others are due soon."""
+"""A request may be held for so long until an overload stands, and where requests are held for another reason:
+replicas were away, or others are due soon."""
 
 URGENT_SECONDS = 30.0
 """A request that is due within this time is held wherever its replica has no room, so that it is refused

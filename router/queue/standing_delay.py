@@ -26,32 +26,34 @@ class StandingDelay:
 
     def __init__(self) -> None:
         self._since: float | None = None
+        """When the idlest replica was first seen with too much to do; None while it has less."""
         self._interval_seconds = 0.0
         self._began_at: float | None = None
+        """When the overload was seen at the replicas; None if requests are held for another reason."""
         self._held_at: float | None = None
-        """When a request was last held back; None unless the fleet is overloaded."""
 
     def is_overload(self, now: float) -> bool:
-        if self._held_at is not None and now - self._held_at > CALM_SECONDS:
-            self._held_at = self._since = None
-            self._began_at = None
-        return self._held_at is not None
+        return self._held_at is not None and now - self._held_at <= CALM_SECONDS
 
     def is_standing(self, now: float) -> bool:
         """Whether replicas have had too much to do for a while: those that wait will not all be served."""
-        return self._began_at is not None and now - self._began_at > STANDING_SECONDS
+        return (
+            self.is_overload(now) and self._began_at is not None and now - self._began_at > STANDING_SECONDS
+        )
 
     def sees(self, least_wait_seconds: float, now: float) -> None:
-        """What the idlest replica has to do before it can begin another prompt."""
+        """What the idlest replica has to do before it can begin another prompt. Not for an overload."""
         if least_wait_seconds <= TARGET_SECONDS:
             self._since = None
         elif self._since is None:
             self._since = now
             self._interval_seconds = max(LEAST_INTERVAL_SECONDS, least_wait_seconds)
         elif now - self._since > self._interval_seconds:
-            self._began_at = now
             self.holds(now)
+            self._began_at = now
 
     def holds(self, now: float) -> None:
         """A request is held back, or still waits."""
+        if not self.is_overload(now):  # another one begins
+            self._since = self._began_at = None
         self._held_at = now

@@ -1,7 +1,6 @@
 """Requests whose replica has too much to do: who goes next, who is refused, and what is given back."""
 
 import asyncio
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from router.queue.fair_queue import FairQueue
 from router.queue.held import QueueRules
 from router.queue.holding import Holding
 from router.queue.room import NUM_NEXT
+from router.queue.standing_delay import TARGET_SECONDS
 from router.tenants.caller import Caller, Tenant
 from tests.router.dispatched_fleet import (
     GENERATION,
@@ -39,9 +39,8 @@ def use(fleet: DispatchedFleet, rules: QueueRules = RULES, *, max_queued: int = 
     """As in an overload."""
     holding = Holding(fleet.table, rules, lambda: FairQueue(max_waiting=max_queued))
     delay, now = holding._fleet("toy").delay, time.monotonic()
-    delay.sees(math.inf, now - 100.0)
-    delay._interval_seconds = 0.0
-    delay.sees(math.inf, now - 99.0)
+    delay.sees(TARGET_SECONDS + 1.0, now - 10.0)
+    delay.sees(TARGET_SECONDS + 1.0, now - 6.0)
     delay.holds(now)
     fleet.dispatcher = fleet.new_dispatcher(
         WaitingRoom(max_waiting=1000, max_bytes=1 << 30), retry=RetryPolicy(wait_seconds=30), holding=holding
