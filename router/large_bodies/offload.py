@@ -103,20 +103,14 @@ class Offload:
                 outcome = await self._prepare(kind, body)
         except QueueFull as error:
             raise self._refused() from error
-        match outcome:
-            case RefusedRequest():
-                raise outcome.error()
-            case CrashedJob():
-                raise RuntimeError(f"a request body could not be prepared:\n{outcome.traceback}")
+        _raise_if_failed(outcome, "a request body could not be prepared")
         return outcome
 
     async def work_out(self, wished: WishedGrammar) -> CheckedGrammar:
         """Raises InvalidRequest for what cannot be followed or takes more than it may, and RouterBusy. How
         many do so at once the caller sees to."""
         async with self._starting:
-            if not self._is_running():
-                self._forget()
-                await self._start()
+            await self._ensure_running()
         began = time.monotonic()
         try:
             answer = await self._ask(GRAMMAR, msgspec.msgpack.encode(wished))
@@ -135,11 +129,8 @@ class Offload:
                 parameter=wished.parameter or None,
             ) from error
         outcome: GrammarOutcome = msgspec.msgpack.decode(answer, type=GrammarOutcome)
-        match outcome:
-            case RefusedRequest():
-                raise outcome.error()
-            case CrashedJob():
-                raise RuntimeError(f"a grammar could not be worked out:\n{outcome.traceback}")
+        _raise_if_failed(outcome, "a grammar could not be worked out")
+        assert isinstance(outcome, CheckedGrammar)
         return outcome
 
     async def try_out(self, digest: bytes, bundle: TokenizerBundle) -> TemplateVerdict:
@@ -219,11 +210,15 @@ class Offload:
         """One that has hung up is on its way out."""
         return self._control is not None and self._process is not None and self._process.poll() is None
 
-    async def _load(self, digest: Digest, bundle: TokenizerBundle) -> TemplateVerdict:
-        """Once per digest and process."""
+    async def _ensure_running(self) -> None:
+        """Only one at a time may start it: the caller holds `_starting`."""
         if not self._is_running():
             self._forget()
             await self._start()
+
+    async def _load(self, digest: Digest, bundle: TokenizerBundle) -> TemplateVerdict:
+        """Once per digest and process."""
+        await self._ensure_running()
         verdict = self._verdicts.get(digest)
         if verdict is None:
             load = msgspec.msgpack.encode(LoadTextSide(digest, dict(bundle.files)))
@@ -278,6 +273,14 @@ async def _receive(peer: socket.socket, length: int) -> bytes:
         parts.append(part)
         length -= len(part)
     return b"".join(parts)
+
+
+def _raise_if_failed(outcome: Outcome | GrammarOutcome, what: str) -> None:
+    match outcome:
+        case RefusedRequest():
+            raise outcome.error()
+        case CrashedJob():
+            raise RuntimeError(f"{what}:\n{outcome.traceback}")
 
 
 def _start_process(handle: int, bounds: Bounds) -> "subprocess.Popen[bytes]":
