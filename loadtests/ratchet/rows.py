@@ -8,13 +8,12 @@ import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from loadtests.ratchet.loads import LOADS, TIER_LOADS, WAYS, Load
+from loadtests.ratchet.loads import H100, LOADS, TIER_LOADS, WAYS, Load
 from loadtests.reports.report import Slo
 from loadtests.simulation.jobs import Job, Source, load, run_all
 from loadtests.simulation.options import FleetOptions
 from loadtests.simulation.shape import ReplicaShape, TierShape
 from replicas.config import DEFAULT_MAX_RUNNING
-from replicas.simulated_engine.hardware import HARDWARE
 from router.queue.held import QueueRules
 
 SEEDS = (1, 2)
@@ -93,12 +92,12 @@ def _figures(row: Row) -> Mapping[str, float]:
 
 def _job(row: Row, seed: int) -> Job:
     source = Source(row.load.generator, seed, row.load.parameters_of(row.times), limit=None, speed=1.0)
-    hardware, block_size = HARDWARE["h100-8b"], load(source).block_tokens
+    block_size = load(source).block_tokens
     shape = ReplicaShape(
-        hardware.cost,
+        H100.cost,
         row.load.cache_tokens // block_size,
         block_size,
-        max_batched_tokens=hardware.max_batched_tokens,
+        max_batched_tokens=H100.max_batched_tokens,
         max_running=DEFAULT_MAX_RUNNING,
         decodes_beside=row.load.decodes_beside,
         tiers=row.tiers,

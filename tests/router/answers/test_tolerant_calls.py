@@ -10,18 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.answers.early_calls import MAX_EARLY_CALLS, MAX_EARLY_CHARACTERS
-from router.answers.formats import AnswerFormat, ReasoningMarks, ToolSyntax
+from router.answers.formats import AnswerFormat, ToolSyntax
 from router.answers.json_strings import ControlEscaper, is_object, with_escapes
 from router.answers.parser import AnswerParser
 from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 from router.answers.xml_call import MAX_STRAY_CHARACTERS
 from tests.router.answers.spoken import TOOLS, broken, call, cut, parts_of
-from tests.router.answers.test_parser import COMMON, TOKENS
-
-HERMES = AnswerFormat(ToolSyntax.HERMES, ReasoningMarks())
-LLAMA = AnswerFormat(ToolSyntax.LLAMA)
-XML = AnswerFormat(ToolSyntax.QWEN_XML, ReasoningMarks())
-FORMATS = [HERMES, LLAMA, XML]
+from tests.router.answers.test_parser import COMMON, FORMATS, HERMES, LLAMA, TOKENS
+from tests.router.answers.test_parser import QWEN_XML as XML
 
 BEGIN = "<tool_call>\n<function=f>\n"
 TEXT = f"{BEGIN}<parameter=text>\n"
