@@ -60,15 +60,16 @@ def test_the_owner_with_least_time_goes_next_and_nobody_saves_up() -> None:
 
 def test_a_full_line_takes_from_the_owner_with_most() -> None:
     waiting = line(num_places=1, most_waiting=3)
-    for number in range(3):
-        assert waiting.enter("flood", f"f{number}") is None
+    floods = [f"f{number}" for number in range(3)]
+    for item in floods:
+        assert waiting.enter("flood", item) is None
     assert waiting.enter("flood", "f3") == "f3"
-    assert waiting.enter("other", "o0") == "f2"
+    assert waiting.enter("other", "o0") is floods[2]
     assert waiting.enter("other", "o1") == "o1", "both have as many then"
     assert waiting.num_waiting == 3
-    assert not waiting.leave("flood", "f2")
-    assert waiting.leave("flood", "f0")
-    assert not waiting.leave("nobody", "f0")
+    assert not waiting.leave("flood", floods[2])
+    assert waiting.leave("flood", floods[0])
+    assert not waiting.leave("nobody", floods[0])
 
 
 def test_what_is_counted_holds_for_random_use() -> None:

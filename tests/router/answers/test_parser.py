@@ -1,6 +1,7 @@
 """AnswerParser: the same parts however an answer is cut, those of a slow twin, and nothing lost."""
 
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -244,7 +245,11 @@ def test_no_text_is_an_error(
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(max_size=8),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
         max_leaves=8,
     ).map(lambda value: {"value": value}),
@@ -259,6 +264,17 @@ def test_arguments_come_out_to_the_character(arguments: object, is_ascii: bool, 
     assert parts_of(HERMES, cut(marked, sizes)) == call(0, "f", source)
     quoted = f'<tool_call>{{"arguments": {json.dumps(source)}, "name": "f"}}</tool_call>'
     assert parts_of(HERMES, cut(quoted, sizes)) == call(0, "f", source)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_arguments_that_python_alone_can_read_are_not_whole(value: float) -> None:
+    source = json.dumps({"value": [value]})
+    marked = f'<tool_call>\n{{"name": "f", "arguments": {source}}}\n</tool_call>'
+    for answer_format, text in (
+        (LLAMA, f'{{"name": "f", "parameters": {source}}}'),
+        (HERMES, marked),
+    ):
+        assert parts_of(answer_format, list(text)) == broken(0, "f", source)
 
 
 def test_a_call_is_announced_when_its_arguments_begin_and_streamed_as_it_comes() -> None:
