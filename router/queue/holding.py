@@ -6,8 +6,8 @@ decision names, with what goes before it in fair order counted in; while that ha
 line. Who goes next is decided when there is room, as late as possible; the first of each line asks again now
 and then whether another replica is better by now.
 
-    the fleet carries its load               it goes at once, unless it is due soon
-    an overload, its replica has room        it goes at once
+    the fleet carries its load               it goes at once, unless it is due soon or the batch is full
+    its replica has room                     it goes at once
     its replica has no room                  it stands in line
     its first token would come too late      it is refused at once
     it stood in line until it was too late   it is refused then
@@ -53,7 +53,7 @@ LONGEST_RETRY_SECONDS = 60.0
 
 BURST_SECONDS = 30.0
 """A request may be held for so long until an overload stands, and where requests are held for another reason:
-replicas were away, or others are due soon."""
+replicas were away, a batch is full, or others are due soon."""
 
 URGENT_SECONDS = 30.0
 """A request that is due within this time is held wherever its replica has no room, so that it is refused
@@ -279,7 +279,7 @@ class Holding:
             if wait > TARGET_SECONDS:  # a look at all replicas, which most requests are spared
                 wait = min(map(room.wait_seconds, self._table.replica_ids(asking.model)), default=wait)
             delay.sees(wait, now)
-            if not delay.is_overload(now):
+            if not delay.is_overload(now) and not room.has_full_batch(line):
                 return True
         return not fleet.queue.num_in_line(line) and self._has_room(fleet, asking, line, now)
 

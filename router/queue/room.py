@@ -44,15 +44,18 @@ class Room:
         num_image_tokens = num_image_tokens_left(request.media, request.num_tokens - num_uncached)
         return num_uncached * self.token_seconds(replica_id) + num_image_tokens * encode_seconds
 
+    def has_full_batch(self, replica_id: ReplicaId) -> bool:
+        """Whether a request would wait there for another to end, however short its prompt is."""
+        card = self.table.card(replica_id)
+        if card is None or card.max_running <= 0:
+            return False
+        return self.table.load(replica_id).num_requests >= card.max_running + NUM_NEXT
+
     def is_full(self, replica_id: ReplicaId) -> bool:
         """Whether there is room for no prompt, however short."""
-        load = self.table.load(replica_id)
-        if not load.num_requests:
+        if not self.table.load(replica_id).num_requests:
             return False
-        if self.wait_seconds(replica_id) > self.target_seconds:
-            return True
-        card = self.table.card(replica_id)
-        return card is not None and card.max_running > 0 and load.num_requests >= card.max_running + NUM_NEXT
+        return self.wait_seconds(replica_id) > self.target_seconds or self.has_full_batch(replica_id)
 
     def is_there(self, replica_id: ReplicaId, num_tokens: int, *, spared: float = 0.0) -> bool:
         """`spared` is the part of its KV blocks that is left free for others."""

@@ -44,6 +44,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
     content = yaml.safe_load(named("ConfigMap", "demo-kvasir-fleet", objects)["data"]["fleet.yaml"])
     # Pods have addresses of their own; here ports are shared with whatever else runs.
     content |= {"metrics_host": HEAD, "metrics_port": 0, "secret_file": str(folder / SECRET)}
+    (folder / SECRET).touch(mode=0o600)
     (folder / SECRET).write_text("5e" * 32)
     for pool in content["pools"]:
         pool["settings"] |= {"port": 0, "metrics_port": 0}

@@ -91,6 +91,18 @@ async def full(fleet: DispatchedFleet, replica_id: str = "full") -> list[asyncio
     return tasks
 
 
+async def test_what_a_full_batch_has_no_place_for_is_held_also_without_an_overload(
+    fleet: DispatchedFleet,
+) -> None:
+    tasks = await full(fleet)
+    held = await begin_held(fleet, [of("red", number) for number in range(10)])
+    replica = fleet.replicas[ReplicaId("full")]
+    assert replica.num_live == 1 + NUM_NEXT
+    replica.script.holding = False
+    await asyncio.gather(*tasks, *held)
+    assert len(replica.submits) == 11 + NUM_NEXT
+
+
 async def test_a_tenant_with_one_request_goes_before_a_flood(fleet: DispatchedFleet) -> None:
     use(fleet)
     tasks = await full(fleet)
