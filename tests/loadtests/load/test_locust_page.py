@@ -12,8 +12,8 @@ import pytest
 
 from loadtests.load.locust_run import LOCUSTFILE
 from loadtests.reports.run_file import Run, read_run
-from loadtests.stacks.delay_server import DelayServer, running
 from loadtests.stacks.local_stack import free_port
+from tests.loadtests.delay_server import DelayServer, running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

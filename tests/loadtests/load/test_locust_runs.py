@@ -19,7 +19,7 @@ import pytest
 from loadtests.load.locust_run import HeadlessRun, LoadTestFailed, run_headless
 from loadtests.reports.report import make_report
 from loadtests.reports.run_file import Run, read_run
-from loadtests.stacks.delay_server import MODEL, DelayServer, num_words, running
+from tests.loadtests.delay_server import MODEL, DelayServer, num_words, running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -61,7 +61,7 @@ def test_what_is_measured_is_what_the_server_does(processes: int, tmp_path: Path
     assert [record.error for record in run.records] == [None] * len(run.records)
     ttft = [record.ttft_seconds for record in run.records if record.ttft_seconds is not None]
     gaps = [gap for record in run.records for gap in record.itl_seconds]
-    # Generous, since the machine may be busy; python -m loadtests.benches.check_harness says how near.
+    # Generous, since the machine may be busy.
     assert 0.45 < statistics.median(ttft) < 1.0
     assert 0.09 < statistics.median(gaps) < 0.2
     assert len(ttft) == len(run.records)
