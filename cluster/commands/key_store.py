@@ -20,7 +20,7 @@ from cluster.errors import ClusterError
 from replicas.process.secret_file import read_secret
 from replicas.process.settings import SettingsError, without_password
 from replicas.protocol.cluster_secret import Purpose
-from router.caches.sealing import CacheSeal, NotOurs
+from router.shared.sealing import NotOurs, Seal
 from router.tenants.key_document import BadKeys, read_document, write_json, write_yaml
 from router.tenants.key_record import NO_KEYS, KeyDocument
 from router.tenants.redis_keys import (
@@ -100,7 +100,7 @@ class KeyRedisStore:
         except SettingsError as error:
             raise ClusterError(str(error)) from error
         assert secret is not None
-        self._seal = CacheSeal(secret, Purpose.API_KEYS)
+        self._seal = Seal(secret, Purpose.API_KEYS)
         self._redis_url = redis_url
         self.place = without_password(redis_url)
 

@@ -13,28 +13,22 @@ two at a time one sees the other's, so that nothing is deleted and extended. All
 OSError; how long they may take is the caller's to say.
 """
 
-import asyncio
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import WatchError
 
-from replicas.process.plain_redis import plain_redis
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.caches.bounds import MAX_TTL_SECONDS, CacheBounds
 from router.caches.record import CacheContent, CacheRecord, is_cache_id
-from router.caches.sealing import CacheSeal, NotOurs
-from router.tenants.tenant_tags import TenantTags
+from router.shared.sealed_store import SealedStore
 
 PREFIX = "kvasir-caches:"
 INDEX_KEY = PREFIX + "index"
-MAX_TRIES = 16
 
-Sealed = TypeVar("Sealed", CacheRecord, CacheContent)
-_encode = msgspec.msgpack.Encoder().encode
+_decode_record = msgspec.msgpack.Decoder(CacheRecord).decode
+_decode_content = msgspec.msgpack.Decoder(CacheContent).decode
 
 
 class StoreFull(Exception):
@@ -49,124 +43,80 @@ class Entry(NamedTuple):
     num_bytes: int
 
 
-class CacheStore:
+class CacheStore(SealedStore):
     def __init__(self, redis_url: str, secret: ClusterSecret, bounds: CacheBounds) -> None:
-        self._redis = plain_redis(redis_url)
-        self._secret = secret
+        super().__init__(redis_url, secret)
         self._bounds = bounds
-        self._tags = TenantTags(secret)
-        self._sealing: CacheSeal | None = None
-        self.num_not_ours = 0
-
-    async def close(self) -> None:
-        await self._redis.aclose()
 
     async def add(self, record: CacheRecord, content: CacheContent, now: float, share: float) -> None:
         """`share` is what its tenant may have of all that there may be. Raises StoreFull."""
-        seal, own_indexes = await self._seal(), self._own_indexes(record.tenant)
+        own_indexes = self._own_indexes(record.tenant)
         records, contents = record_key(record.cache_id), content_key(record.cache_id)
-        sealed = seal.seal(records, _encode(record)), seal.seal(contents, _encode(content))
-        for _ in range(MAX_TRIES):
-            async with self._redis.pipeline(transaction=True) as pipeline:
-                await pipeline.watch(INDEX_KEY)
-                for keys, bounds, whose in (
-                    (own_indexes, self._bounds.of_share(share), "this tenant"),
-                    ([INDEX_KEY], self._bounds, "all tenants together"),
-                ):
-                    members: set[bytes] = set()
-                    for key in keys:
-                        members |= {*await _answer(pipeline.zrangebyscore(key, int(now * 1000), "+inf"))}
-                    _check_room(record, members, bounds, whose)
-                pipeline.multi()  # type: ignore[no-untyped-call]
-                for key in (INDEX_KEY, *own_indexes):
-                    pipeline.zremrangebyscore(key, "-inf", int(now * 1000))
-                pipeline.set(records, sealed[0], px=_ms(record.known_seconds(now)))
-                pipeline.set(contents, sealed[1], px=_ms(record.seconds_left(now)))
-                _list(pipeline, record, own_indexes[0])
-                try:
-                    await pipeline.execute()
-                    return
-                except WatchError:
-                    continue
-        raise RedisConnectionError("too many caches are being created at once")
+        sealed = await self._seal(records, record), await self._seal(contents, content)
+
+        async def put(pipeline: Any) -> None:
+            for keys, bounds, whose in (
+                (own_indexes, self._bounds.of_share(share), "this tenant"),
+                ([INDEX_KEY], self._bounds, "all tenants together"),
+            ):
+                members: set[bytes] = set()
+                for key in keys:
+                    members |= {*await pipeline.zrangebyscore(key, int(now * 1000), "+inf")}
+                _check_room(record, members, bounds, whose)
+            pipeline.multi()
+            for key in (INDEX_KEY, *own_indexes):
+                pipeline.zremrangebyscore(key, "-inf", int(now * 1000))
+            pipeline.set(records, sealed[0], px=_ms(record.known_seconds(now)))
+            pipeline.set(contents, sealed[1], px=_ms(record.seconds_left(now)))
+            _list(pipeline, record, own_indexes[0])
+
+        await self._update(INDEX_KEY, put)
 
     async def record(self, cache_id: str) -> CacheRecord | None:
-        key = record_key(cache_id)
-        return await self._opened(key, await _answer(self._redis.get(key)), CacheRecord)
+        return await self._read(record_key(cache_id), _decode_record)
 
     async def content(self, cache_id: str) -> CacheContent | None:
-        key = content_key(cache_id)
-        return await self._opened(key, await _answer(self._redis.get(key)), CacheContent)
+        return await self._read(content_key(cache_id), _decode_content)
 
     async def records(self, cache_ids: list[str]) -> list[CacheRecord]:
         """Those that there are."""
-        if not cache_ids:
-            return []
-        keys = [record_key(cache_id) for cache_id in cache_ids]
-        values = await _answer(self._redis.mget(keys))
-        opened = [
-            await self._opened(key, value, CacheRecord) for key, value in zip(keys, values, strict=True)
-        ]
+        opened = await self._read_all([record_key(cache_id) for cache_id in cache_ids], _decode_record)
         return [record for record in opened if record is not None]
 
     async def entries(self, now: float) -> list[Entry]:
         """Of all caches that have not expired, the newest first."""
-        members = await _answer(self._redis.zrangebyscore(INDEX_KEY, int(now * 1000), "+inf"))
+        members = await self._redis.zrangebyscore(INDEX_KEY, int(now * 1000), "+inf")
         return sorted(_entries(members), reverse=True)
 
     async def change(
         self, cache_id: str, change: Callable[[CacheRecord], CacheRecord], now: float
     ) -> CacheRecord | None:
         """`change` may raise, and may be called again. None: there is no such record."""
-        seal = await self._seal()
         records, contents = record_key(cache_id), content_key(cache_id)
-        for _ in range(MAX_TRIES):
-            async with self._redis.pipeline(transaction=True) as pipeline:
-                await pipeline.watch(records)
-                known = await self._opened(records, await pipeline.get(records), CacheRecord)
-                if known is None:
-                    return None
-                changed = change(known)
-                pipeline.multi()  # type: ignore[no-untyped-call]
-                sealed = seal.seal(records, _encode(changed))
-                pipeline.set(records, sealed, px=_ms(changed.known_seconds(now)))
-                if changed.is_gone(now):
-                    pipeline.delete(contents)
-                    for key in (INDEX_KEY, *self._own_indexes(changed.tenant)):
-                        pipeline.zrem(key, _member(changed))
-                else:
-                    pipeline.pexpire(contents, _ms(changed.seconds_left(now)))
-                    _list(pipeline, changed, self._own_indexes(changed.tenant)[0])
-                try:
-                    await pipeline.execute()
-                    return changed
-                except WatchError:
-                    continue
-        raise RedisConnectionError("this cache is being changed too often at once")
+
+        async def put(pipeline: Any) -> CacheRecord | None:
+            known = await self._opened(records, await pipeline.get(records), _decode_record)
+            if known is None:
+                return None
+            changed = change(known)
+            sealed = await self._seal(records, changed)
+            own_indexes = self._own_indexes(changed.tenant)
+            pipeline.multi()
+            pipeline.set(records, sealed, px=_ms(changed.known_seconds(now)))
+            if changed.is_gone(now):
+                pipeline.delete(contents)
+                for key in (INDEX_KEY, *own_indexes):
+                    pipeline.zrem(key, _member(changed))
+            else:
+                pipeline.pexpire(contents, _ms(changed.seconds_left(now)))
+                _list(pipeline, changed, own_indexes[0])
+            return changed
+
+        return await self._update(records, put)
 
     def _own_indexes(self, tenant: str) -> list[str]:
         """The one that is written first."""
         return [tenant_index_key(tag) for tag in self._tags.all_of(tenant)]
-
-    async def _seal(self) -> CacheSeal:
-        if self._sealing is None:
-            self._sealing = await asyncio.to_thread(CacheSeal, self._secret)
-        return self._sealing
-
-    async def _opened(self, key: str, sealed: object, kind: type[Sealed]) -> Sealed | None:
-        if sealed is None:
-            return None
-        seal = await self._seal()
-        try:
-            if not isinstance(sealed, bytes):
-                raise NotOurs("it is no text")
-            opened = msgspec.msgpack.decode(seal.open(key, sealed), type=kind)
-            if isinstance(opened, CacheRecord) and record_key(opened.cache_id) != key:
-                raise NotOurs("it is another's")
-        except (NotOurs, ValueError, msgspec.MsgspecError):
-            self.num_not_ours += 1
-            return None
-        return opened
 
 
 def _check_room(record: CacheRecord, members: Iterable[bytes], bounds: CacheBounds, whose: str) -> None:
@@ -217,7 +167,3 @@ def _is_number(text: str) -> bool:
 
 def _ms(seconds: float) -> int:
     return max(1, math.ceil(seconds * 1000))
-
-
-async def _answer(command: Any) -> Any:
-    return await command

@@ -20,9 +20,9 @@ import msgspec
 
 from replicas.process.plain_redis import plain_redis
 from replicas.protocol.cluster_secret import ClusterSecret
-from router.caches.sealing import CacheSeal, NotOurs
 from router.responses.record import ResponseBounds, StoredResponse, is_response_id
-from router.tenants.tenant_tags import TenantTags
+from router.shared.sealing import NotOurs, Seal
+from router.shared.tenant_tags import TenantTags
 
 PREFIX = "kvasir-responses:"
 SHARE_BEFORE_TRIM = 32
@@ -38,7 +38,7 @@ class RedisResponses:
         self._secret = secret
         self._bounds = bounds
         self._tags = TenantTags(secret)
-        self._sealing: CacheSeal | None = None
+        self._sealing: Seal | None = None
         self._written_bytes: Counter[str] = Counter()
         self._written: Counter[str] = Counter()
         self.num_not_ours = 0
@@ -112,9 +112,9 @@ class RedisResponses:
     def _record_keys(self, tenant: str, response_id: str) -> list[str]:
         return [record_key(tag, response_id) for tag in self._tags.all_of(tenant)]
 
-    async def _seal(self) -> CacheSeal:
+    async def _seal(self) -> Seal:
         if self._sealing is None:
-            self._sealing = await asyncio.to_thread(CacheSeal, self._secret)
+            self._sealing = await asyncio.to_thread(Seal, self._secret)
         return self._sealing
 
 

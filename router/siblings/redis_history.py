@@ -27,10 +27,10 @@ import msgspec
 
 from replicas.process.plain_redis import plain_redis
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
-from router.caches.sealing import CacheSeal, NotOurs
 from router.history.canonical import ConversationKey
 from router.history.retracing import Told
-from router.tenants.tenant_tags import TenantTags
+from router.shared.sealing import NotOurs, Seal
+from router.shared.tenant_tags import TenantTags
 
 PREFIX = "kvasir-history:"
 TENANTS_KEY = PREFIX + "tenants"
@@ -83,7 +83,7 @@ class RedisHistory:
         self._secret = secret
         self.bounds = bounds
         self._tags = TenantTags(secret)
-        self._sealing: CacheSeal | None = None
+        self._sealing: Seal | None = None
         self._num_unseen: int | None = None
         self._ends: dict[str, int] = {}
         self.num_not_ours = 0
@@ -191,7 +191,7 @@ class RedisHistory:
                 await pipeline.execute()
             self.num_let_go += len(found)
 
-    def _opened(self, seal: CacheSeal, name: str, sealed: bytes) -> Told | None:
+    def _opened(self, seal: Seal, name: str, sealed: bytes) -> Told | None:
         try:
             told = _decode(seal.open(name, sealed))
         except (NotOurs, ValueError, msgspec.MsgspecError):
@@ -201,9 +201,9 @@ class RedisHistory:
             return None
         return told
 
-    async def _seal(self) -> CacheSeal:
+    async def _seal(self) -> Seal:
         if self._sealing is None:
-            self._sealing = await asyncio.to_thread(CacheSeal, self._secret, Purpose.HISTORY)
+            self._sealing = await asyncio.to_thread(Seal, self._secret, Purpose.HISTORY)
         return self._sealing
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import msgspec
 
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
-from router.caches.sealing import CacheSeal, NotOurs
 from router.explain.story import Story, packed, unpacked
+from router.shared.sealing import NotOurs, Seal
 from router.siblings.news_stream import NewsStream
 
 STREAM = "kvasir-stories:news"
@@ -72,7 +72,7 @@ class StoryExchange:
     def __init__(self, redis_url: str, secret: ClusterSecret, find: Find) -> None:
         self._find = find
         self._secret = secret
-        self._sealing: CacheSeal | None = None
+        self._sealing: Seal | None = None
         self._stream = NewsStream(
             redis_url,
             STREAM,
@@ -179,7 +179,7 @@ class StoryExchange:
         if 0 < len(data) <= MAX_STORY_BYTES:
             self._num_told += await self._send(Answer(question.number, data))
 
-    async def _seal(self) -> CacheSeal:
+    async def _seal(self) -> Seal:
         if self._sealing is None:
-            self._sealing = await asyncio.to_thread(CacheSeal, self._secret, Purpose.STORIES)
+            self._sealing = await asyncio.to_thread(Seal, self._secret, Purpose.STORIES)
         return self._sealing

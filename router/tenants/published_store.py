@@ -14,8 +14,8 @@ from redis.exceptions import RedisError, WatchError
 
 from replicas.process.plain_redis import plain_redis
 from replicas.protocol.cluster_secret import ClusterSecret
-from router.caches.sealing import CacheSeal, NotOurs
 from router.errors import CachesUnavailable
+from router.shared.sealing import NotOurs, Seal
 from router.tenants.published import PublishedPrefix, PublishedPrefixes
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class PublishedStore:
         self.prefixes = PublishedPrefixes()
         self._redis = plain_redis(redis_url)
         self._secret = secret
-        self._sealing: CacheSeal | None = None
+        self._sealing: Seal | None = None
         self._seen: bytes | None = None
         self._is_away = False
 
@@ -106,7 +106,7 @@ class PublishedStore:
             logger.error("the published prefixes in Redis are passed over: %s", error)
             return []
 
-    async def _seal(self) -> CacheSeal:
+    async def _seal(self) -> Seal:
         if self._sealing is None:
-            self._sealing = await asyncio.to_thread(CacheSeal, self._secret)
+            self._sealing = await asyncio.to_thread(Seal, self._secret)
         return self._sealing

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError, WatchError
 from replicas.process.cancellation import raise_if_cancelled
 from replicas.process.plain_redis import plain_redis
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
-from router.caches.sealing import KEY_ID_BYTES, NONCE_BYTES, VERSION, CacheSeal, NotOurs
+from router.shared.sealing import KEY_ID_BYTES, NONCE_BYTES, VERSION, NotOurs, Seal
 from router.tenants.key_document import BadKeys, read_document, write_json
 from router.tenants.key_record import NO_KEYS, KeyDocument
 from router.tenants.keys_in_force import KeySet, KeysInForce, key_set
@@ -39,12 +39,12 @@ class Numbered(NamedTuple):
     document: KeyDocument
 
 
-def seal_document(seal: CacheSeal, numbered: Numbered) -> bytes:
+def seal_document(seal: Seal, numbered: Numbered) -> bytes:
     plain = numbered.number.to_bytes(_NUMBER_BYTES, "big") + write_json(numbered.document)
     return seal.seal(DOCUMENT_KEY, plain)
 
 
-def open_document(seal: CacheSeal, sealed: bytes) -> Numbered:
+def open_document(seal: Seal, sealed: bytes) -> Numbered:
     """Raises NotOurs or BadKeys."""
     plain = seal.open(DOCUMENT_KEY, sealed)
     return Numbered(int.from_bytes(plain[:_NUMBER_BYTES], "big"), read_document(plain[_NUMBER_BYTES:]))
@@ -66,7 +66,7 @@ class RedisKeys:
 
     async def follow(self) -> None:
         """Until cancelled."""
-        seal = await asyncio.to_thread(CacheSeal, self._secret, Purpose.API_KEYS)
+        seal = await asyncio.to_thread(Seal, self._secret, Purpose.API_KEYS)
         redis = plain_redis(self._redis_url)
         try:
             while True:
@@ -79,7 +79,7 @@ class RedisKeys:
         finally:
             await redis.aclose()
 
-    async def _look(self, redis: "Redis", seal: CacheSeal) -> None:
+    async def _look(self, redis: "Redis", seal: Seal) -> None:
         async with asyncio.timeout(LOOK_SECONDS):
             head = await redis.getrange(DOCUMENT_KEY, 0, _HEAD_BYTES - 1)
         if not head:
@@ -94,7 +94,7 @@ class RedisKeys:
         else:
             self._keys.confirm()
 
-    async def _take(self, seal: CacheSeal, sealed: bytes) -> None:
+    async def _take(self, seal: Seal, sealed: bytes) -> None:
         self._head = sealed[:_HEAD_BYTES]
         try:
             number, found = await asyncio.to_thread(_opened, seal, sealed)
@@ -118,12 +118,12 @@ async def _document(redis: "Redis") -> bytes | None:
     return found
 
 
-def _opened(seal: CacheSeal, sealed: bytes) -> tuple[int, KeySet]:
+def _opened(seal: Seal, sealed: bytes) -> tuple[int, KeySet]:
     number, document = open_document(seal, sealed)
     return number, key_set(document)
 
 
-async def read_keys(redis_url: str, seal: CacheSeal) -> Numbered | None:
+async def read_keys(redis_url: str, seal: Seal) -> Numbered | None:
     """What is there. Raises RedisError, OSError, NotOurs or BadKeys."""
     redis = plain_redis(redis_url)
     try:
@@ -133,7 +133,7 @@ async def read_keys(redis_url: str, seal: CacheSeal) -> Numbered | None:
     return None if sealed is None else open_document(seal, sealed)
 
 
-async def replace_keys(redis_url: str, seal: CacheSeal, old: Numbered | None, new: Numbered) -> bool:
+async def replace_keys(redis_url: str, seal: Seal, old: Numbered | None, new: Numbered) -> bool:
     """Whether `old` still was what is there. Raises as `read_keys` does."""
     redis = plain_redis(redis_url)
     try:

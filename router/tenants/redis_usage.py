@@ -22,8 +22,8 @@ from redis.exceptions import RedisError
 
 from replicas.process.plain_redis import plain_redis
 from replicas.protocol.cluster_secret import ClusterSecret
+from router.shared.tenant_tags import TenantTags
 from router.tenants.ledger import Row
-from router.tenants.tenant_tags import TenantTags
 from router.tenants.usage_sums import StoredEntry, stored_entry, stored_field, stored_value
 
 PREFIX = "kvasir-usage:"

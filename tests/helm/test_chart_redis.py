@@ -27,6 +27,7 @@ from router.fleet.registry_source import RegistrySource
 from router.responses.record import ResponseBounds
 from router.responses.redis_responses import RedisResponses
 from router.responses.redis_responses import record_key as responses_key
+from router.shared.tenant_tags import TenantTags
 from router.siblings.history_exchange import HistoryExchange
 from router.siblings.redis_history import HistoryBounds, RedisHistory
 from router.siblings.redis_history import end_key as history_end_key
@@ -42,7 +43,6 @@ from router.tenants.rate_exchange import RateExchange
 from router.tenants.rate_limits import RateLimits
 from router.tenants.redis_keys import RedisKeys
 from router.tenants.redis_usage import tenants_key
-from router.tenants.tenant_tags import TenantTags
 from router.tenants.usage_store import UsageStore
 from router.tenants.usage_sums import UsageQuery
 from tests.helm.chart import named, rendered
@@ -333,6 +333,7 @@ COMMANDS_OF_CALLS = {
     "delete": "del", "incr": "incrby", "memory_usage": "memory|usage", "xinfo_stream": "xinfo|stream",
 }  # fmt: skip
 OF_THE_CLIENT_ITSELF = {"select", "unwatch", "exec"}
+CLIENTS_OF_REDIS = "redis|replicas.process.plain_redis|router.shared.sealed_store"
 NO_COMMANDS = {"pipeline", "execute_command", "close", "from_url", "parse_response", "transaction", "execute"}
 
 
@@ -345,7 +346,7 @@ def test_the_rules_have_the_commands_that_the_code_calls_and_no_others(
     used = {"xread"} if user == "router" else set()  # `stream_reader.py` writes it itself
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         text = path.read_text()
-        if re.search("^ *(from|import) (redis|replicas.process.plain_redis)", text, re.MULTILINE):
+        if re.search(f"^ *(from|import) ({CLIENTS_OF_REDIS})", text, re.MULTILINE):
             calls = set(re.findall(r"\b(?:_?redis|pipeline|client)\.([a-z_]+)\(", text)) - NO_COMMANDS
             used |= {COMMANDS_OF_CALLS.get(call, call) for call in calls if hasattr(redis.Redis, call)}
             used |= {"multi"} & calls

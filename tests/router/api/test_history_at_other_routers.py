@@ -16,12 +16,12 @@ from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from router.api.chat_history import Outcome
 from router.api.chat_prompt import encode_chat, render_chat
 from router.api.chat_request import ChatRequest
-from router.caches.sealing import CacheSeal
 from router.history.retracing import Told
 from router.prompt.catalog import ModelCatalog
 from router.responses.record import ResponseBounds
 from router.responses.redis_responses import RedisResponses
 from router.responses.response_store import ResponseStore
+from router.shared.sealing import Seal
 from router.siblings import history_exchange
 from router.siblings.history_exchange import HistoryExchange, Look
 from router.siblings.redis_history import PREFIX, HistoryBounds, RedisHistory
@@ -262,7 +262,7 @@ async def test_what_lies_in_redis_changes_no_prompt(routers: Routers, redis_url:
     await routers.settled()
     async with redis.asyncio.Redis.from_url(redis_url, protocol=2) as client:
         (name,) = [key async for key in client.scan_iter(PREFIX + "*:record:*")]
-        seal = await asyncio.to_thread(CacheSeal, SECRET, Purpose.HISTORY)
+        seal = await asyncio.to_thread(Seal, SECRET, Purpose.HISTORY)
         honest = msgspec.msgpack.decode(seal.open(name.decode(), await client.get(name)), type=Told)
         made = LIES[lie](honest)
         if isinstance(made, Told):

@@ -15,7 +15,7 @@ from router.caches.named_caches import RECHECK_SECONDS, REST_SECONDS, NamedCache
 from router.caches.record import CacheContent, CacheKind, CacheRecord, LeaseOutcome
 from router.caches.store import INDEX_KEY, PREFIX, content_key, record_key, tenant_index_key
 from router.errors import CacheGone, CachesFull, CachesUnavailable
-from router.tenants.tenant_tags import TenantTags
+from router.shared.tenant_tags import TenantTags
 from tests.redis_server import RedisServer
 
 SECRET = ClusterSecret(b"of the whole cluster")

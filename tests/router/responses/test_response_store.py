@@ -15,7 +15,7 @@ from router.responses.memory import ENTRY_BYTES, ResponseMemory
 from router.responses.record import ResponseBounds, StoredResponse
 from router.responses.redis_responses import PREFIX, RedisResponses, index_key, record_key
 from router.responses.response_store import ResponseStore
-from router.tenants.tenant_tags import TenantTags
+from router.shared.tenant_tags import TenantTags
 from tests.redis_server import RedisServer
 
 SECRET = ClusterSecret(b"of the whole cluster")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.history.canonical import ConversationKey
 from router.history.retracing import Told
+from router.shared.tenant_tags import TenantTags
 from router.siblings.redis_history import (
     PREFIX,
     SHARE_BEFORE_SURVEY,
@@ -23,7 +24,6 @@ from router.siblings.redis_history import (
     log_key,
     record_key,
 )
-from router.tenants.tenant_tags import TenantTags
 
 SECRET = ClusterSecret(b"of the whole cluster")
 TAG = TenantTags(SECRET).of("us")

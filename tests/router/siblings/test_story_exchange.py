@@ -10,8 +10,8 @@ import pytest
 import redis.asyncio
 
 from replicas.protocol.cluster_secret import ClusterSecret
-from router.caches.sealing import CacheSeal
 from router.explain.story import Earlier, PromptStory, Story
+from router.shared.sealing import Seal
 from router.siblings import story_exchange
 from router.siblings.news_stream import FIELD
 from router.siblings.story_exchange import (
@@ -144,7 +144,7 @@ async def test_what_is_not_ours_is_passed_over(redis_url: str) -> None:
         question = msgspec.msgpack.encode(story_exchange.Question(b"n" * 16, "acme", "req-1"))
         nonsense = [
             *(b"", b"\xc1", sealing.seal(STREAM, b"\x93\xc1")),
-            *(sealing.seal("elsewhere", question), CacheSeal(SECRET).seal(STREAM, question)),
+            *(sealing.seal("elsewhere", question), Seal(SECRET).seal(STREAM, question)),
         ]
         for each in nonsense:
             await client.xadd(STREAM, {FIELD: each})

@@ -9,7 +9,7 @@ import redis.asyncio
 from redis.exceptions import NoPermissionError
 
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
-from router.caches.sealing import CacheSeal
+from router.shared.sealing import Seal
 from router.tenants.keyring import KeyFault
 from router.tenants.keys_in_force import KeysInForce
 from router.tenants.redis_keys import (
@@ -25,7 +25,7 @@ from tests.redis_server import RedisServer
 from tests.router.tenants.documents import document_of, numbered_key
 
 SECRET = ClusterSecret(b"s" * 32)
-SEAL = CacheSeal(SECRET, Purpose.API_KEYS)
+SEAL = Seal(SECRET, Purpose.API_KEYS)
 
 
 class Followed:
@@ -116,8 +116,8 @@ async def test_a_document_that_was_changed_is_not_believed(own_redis: RedisServe
 
 
 async def test_another_secret_and_another_place_make_no_keys(own_redis: RedisServer) -> None:
-    other = CacheSeal(ClusterSecret(b"t" * 32), Purpose.API_KEYS)
-    caches = CacheSeal(SECRET)
+    other = Seal(ClusterSecret(b"t" * 32), Purpose.API_KEYS)
+    caches = Seal(SECRET)
     numbered = Numbered(6, document_of(2))
     elsewhere = SEAL.seal("kvasir-caches:record:x", b"\0" * 8 + b"{}")
     async with following(own_redis.url) as followed:

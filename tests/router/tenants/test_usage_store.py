@@ -10,12 +10,12 @@ import redis.asyncio
 
 from replicas.protocol.frames import PromptUsage
 from router.errors import UsageUnavailable
+from router.shared.tenant_tags import TenantTags
 from router.tenants import usage_store
 from router.tenants.amounts import Amount, num_prompt_tokens
 from router.tenants.caller import Caller, Tenant
 from router.tenants.ledger import Ledger
 from router.tenants.redis_usage import PREFIX, RedisUsage, amounts_key
-from router.tenants.tenant_tags import TenantTags
 from router.tenants.usage_store import UsageStore
 from router.tenants.usage_sums import Group, TooManyGroups, UsageQuery
 from tests.redis_server import RedisServer

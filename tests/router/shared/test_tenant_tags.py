@@ -12,10 +12,10 @@ from router.caches.named_caches import NamedCaches
 from router.errors import CachesFull
 from router.responses.record import ResponseBounds
 from router.responses.redis_responses import RedisResponses
+from router.shared.tenant_tags import TenantTags
 from router.siblings.redis_history import HistoryBounds, RedisHistory
 from router.tenants.amounts import Amount
 from router.tenants.caller import Caller, Tenant
-from router.tenants.tenant_tags import TenantTags
 from router.tenants.usage_store import UsageStore
 from router.tenants.usage_sums import UsageQuery
 from tests.redis_server import RedisServer

@@ -1,10 +1,11 @@
-"""CacheSeal: what routers keep in Redis of named caches and the like, which only routers can read or make.
+"""Seal: encrypts what routers store in Redis, so that only routers can read or write it.
 
-Owns the form: a version, which key, a nonce, and AES-256-GCM over the rest (NIST SP 800-38D), which is bound
-to the key's name in Redis, so that nothing passes for something else. The keys are made of the cluster
-secret; what was sealed under one of its other values is still opened while that is accepted.
+Owns the format: a version, a key id, a nonce, and AES-256-GCM over the rest (NIST SP 800-38D). The name of
+the Redis key is authenticated with it, so a value that was moved does not open. Keys are derived from the
+cluster secret; values sealed under an earlier secret open as long as that secret is accepted.
 """
 
+import asyncio
 import hashlib
 import os
 
@@ -18,14 +19,14 @@ OVERHEAD_BYTES = len(VERSION) + KEY_ID_BYTES + NONCE_BYTES + TAG_BYTES
 
 
 class NotOurs(ValueError):
-    """Of another version, under another secret, moved from elsewhere, or changed."""
+    """It has another version or secret, was moved or changed, or is not what was stored there."""
 
 
-class CacheSeal:
-    """To be made in a thread: the first one loads a library."""
+class Seal:
+    """Make it in a thread: the first one loads a library."""
 
     def __init__(self, secret: ClusterSecret, purpose: Purpose = Purpose.CACHES) -> None:
-        from cryptography.exceptions import InvalidTag  # 20 MB, for those alone who use named caches
+        from cryptography.exceptions import InvalidTag  # 20 MB, only if something is sealed
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         self._wrong_tag = InvalidTag
@@ -34,7 +35,7 @@ class CacheSeal:
         self._current = _key_id(keys[0])
 
     def seal(self, name: str, plain: bytes) -> bytes:
-        """`name` is where it is to lie."""
+        """`name` is the Redis key that the value is written to."""
         nonce = os.urandom(NONCE_BYTES)
         cipher = self._ciphers[self._current]
         return VERSION + self._current + nonce + cipher.encrypt(nonce, plain, name.encode())
@@ -49,6 +50,19 @@ class CacheSeal:
             return cipher.decrypt(rest[:NONCE_BYTES], rest[NONCE_BYTES:], name.encode())
         except self._wrong_tag as error:
             raise NotOurs("it was changed, or belongs elsewhere") from error
+
+
+class LazySeal:
+    """Makes its Seal in a thread, at the first use. For one event loop."""
+
+    def __init__(self, secret: ClusterSecret, purpose: Purpose = Purpose.CACHES) -> None:
+        self._secret, self._purpose = secret, purpose
+        self._seal: Seal | None = None
+
+    async def get(self) -> Seal:
+        if self._seal is None:
+            self._seal = await asyncio.to_thread(Seal, self._secret, self._purpose)
+        return self._seal
 
 
 def _key_id(key: bytes) -> bytes:

@@ -1,0 +1,1 @@
+"""What several features of a router share: sealed values in Redis, news between routers, bounded caches."""
