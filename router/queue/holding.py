@@ -104,7 +104,8 @@ class Holding:
         try:
             choice = self._choose(fleet, asking, exclude)
         except NoReplicaAvailable:
-            fleet.delay.holds(now)  # the first replica that comes back is not to get all that waited
+            if not self._table.has_ready(asking.model):
+                fleet.delay.holds(now)  # the first replica that comes back is not to get all that waited
             raise
         line = choice.decision.replica_id
         num_uncached = asking.request.num_tokens - choice.decision.overlap_tokens
