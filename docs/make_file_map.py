@@ -1,18 +1,17 @@
-"""The map of files in ARCHITECTURE.md, made of the modules' own first lines.
+"""Prints the map of files: `python docs/make_file_map.py [FOLDER]`.
 
-`python docs/make_file_map.py` writes it. Folders that are no Python packages have their line here; which
-modules are pure, a contract in pyproject.toml says.
+Every line is a module's own first line. Folders without Python have their line here. A contract in
+pyproject.toml lists the pure modules (●); other modules of the serving packages are marked ○.
 """
 
 import ast
-import re
 import subprocess
+import sys
 import tomllib
 from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "ARCHITECTURE.md"
 PACKAGES = ("replicas", "router", "cluster", "loadtests")
 SERVING = ("replicas", "router", "cluster")
 PROGRAMS = ("helm", "deploy", "docs", "requirements")
@@ -48,8 +47,8 @@ def first_line(name: str) -> str:
     return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
 
 
-def file_map() -> str:
-    """Every folder with its line, every source file of it with its own."""
+def file_map(below: str = "") -> str:
+    """List the folders below a path, and the source files in each."""
     described = {name.removesuffix("__init__.py"): first_line(name) for name in _named("__init__.py")}
     described |= OTHER_FOLDERS
     files = [name for name in source_files() if not name.endswith("__init__.py")]
@@ -61,11 +60,8 @@ def file_map() -> str:
     return "\n".join(
         "\n".join([f"{folder:<32}{described[folder]}".rstrip(), *map(_line, by_folder.get(folder, []))])
         for folder in sorted(described, key=_order)
+        if folder.startswith(below)
     )
-
-
-def with_file_map(document: str) -> str:
-    return re.sub(r"(?<=```tree\n).*?(?=\n```)", lambda _: file_map(), document, flags=re.DOTALL)
 
 
 def _named(ending: str) -> list[str]:
@@ -100,4 +96,4 @@ def _pure_modules() -> list[str]:
 _PURE = _pure_modules()
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(with_file_map(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    print(file_map(*sys.argv[1:2]))
