@@ -11,51 +11,39 @@ exceeded by those few at most. What cannot be opened is as good as missing, and 
 RedisError or OSError; how long they may take is the caller's to say.
 """
 
-import asyncio
 import math
 from collections import Counter
-from typing import Any
 
 import msgspec
 
-from replicas.process.plain_redis import plain_redis
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.responses.record import ResponseBounds, StoredResponse, is_response_id
-from router.shared.sealing import NotOurs, Seal
-from router.shared.tenant_tags import TenantTags
+from router.shared.sealed_store import SealedStore
 
 PREFIX = "kvasir-responses:"
 SHARE_BEFORE_TRIM = 32
 """After this part of a tenant's bound has been written, in bytes or in number, it is seen to."""
 
-_encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(StoredResponse).decode
 
 
-class RedisResponses:
+class RedisResponses(SealedStore):
     def __init__(self, redis_url: str, secret: ClusterSecret, bounds: ResponseBounds) -> None:
-        self._redis = plain_redis(redis_url)
-        self._secret = secret
+        super().__init__(redis_url, secret)
         self._bounds = bounds
-        self._tags = TenantTags(secret)
-        self._sealing: Seal | None = None
         self._written_bytes: Counter[str] = Counter()
         self._written: Counter[str] = Counter()
-        self.num_not_ours = 0
-
-    async def close(self) -> None:
-        await self._redis.aclose()
 
     async def add(self, record: StoredResponse, now: float) -> None:
-        seal = await self._seal()
         tenant, bounds = record.tenant, self._bounds
         left = record.created + bounds.seconds - now
         if left <= 0:
             return
         tag = self._tags.of(tenant)
         key, index = record_key(tag, record.response_id), index_key(tag)
+        sealed = await self._seal(key, record)
         async with self._redis.pipeline(transaction=True) as pipeline:
-            pipeline.set(key, seal.seal(key, _encode(record)), px=math.ceil(left * 1000))
+            pipeline.set(key, sealed, px=math.ceil(left * 1000))
             pipeline.zadd(index, {_member(record): int(record.created * 1000)})
             pipeline.pexpire(index, math.ceil(bounds.seconds * 1000))
             await pipeline.execute()
@@ -68,20 +56,12 @@ class RedisResponses:
             await self._trim(tenant, now)
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        keys = self._record_keys(tenant, response_id)
-        for key, sealed in zip(keys, await _answer(self._redis.mget(keys)), strict=True):
-            if sealed is None:
-                continue
-            seal = await self._seal()
-            try:
-                return _decode(seal.open(key, sealed))
-            except (NotOurs, ValueError, msgspec.MsgspecError):
-                self.num_not_ours += 1
-        return None
+        found = await self._read_all(self._record_keys(tenant, response_id), _decode)
+        return next((record for record in found if record is not None), None)
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Whether it was there. Its entry in the index goes when it is the oldest."""
-        return bool(await _answer(self._redis.delete(*self._record_keys(tenant, response_id))))
+        return bool(await self._redis.delete(*self._record_keys(tenant, response_id)))
 
     async def _trim(self, tenant: str, now: float) -> None:
         """Forget what is too old, and of the rest the oldest until no more is there than may be."""
@@ -112,11 +92,6 @@ class RedisResponses:
     def _record_keys(self, tenant: str, response_id: str) -> list[str]:
         return [record_key(tag, response_id) for tag in self._tags.all_of(tenant)]
 
-    async def _seal(self) -> Seal:
-        if self._sealing is None:
-            self._sealing = await asyncio.to_thread(Seal, self._secret)
-        return self._sealing
-
 
 def record_key(tag: str, response_id: str) -> str:
     return f"{PREFIX}{{{tag}}}:record:{response_id}"
@@ -133,7 +108,3 @@ def _member(record: StoredResponse) -> str:
 def _bytes_of(member: bytes) -> int:
     size = member.rpartition(b":")[2]
     return int(size) if size.isdigit() and len(size) < 16 else 0
-
-
-async def _answer(command: Any) -> Any:
-    return await command

@@ -17,7 +17,6 @@ good as missing, and counted. All methods raise RedisError or OSError; how long 
 to say.
 """
 
-import asyncio
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,12 +24,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from replicas.process.plain_redis import plain_redis
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from router.history.canonical import ConversationKey
 from router.history.retracing import Told
-from router.shared.sealing import NotOurs, Seal
-from router.shared.tenant_tags import TenantTags
+from router.shared.sealed_store import SealedStore
 
 PREFIX = "kvasir-history:"
 TENANTS_KEY = PREFIX + "tenants"
@@ -44,8 +41,7 @@ SHARE_BEFORE_SURVEY = 64
 TENANTS_PER_READ = 100
 RECORDS_PER_DELETION = 256
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Told).decode
+_decoder = msgspec.msgpack.Decoder(Told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,44 +73,31 @@ class Telling(NamedTuple):
         return len(self.told.said) + RECORD_BYTES
 
 
-class RedisHistory:
+class RedisHistory(SealedStore):
     def __init__(self, redis_url: str, secret: ClusterSecret, bounds: HistoryBounds) -> None:
-        self._redis = plain_redis(redis_url)
-        self._secret = secret
+        super().__init__(redis_url, secret, Purpose.HISTORY)
         self.bounds = bounds
-        self._tags = TenantTags(secret)
-        self._sealing: Seal | None = None
         self._num_unseen: int | None = None
         self._ends: dict[str, int] = {}
-        self.num_not_ours = 0
         self.num_let_go = 0
         self.num_bytes = 0
         """Of all, when that was seen last, and what was written here since."""
 
-    async def close(self) -> None:
-        await self._redis.aclose()
-
     async def ping(self) -> None:
         """As soon as this returns, a read takes no longer than Redis does."""
-        await self._seal()
-        await _answer(self._redis.ping())
+        await self._sealing.get()
+        await self._redis.ping()
 
     async def read(self, tenant: str, keys: Sequence[ConversationKey]) -> list[Told | None]:
         tag = self._tags.of(tenant)
-        names = [record_key(tag, key) for key in keys]
-        values = await _answer(self._redis.mget(names))
-        seal = await self._seal()
-        return [
-            None if sealed is None else self._opened(seal, name, sealed)
-            for name, sealed in zip(names, values, strict=True)
-        ]
+        return await self._read_all([record_key(tag, key) for key in keys], _decode)
 
     async def write(self, tellings: Sequence[Telling]) -> bool:
         """Whether what was written before is there still; no, if Redis was emptied meanwhile."""
-        seal, kept_ms = await self._seal(), self.bounds.kept_ms
+        kept_ms = self.bounds.kept_ms
         tags = [self._tags.of(each.tenant) for each in tellings]
         names = [record_key(tag, each.key) for tag, each in zip(tags, tellings, strict=True)]
-        sealed = [seal.seal(name, _encode(each.told)) for name, each in zip(names, tellings, strict=True)]
+        sealed = [await self._seal(name, each.told) for name, each in zip(names, tellings, strict=True)]
         sizes = [len(value) + RECORD_BYTES for value in sealed]
         totals: dict[str, int] = {}
         for tag, size in zip(tags, sizes, strict=True):
@@ -148,7 +131,7 @@ class RedisHistory:
 
     async def survey(self) -> None:
         """See how much there is, and let go of what is too much."""
-        tags = [tag.decode("utf-8", "replace") for tag in await _answer(self._redis.smembers(TENANTS_KEY))]
+        tags = [tag.decode("utf-8", "replace") for tag in await self._redis.smembers(TENANTS_KEY)]
         held: dict[str, tuple[int, int]] = {}
         for first in range(0, len(tags), TENANTS_PER_READ):
             held |= await self._held(tags[first : first + TENANTS_PER_READ])
@@ -172,16 +155,14 @@ class RedisHistory:
                 held[tag] = (max(0, int(end) - int(oldest[0][1])), int(end))
         gone = [tag for tag in tags if tag not in held]
         if gone:
-            await _answer(self._redis.srem(TENANTS_KEY, *gone))
+            await self._redis.srem(TENANTS_KEY, *gone)
         return held
 
     async def _let_go(self, tag: str, before: int) -> None:
         """Of all records that begin before that byte."""
         while True:
-            found = await _answer(
-                self._redis.zrangebyscore(
-                    log_key(tag), "-inf", f"({before}", start=0, num=RECORDS_PER_DELETION
-                )
+            found = await self._redis.zrangebyscore(
+                log_key(tag), "-inf", f"({before}", start=0, num=RECORDS_PER_DELETION
             )
             if not found:
                 return
@@ -191,20 +172,12 @@ class RedisHistory:
                 await pipeline.execute()
             self.num_let_go += len(found)
 
-    def _opened(self, seal: Seal, name: str, sealed: bytes) -> Told | None:
-        try:
-            told = _decode(seal.open(name, sealed))
-        except (NotOurs, ValueError, msgspec.MsgspecError):
-            told = None
-        if told is None or not told.is_well_formed:
-            self.num_not_ours += 1
-            return None
-        return told
 
-    async def _seal(self) -> Seal:
-        if self._sealing is None:
-            self._sealing = await asyncio.to_thread(Seal, self._secret, Purpose.HISTORY)
-        return self._sealing
+def _decode(plain: bytes) -> Told:
+    told = _decoder.decode(plain)
+    if not told.is_well_formed:
+        raise ValueError("it is no record of an answer")
+    return told
 
 
 def level_of(sizes: Iterable[int], room: int) -> int:
@@ -232,7 +205,3 @@ def end_key(tag: str) -> str:
 
 def _text(member: bytes) -> str:
     return member.decode("ascii", "replace")
-
-
-async def _answer(command: Any) -> Any:
-    return await command

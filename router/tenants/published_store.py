@@ -8,14 +8,15 @@ on with that.
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
-from redis.exceptions import RedisError, WatchError
+from redis.exceptions import RedisError
 
-from replicas.process.plain_redis import plain_redis
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.errors import CachesUnavailable
-from router.shared.sealing import NotOurs, Seal
+from router.shared.sealed_store import SealedStore
+from router.shared.sealing import NotOurs
 from router.tenants.published import PublishedPrefix, PublishedPrefixes
 
 logger = logging.getLogger(__name__)
@@ -23,22 +24,18 @@ logger = logging.getLogger(__name__)
 KEY = "kvasir-caches:published"
 LOOK_SECONDS = 2.0
 ANSWER_SECONDS = 2.0
-MAX_TRIES = 16
 
-_encode = msgspec.msgpack.Encoder().encode
-_decoder = msgspec.msgpack.Decoder(list[PublishedPrefix])
+_decode = msgspec.msgpack.Decoder(list[PublishedPrefix]).decode
 
 Change = Callable[[list[PublishedPrefix]], list[PublishedPrefix]]
 
 
-class PublishedStore:
+class PublishedStore(SealedStore):
     """Keeps `prefixes` as Redis has them, once it runs."""
 
     def __init__(self, redis_url: str, secret: ClusterSecret) -> None:
+        super().__init__(redis_url, secret)
         self.prefixes = PublishedPrefixes()
-        self._redis = plain_redis(redis_url)
-        self._secret = secret
-        self._sealing: Seal | None = None
         self._seen: bytes | None = None
         self._is_away = False
 
@@ -64,49 +61,27 @@ class PublishedStore:
         except (RedisError, OSError) as error:
             raise CachesUnavailable("Published prefixes cannot be reached now. Try again shortly.") from error
 
-    async def close(self) -> None:
-        await self._redis.aclose()
-
     async def _change(self, change: Change) -> None:
-        seal = await self._seal()
-        for _ in range(MAX_TRIES):
-            async with self._redis.pipeline(transaction=True) as pipeline:
-                await pipeline.watch(KEY)
-                value = await pipeline.get(KEY)
-                assert not isinstance(value, str), "this client decodes nothing"
-                changed = change(await self._opened(value))
-                sealed = seal.seal(KEY, _encode(changed))
-                pipeline.multi()  # type: ignore[no-untyped-call]
-                pipeline.set(KEY, sealed)
-                try:
-                    await pipeline.execute()
-                except WatchError:
-                    continue
-                await self._take(sealed)
-                return
-        raise RedisError("too many change the published prefixes at once")
+        async def put(pipeline: Any) -> bytes:
+            sealed = await self._seal(KEY, change(await self._prefixes_of(await pipeline.get(KEY))))
+            pipeline.multi()
+            pipeline.set(KEY, sealed)
+            return sealed
+
+        await self._take(await self._update(KEY, put))
 
     async def _look(self) -> None:
-        value = await self._redis.get(KEY)
-        assert not isinstance(value, str), "this client decodes nothing"
-        await self._take(value)
+        await self._take(await self._redis.get(KEY))
 
     async def _take(self, value: bytes | None) -> None:
         if value != self._seen:
-            self.prefixes.replace(await self._opened(value))
+            self.prefixes.replace(await self._prefixes_of(value))
             self._seen = value
 
-    async def _opened(self, value: bytes | None) -> list[PublishedPrefix]:
-        """What is not ours is as good as nothing."""
-        if value is None:
-            return []
+    async def _prefixes_of(self, value: bytes | None) -> list[PublishedPrefix]:
+        """None of them where the value is not ours."""
         try:
-            return _decoder.decode((await self._seal()).open(KEY, value))
-        except (NotOurs, msgspec.DecodeError, msgspec.ValidationError) as error:
+            return [] if value is None else await self._open(KEY, value, _decode)
+        except NotOurs as error:
             logger.error("the published prefixes in Redis are passed over: %s", error)
             return []
-
-    async def _seal(self) -> Seal:
-        if self._sealing is None:
-            self._sealing = await asyncio.to_thread(Seal, self._secret)
-        return self._sealing
