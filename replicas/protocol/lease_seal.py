@@ -1,8 +1,17 @@
-"""LeaseSeal: the signature under a lease, which takes the cluster secret to make.
+"""LeaseSeal: signs and checks the leases of replicas, with a key made of the cluster secret.
 
-Owns what is signed: every field that readers believe, under the key's name in Redis, so that no lease passes
-for another replica's, or another model's. What an old lease does when it is copied back, and what keeps it
-from more, is in ARCHITECTURE.md.
+The MAC covers every field that readers believe and the key's name in Redis, so a lease cannot pass for
+another replica's or another model's. A reader with a secret skips leases that are unsigned, forged, signed
+with another secret (a published check value tells this from a forgery), or older than one heard lately.
+Without a secret on either side, both say so at start and go on.
+
+No clock decides: a counter in Redis numbers incarnations as they register, and each counts its heartbeats.
+A replica that finds another epoch in its own lease gives way only to a signed one with a higher number.
+
+A writer to Redis who cannot sign can still delete leases, copy back a dead replica's last one (routers then
+find nobody at its address, or another replica), and write wrong changes and sets into the index, which
+costs cache hits. After Redis has lost everything, an incarnation that registers before a living one has
+written its number again may count as older than it is.
 """
 
 import hashlib
