@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
-from redis.exceptions import RedisError
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.caches.bounds import CacheBounds
@@ -31,6 +30,7 @@ from router.caches.record import (
 )
 from router.caches.store import CacheStore, StoreFull
 from router.errors import CacheGone, CachesFull, CachesUnavailable
+from router.shared.redis_health import REDIS_FAILURES, RedisHealth
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +75,13 @@ class NamedCaches:
         self._memory = CacheMemory(self.bounds.memory_bytes)
         self._wall_clock, self._clock = wall_clock, clock
         self._locks = [asyncio.Lock() for _ in range(NUM_LOCKS)]
-        self._resting_until = 0.0
-        self._is_redis_away = False
+        self._health = RedisHealth(
+            logger,
+            "Redis refuses named caches, or cannot be reached",
+            "Redis has named caches again",
+            rest_seconds=REST_SECONDS,
+            clock=clock,
+        )
         self._num_created = 0
         self._num_uses = {"memory": 0, "redis": 0}
         self._num_refused = Counter({each.value: 0 for each in Gone} | {"full": 0, "unavailable": 0})
@@ -178,12 +183,11 @@ class NamedCaches:
 
     def _is_fresh(self, known: Remembered) -> bool:
         """Or as fresh as can be."""
-        now = self._clock()
-        return now - known.checked_at < RECHECK_SECONDS or now < self._resting_until
+        return self._clock() - known.checked_at < RECHECK_SECONDS or self._health.is_resting
 
     async def _look_again(self, cache_id: str, tenant: str) -> Remembered:
         """One at a time for each cache; who waited finds what the one before it has found."""
-        if self._clock() < self._resting_until:
+        if self._health.is_resting:
             raise self._unavailable()
         is_known = self._memory.use(cache_id) is not None
         try:
@@ -246,14 +250,7 @@ class NamedCaches:
     async def _asking(self, *, is_needed: bool = True) -> AsyncIterator[None]:
         """Redis, for as long as a client can be made to wait. Raises CachesUnavailable."""
         try:
-            async with asyncio.timeout(REDIS_SECONDS):
+            async with self._health.deadline(REDIS_SECONDS):
                 yield
-            if self._is_redis_away:
-                logger.info("Redis has named caches again")
-            self._is_redis_away = False
-        except (RedisError, OSError) as error:  # a TimeoutError is one
-            self._resting_until = self._clock() + REST_SECONDS
-            if not self._is_redis_away:
-                logger.warning("Redis refuses named caches, or cannot be reached error=%r", error)
-            self._is_redis_away = True
+        except REDIS_FAILURES as error:
             raise self._unavailable(is_refusal=is_needed) from error

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mappin
 from typing import NamedTuple, Protocol, TypeVar
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError, WatchError
+from redis.exceptions import ResponseError, WatchError
 
 from replicas.process.cancellation import raise_if_cancelled
 from replicas.process.complaints import Complaints
@@ -29,6 +29,7 @@ from replicas.protocol.keys import (
 )
 from replicas.protocol.lease_seal import MALFORMED, OLD, REASONS, LeaseRefused, LeaseSeal
 from replicas.protocol.status import Epoch, ReplicaId
+from router.shared.redis_health import REDIS_FAILURES, RedisHealth
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,11 @@ class RegistrySource:
         self._num_looks = 0
         self._num_refused = dict.fromkeys(REASONS, 0)
         self._complaints = Complaints(logger)
-        self._is_redis_away = False
+        self._health = RedisHealth(
+            logger,
+            "the registry is unreachable; the router keeps its replicas",
+            "the registry is reachable again",
+        )
 
     @property
     def num_refused(self) -> Mapping[str, int]:
@@ -103,21 +108,13 @@ class RegistrySource:
             while True:
                 raise_if_cancelled()
                 try:
-                    async with asyncio.timeout(TIMEOUT_SECONDS):
+                    async with self._health.deadline(TIMEOUT_SECONDS):
                         self._num_looks += 1
                         view = await self._read(redis)
                         await self._forget(redis)
-                except (RedisError, OSError) as error:
-                    if not self._is_redis_away:
-                        logger.warning(
-                            "the registry is unreachable; the router keeps its replicas error=%r",
-                            error,
-                        )
-                    self._is_redis_away = True
+                except REDIS_FAILURES:
+                    pass
                 else:
-                    if self._is_redis_away:
-                        logger.info("the registry is reachable again")
-                    self._is_redis_away = False
                     yield view
                 await asyncio.sleep(self._poll_seconds)
         finally:

@@ -14,12 +14,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from router.errors import ResponseGone, ResponsesUnavailable
 from router.responses.memory import Key, ResponseMemory
 from router.responses.record import ResponseBounds, StoredResponse, is_response_id
 from router.responses.redis_responses import RedisResponses
+from router.shared.redis_health import REDIS_FAILURES, RedisHealth
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +63,18 @@ class ResponseStore:
         self.bounds = bounds or ResponseBounds()
         self._redis = redis
         self._memory = ResponseMemory(self.bounds)
-        self._wall_clock, self._clock = wall_clock, clock
+        self._wall_clock = wall_clock
         self._unwritten: deque[Key] = deque()
         self._writer: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
-        self._resting_until = 0.0
-        self._is_redis_away = self._is_refused = False
+        self._health = RedisHealth(
+            logger,
+            "Redis cannot be reached for stored responses",
+            "Redis has stored responses again",
+            rest_seconds=REST_SECONDS,
+            clock=clock,
+        )
+        self._refusals = RedisHealth(logger, "Redis takes no stored responses, which stay in memory")
         self._num_kept = self._num_missing = self._num_unavailable = self._num_failed = 0
         self._num_found = {"memory": 0, "redis": 0}
 
@@ -150,47 +157,29 @@ class ResponseStore:
                         await redis.add(record, self._wall_clock())
             except ResponseError as error:  # Redis is there and does not take it: it stays in memory
                 self._num_failed += 1
-                self._note_refusal(error)
+                self._refusals.failed(error)
                 self._unwritten.popleft()
                 continue
-            except (RedisError, OSError) as error:  # a TimeoutError is one
+            except REDIS_FAILURES as error:
                 self._num_failed += 1
-                self._note_away(error)
+                self._health.failed(error)
                 await asyncio.sleep(REST_SECONDS)
                 continue
-            self._note_back()
-            self._is_refused = False
+            self._health.answered()
+            self._refusals.answered()
             self._memory.drop(key)
             self._unwritten.popleft()
 
     @asynccontextmanager
     async def _asking(self) -> AsyncIterator[None]:
         """Redis, for as long as a client can be made to wait. Raises ResponsesUnavailable."""
-        if self._clock() < self._resting_until:
+        if self._health.is_resting:
             raise self._unavailable()
         try:
-            async with asyncio.timeout(REDIS_SECONDS):
+            async with self._health.deadline(REDIS_SECONDS):
                 yield
-        except (RedisError, OSError) as error:
-            self._note_away(error)
+        except REDIS_FAILURES as error:
             raise self._unavailable() from error
-        self._note_back()
-
-    def _note_refusal(self, error: Exception) -> None:
-        if not self._is_refused:
-            logger.warning("Redis takes no stored responses, which stay in memory error=%r", error)
-        self._is_refused = True
-
-    def _note_away(self, error: Exception) -> None:
-        self._resting_until = self._clock() + REST_SECONDS
-        if not self._is_redis_away:
-            logger.warning("Redis cannot be reached for stored responses error=%r", error)
-        self._is_redis_away = True
-
-    def _note_back(self) -> None:
-        if self._is_redis_away:
-            logger.info("Redis has stored responses again")
-        self._is_redis_away = False
 
     def _unavailable(self) -> ResponsesUnavailable:
         self._num_unavailable += 1

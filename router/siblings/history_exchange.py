@@ -17,10 +17,11 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from router.history.canonical import ConversationKey
 from router.history.retracing import Told
+from router.shared.redis_health import REDIS_FAILURES, RedisHealth
 from router.siblings.redis_history import RedisHistory, Telling
 
 logger = logging.getLogger(__name__)
@@ -94,8 +95,14 @@ class HistoryExchange:
         self._looking = asyncio.Semaphore(MOST_LOOKING)
         self._reads: set[asyncio.Task[Any]] = set()
         self._wake = asyncio.Event()
-        self._is_resting, self._is_away = True, False
-        self._is_refused = False
+        self._is_resting = True
+        self._health = RedisHealth(
+            logger,
+            "routers cannot tell each other of answers, which costs cached tokens where a conversation goes "
+            "on at another one",
+            "routers can tell each other of answers again",
+        )
+        self._refusals = RedisHealth(logger, "Redis refuses what routers tell each other of answers")
         self.lost_at = -float("inf")
         self.num_wrong = 0
         self._num_looks: dict[str, int] = dict.fromkeys(Look, 0)
@@ -151,9 +158,9 @@ class HistoryExchange:
             return nothing
         except ResponseError as error:  # Redis is there, and quick to refuse
             self._num_looks[Look.FAILED] += 1
-            self._note_refusal(error)
+            self._refusals.failed(error)
             return nothing
-        except (RedisError, OSError) as error:
+        except REDIS_FAILURES as error:
             self._num_looks[Look.FAILED] += 1
             self._rest(error)
             return nothing
@@ -224,13 +231,13 @@ class HistoryExchange:
             async with asyncio.timeout(REDIS_SECONDS):
                 is_intact = await self._redis.write(tellings)
             self._let_go(tellings, "told")
-            self._is_refused = False
+            self._refusals.answered()
             if not is_intact:
                 self.lost_at = self._clock()
         except ResponseError as error:  # Redis is there and does not take it
-            self._note_refusal(error)
+            self._refusals.failed(error)
             self._let_go(tellings, "failed")
-        except (RedisError, OSError) as error:  # a TimeoutError is one; what was not told stays
+        except REDIS_FAILURES as error:  # what was not told stays
             self._rest(error)
 
     def _next_tellings(self) -> list[Telling]:
@@ -259,14 +266,13 @@ class HistoryExchange:
                 async with asyncio.timeout(REDIS_SECONDS):
                     await self._redis.ping()
                 await self._in_time(self._redis.ping())
-            except (RedisError, OSError) as error:
-                self._note_away(error)
+            except REDIS_FAILURES as error:
+                self._health.failed(error)
                 await asyncio.sleep(pause)
                 pause = min(most, 2 * pause)
                 continue
-            if self._is_away:
-                logger.info("routers can tell each other of answers again")
-            self._is_resting = self._is_away = False
+            self._health.answered()
+            self._is_resting = False
             self._wake.set()
             return
 
@@ -276,17 +282,3 @@ class HistoryExchange:
             self.lost_at = self._clock()
         self._is_resting = True
         self._wake.set()
-
-    def _note_away(self, error: Exception) -> None:
-        if not self._is_away:
-            logger.warning(
-                "routers cannot tell each other of answers, which costs cached tokens where a conversation "
-                "goes on at another one error=%s",
-                type(error).__name__,
-            )
-        self._is_away = True
-
-    def _note_refusal(self, error: Exception) -> None:
-        if not self._is_refused:
-            logger.warning("Redis refuses what routers tell each other of answers error=%r", error)
-        self._is_refused = True

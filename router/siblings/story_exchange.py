@@ -15,8 +15,8 @@ import msgspec
 
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from router.explain.story import Story, packed, unpacked
-from router.shared.sealing import NotOurs, Seal
-from router.siblings.news_stream import NewsStream
+from router.shared.news import NewsStream
+from router.shared.sealing import LazySeal
 
 STREAM = "kvasir-stories:news"
 MAX_NEWS = 256
@@ -71,11 +71,11 @@ class StoryExchange:
 
     def __init__(self, redis_url: str, secret: ClusterSecret, find: Find) -> None:
         self._find = find
-        self._secret = secret
-        self._sealing: Seal | None = None
         self._stream = NewsStream(
             redis_url,
             STREAM,
+            msgspec.msgpack.Decoder(Question | Answer).decode,
+            seal=LazySeal(secret, Purpose.STORIES),
             max_messages=MAX_NEWS,
             kept_seconds=KEPT_SECONDS,
             while_away="routers cannot ask each other for explanations, each has those of its own requests",
@@ -85,7 +85,7 @@ class StoryExchange:
         self._num_asked_of: Counter[str] = Counter()
         self._telling: set[asyncio.Task[None]] = set()
         self._num_answered = self._num_unanswered = self._num_not_asked = 0
-        self._num_told = self._num_wrong = 0
+        self._num_told = 0
 
     def statistics(self) -> StoryExchangeStatistics:
         return StoryExchangeStatistics(
@@ -93,7 +93,7 @@ class StoryExchange:
             self._num_unanswered,
             self._num_not_asked,
             self._num_told,
-            self._num_wrong,
+            self._stream.num_wrong,
             self._stream.num_failed,
         )
 
@@ -101,7 +101,7 @@ class StoryExchange:
         """Until cancelled."""
         try:
             async for message, _ in self._stream.messages(0.0):
-                await self._take(message)
+                self._take(message)
         finally:
             for task in self._telling:
                 task.cancel()
@@ -130,7 +130,7 @@ class StoryExchange:
         return story
 
     async def _answer(self, question: Question, answer: "asyncio.Future[Story]") -> Story | None:
-        sending = asyncio.create_task(self._send(question))
+        sending = asyncio.create_task(self._stream.send(question))
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 while True:
@@ -148,27 +148,21 @@ class StoryExchange:
     def _find_for(self, question: Question) -> Story | None:
         return self._find(question.tenant, question.prompt_id)
 
-    async def _send(self, message: Question | Answer) -> bool:
-        seal = await self._seal()
-        return await self._stream.send(seal.seal(STREAM, msgspec.msgpack.encode(message)))
-
-    async def _take(self, sealed: bytes) -> None:
-        try:
-            plain = (await self._seal()).open(STREAM, sealed)
-            message = msgspec.msgpack.decode(plain, type=Question | Answer)
-            if isinstance(message, Answer):
-                self._hear(message)
-            elif message.number not in self._asked and len(self._telling) < MAX_TELLING:
-                task = asyncio.create_task(self._tell(message))
-                self._telling.add(task)
-                task.add_done_callback(self._telling.discard)
-        except (NotOurs, msgspec.MsgspecError):
-            self._num_wrong += 1
+    def _take(self, message: Question | Answer) -> None:
+        if isinstance(message, Answer):
+            self._hear(message)
+        elif message.number not in self._asked and len(self._telling) < MAX_TELLING:
+            task = asyncio.create_task(self._tell(message))
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
 
     def _hear(self, message: Answer) -> None:
         asked = self._asked.get(message.number)
         if asked is not None and not asked.done():
-            asked.set_result(unpacked(message.story))
+            try:
+                asked.set_result(unpacked(message.story))
+            except msgspec.MsgspecError:
+                self._stream.num_wrong += 1
 
     async def _tell(self, question: Question) -> None:
         story = self._find_for(question)
@@ -177,9 +171,4 @@ class StoryExchange:
             story = self._find_for(question)
         data = b"" if story is None else packed(story)
         if 0 < len(data) <= MAX_STORY_BYTES:
-            self._num_told += await self._send(Answer(question.number, data))
-
-    async def _seal(self) -> Seal:
-        if self._sealing is None:
-            self._sealing = await asyncio.to_thread(Seal, self._secret, Purpose.STORIES)
-        return self._sealing
+            self._num_told += await self._stream.send(Answer(question.number, data))

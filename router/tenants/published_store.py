@@ -8,13 +8,14 @@ on with that.
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
-from redis.exceptions import RedisError
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.errors import CachesUnavailable
+from router.shared.redis_health import REDIS_FAILURES, RedisHealth
 from router.shared.sealed_store import SealedStore
 from router.shared.sealing import NotOurs
 from router.tenants.published import PublishedPrefix, PublishedPrefixes
@@ -37,19 +38,14 @@ class PublishedStore(SealedStore):
         super().__init__(redis_url, secret)
         self.prefixes = PublishedPrefixes()
         self._seen: bytes | None = None
-        self._is_away = False
+        self._health = RedisHealth(logger, "published prefixes cannot be looked up; the last known go on")
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            try:
-                async with asyncio.timeout(ANSWER_SECONDS):
+            with suppress(*REDIS_FAILURES):
+                async with self._health.deadline(ANSWER_SECONDS):
                     await self._look()
-                self._is_away = False
-            except (RedisError, OSError) as error:  # a timeout is an OSError
-                if not self._is_away:
-                    logger.warning("published prefixes cannot be looked up; the last known go on: %s", error)
-                self._is_away = True
             await asyncio.sleep(LOOK_SECONDS)
 
     async def change(self, change: Change) -> None:
@@ -58,7 +54,7 @@ class PublishedStore(SealedStore):
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self._change(change)
-        except (RedisError, OSError) as error:
+        except REDIS_FAILURES as error:
             raise CachesUnavailable("Published prefixes cannot be reached now. Try again shortly.") from error
 
     async def _change(self, change: Change) -> None:

@@ -11,12 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
-
-from router.siblings.news_stream import NewsStream
+from router.shared.news import NewsStream
 from router.tenants.rate_account import SECONDS_PER_MINUTE
 from router.tenants.rate_limits import RateLimits
-from router.tenants.rate_news import MAX_ENTRIES, News, RateNews, decode_news, encode_news
+from router.tenants.rate_news import MAX_ENTRIES, News, RateNews, decode_news
 
 STREAM = "kvasir-limits:news"
 WRITE_SECONDS = 0.2
@@ -49,13 +47,14 @@ class RateExchange:
         self._stream = NewsStream(
             redis_url,
             STREAM,
+            decode_news,
             max_messages=MAX_NEWS,
             kept_seconds=KEPT_SECONDS,
             while_away="other routers are not told what tenants use, each goes by its own count",
             once_back="routers tell each other again what tenants use",
         )
         self._clock = clock
-        self._num_told = self._num_heard = self._num_wrong = 0
+        self._num_told = self._num_heard = 0
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -68,7 +67,11 @@ class RateExchange:
 
     def statistics(self) -> ExchangeStatistics:
         return ExchangeStatistics(
-            self.news.num_routers, self._num_told, self._num_heard, self._stream.num_failed, self._num_wrong
+            self.news.num_routers,
+            self._num_told,
+            self._num_heard,
+            self._stream.num_failed,
+            self._stream.num_wrong,
         )
 
     async def _write(self) -> None:
@@ -83,7 +86,7 @@ class RateExchange:
     async def _send(self, news: News) -> bool:
         is_told = False
         try:
-            is_told = await self._stream.send(encode_news(news))
+            is_told = await self._stream.send(news)
             self._num_told += is_told
         finally:  # cancelled, too
             if not is_told:
@@ -92,9 +95,6 @@ class RateExchange:
 
     async def _read(self) -> None:
         """A router that has just started takes in what was used within the last minute."""
-        async for message, seconds_ago in self._stream.messages(SECONDS_PER_MINUTE):
-            try:
-                self.news.hear(decode_news(message), self._clock() - seconds_ago)
-                self._num_heard += 1
-            except msgspec.MsgspecError:
-                self._num_wrong += 1
+        async for news, seconds_ago in self._stream.messages(SECONDS_PER_MINUTE):
+            self.news.hear(news, self._clock() - seconds_ago)
+            self._num_heard += 1

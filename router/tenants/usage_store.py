@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.errors import UsageUnavailable
 from router.observation.served import ServedRequest
+from router.shared.redis_health import REDIS_FAILURES, RedisHealth
 from router.tenants.amounts import Amounts
 from router.tenants.ledger import HOUR_SECONDS, Ledger
 from router.tenants.ratios import Cost, RatioTable, cost_of
@@ -75,7 +76,11 @@ class UsageStore:
         """Told of each request and what it used."""
         self._wall_clock = wall_clock
         self._reading = asyncio.Lock()
-        self._is_away = False
+        self._health = RedisHealth(
+            logger,
+            "Redis cannot be reached for what is used, which stays in memory",
+            "Redis has what is used again",
+        )
         self._num_failed = self._num_emptied = 0
 
     def observe(self, served: ServedRequest) -> None:
@@ -113,24 +118,20 @@ class UsageStore:
         rows = self.ledger.take_unwritten(ROWS_PER_WRITE)
         unwritten = rows
         try:
-            async with asyncio.timeout(REDIS_SECONDS):
+            async with self._health.deadline(REDIS_SECONDS):
                 written = await self._redis.write(rows)
-            unwritten = written.refused
-        except (RedisError, OSError) as error:  # a TimeoutError is one
+                unwritten = written.refused
+                if not written.is_intact:
+                    self._num_emptied += 1
+                    self.ledger.unwrite_all()
+                    logger.warning("Redis has lost what was used: of earlier hours it is gone")
+                if unwritten:
+                    raise RedisError(f"{len(unwritten)} entries are not taken")
+        except REDIS_FAILURES:
             self._num_failed += 1
-            self._note_away(error)
             return False
         finally:
             self.ledger.put_back(unwritten)
-        if not written.is_intact:
-            self._num_emptied += 1
-            self.ledger.unwrite_all()
-            logger.warning("Redis has lost what was used: of earlier hours it is gone")
-        if written.refused:
-            self._num_failed += 1
-            self._note_away(RedisError(f"{len(written.refused)} entries are not taken"))
-            return False
-        self._note_back()
         return True
 
     async def read(self, query: UsageQuery) -> Mapping[Group, Amounts]:
@@ -143,8 +144,8 @@ class UsageStore:
                 places = await self._places(query)
                 for first in range(0, len(places), HASHES_PER_READ):
                     await self._add_stored(sums, places[first : first + HASHES_PER_READ])
-            except (RedisError, OSError) as error:
-                self._note_away(error)
+            except REDIS_FAILURES as error:
+                self._health.failed(error)
                 raise UsageUnavailable("What was used cannot be read at the moment.") from error
             return await asyncio.to_thread(sums.groups)
 
@@ -180,13 +181,3 @@ class UsageStore:
             num_dropped=ledger.num_dropped,
             num_not_ours=self._redis.num_not_ours,
         )
-
-    def _note_away(self, error: Exception) -> None:
-        if not self._is_away:
-            logger.warning("Redis cannot be reached for what is used, which stays in memory error=%r", error)
-        self._is_away = True
-
-    def _note_back(self) -> None:
-        if self._is_away:
-            logger.info("Redis has what is used again")
-        self._is_away = False

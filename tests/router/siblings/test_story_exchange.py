@@ -9,11 +9,11 @@ import msgspec
 import pytest
 import redis.asyncio
 
-from replicas.protocol.cluster_secret import ClusterSecret
+from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from router.explain.story import Earlier, PromptStory, Story
+from router.shared.news import FIELD
 from router.shared.sealing import Seal
 from router.siblings import story_exchange
-from router.siblings.news_stream import FIELD
 from router.siblings.story_exchange import (
     MAX_ASKED,
     MAX_ASKED_OF_TENANT,
@@ -50,6 +50,7 @@ class Router:
     def __init__(self, url: str, secret: ClusterSecret = SECRET) -> None:
         self.stories: dict[tuple[str, str], Story] = {}
         self.num_looks = 0
+        self.secret = secret
         self.exchange = StoryExchange(url, secret, self._find)
 
     def _find(self, tenant: str, prompt_id: str) -> Story | None:
@@ -64,7 +65,7 @@ async def running(*routers: Router) -> AsyncIterator[None]:
         tasks = [group.create_task(router.exchange.run()) for router in routers]
         for router in routers:
             for other in routers:
-                if other is not router and router.exchange._secret == other.exchange._secret:
+                if other is not router and router.secret == other.secret:
                     await heard(router, other)
         yield
         for task in tasks:
@@ -140,7 +141,7 @@ async def test_what_is_not_ours_is_passed_over(redis_url: str) -> None:
     there.stories["acme", "req-1"] = STORY
     there.stories["acme", "long"] = Story("x" * MAX_STORY_BYTES, None, 1.0, None, "", None, ())
     async with redis.asyncio.Redis.from_url(redis_url) as client, running(here, there):
-        sealing = await here.exchange._seal()
+        sealing = await asyncio.to_thread(Seal, SECRET, Purpose.STORIES)
         question = msgspec.msgpack.encode(story_exchange.Question(b"n" * 16, "acme", "req-1"))
         nonsense = [
             *(b"", b"\xc1", sealing.seal(STREAM, b"\x93\xc1")),
@@ -161,7 +162,7 @@ async def test_answers_that_lie_are_not_believed(redis_url: str) -> None:
         asked = asyncio.create_task(here.exchange.ask("acme", "req-1"))
         await asyncio.sleep(0.1)
         (number,) = here.exchange._asked
-        await here.exchange._send(story_exchange.Answer(number, b"\xc1"))
+        await here.exchange._stream.send(story_exchange.Answer(number, b"\xc1"))
         assert await asked is None
         assert here.exchange.statistics().num_wrong == 1
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.errors import LimitReached
-from router.siblings.news_stream import FIELD
+from router.shared.news import FIELD
 from router.tenants.caller import Caller, Limits, Tenant
 from router.tenants.rate_account import Ask, Owner
 from router.tenants.rate_exchange import STREAM, RateExchange
