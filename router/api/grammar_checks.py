@@ -7,7 +7,6 @@ known. A check takes milliseconds, for the worst that a client can ask seconds: 
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from router.api.prepared import ANY_TEXT, CheckedGrammar
 from router.errors import RouterBusy
 from router.prompt.engines import TooMuchWork
 from router.prompt.text_model import TextModel
+from router.shared.bounded_cache import BoundedCache
 
 MAX_CHARACTERS = 64 * 1024
 """Of a grammar that is checked here. Longer ones come with large bodies, and are checked where those are."""
@@ -107,7 +107,7 @@ class GrammarChecks:
         self._work_out = work_out
         self._clock = clock
         self._line: FairLine[_Waiting] = FairLine(num_places=NUM_PLACES, most_waiting=MAX_WAITING)
-        self._known: OrderedDict[tuple[WishedGrammar, Hashable], CheckedGrammar] = OrderedDict()
+        self._known: BoundedCache[tuple[WishedGrammar, Hashable], CheckedGrammar] = BoundedCache(MAX_KNOWN)
 
     async def checked(
         self, wished: WishedGrammar, owner: Hashable = None, tenant: str = ""
@@ -118,26 +118,18 @@ class GrammarChecks:
         if not wished.text:
             return ANY_TEXT
         key = (wished, owner)
-        known = self._find(key)
+        known = self._known.get(key)
         if known is not None:
             return known
         if len(wished.text) > MAX_CHARACTERS:
             raise TooMuchWork
         async with self._place(tenant):
-            known = self._find(key)  # the same one may have been before it in the line
+            known = self._known.get(key)  # the same one may have been before it in the line
             if known is not None:
                 return known
             grammar = await self._work_out(wished)
-        self._known[key] = msgspec.structs.replace(grammar, seconds=0.0)
-        while len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
+        self._known.put(key, msgspec.structs.replace(grammar, seconds=0.0))
         return grammar
-
-    def _find(self, key: tuple[WishedGrammar, Hashable]) -> CheckedGrammar | None:
-        known = self._known.get(key)
-        if known is not None:
-            self._known.move_to_end(key)
-        return known
 
     @asynccontextmanager
     async def _place(self, tenant: str) -> AsyncIterator[None]:

@@ -18,7 +18,6 @@ import msgspec
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.caches.bounds import CacheBounds
-from router.caches.memory import CacheMemory, Remembered
 from router.caches.record import (
     CacheContent,
     CacheKind,
@@ -30,6 +29,7 @@ from router.caches.record import (
 )
 from router.caches.store import CacheStore, StoreFull
 from router.errors import CacheGone, CachesFull, CachesUnavailable
+from router.shared.bounded_cache import BoundedCache
 from router.shared.redis_health import REDIS_FAILURES, RedisHealth
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ RECHECK_SECONDS = 2.0
 REST_SECONDS = 2.0
 """After Redis has failed it is not asked on the way of a request for so long."""
 NUM_LOCKS = 64
+ENTRY_BYTES = 2048
+"""What an entry takes in memory beside its content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,14 @@ class CacheStatistics:
     num_not_ours: int
     num_remembered: int
     num_bytes: int
+
+
+class Remembered(NamedTuple):
+    """`checked_at` is when Redis last said that it is so."""
+
+    record: CacheRecord
+    content: CacheContent
+    checked_at: float
 
 
 class Page(NamedTuple):
@@ -72,7 +82,9 @@ class NamedCaches:
     ) -> None:
         self.bounds = bounds or CacheBounds()
         self._store = CacheStore(redis_url, secret, self.bounds)
-        self._memory = CacheMemory(self.bounds.memory_bytes)
+        self._memory: BoundedCache[str, Remembered] = BoundedCache(
+            self.bounds.memory_bytes, lambda _, known: ENTRY_BYTES + known.content.num_bytes
+        )
         self._wall_clock, self._clock = wall_clock, clock
         self._locks = [asyncio.Lock() for _ in range(NUM_LOCKS)]
         self._health = RedisHealth(
@@ -99,11 +111,11 @@ class NamedCaches:
             self._num_refused["full"] += 1
             raise CachesFull(f"{error} Delete some, or wait until some expire.") from error
         self._num_created += 1
-        self._memory.put(record, content, self._clock())
+        self._remember(record, content)
 
     async def use(self, cache_id: str, tenant: str) -> tuple[CacheRecord, CacheContent]:
         """Raises CacheGone, or CachesUnavailable for one that this router does not know."""
-        known = self._memory.use(cache_id)
+        known = self._memory.get(cache_id)
         if known is None or not self._is_fresh(known):
             source, known = "redis", await self._look_again(cache_id, tenant)
         else:
@@ -178,7 +190,7 @@ class NamedCaches:
             num_refused=dict(self._num_refused),
             num_not_ours=self._store.num_not_ours,
             num_remembered=len(self._memory),
-            num_bytes=self._memory.num_bytes,
+            num_bytes=self._memory.size,
         )
 
     def _is_fresh(self, known: Remembered) -> bool:
@@ -189,10 +201,10 @@ class NamedCaches:
         """One at a time for each cache; who waited finds what the one before it has found."""
         if self._health.is_resting:
             raise self._unavailable()
-        is_known = self._memory.use(cache_id) is not None
+        is_known = self._memory.get(cache_id) is not None
         try:
             async with self._asking(is_needed=not is_known), self._locks[hash(cache_id) % NUM_LOCKS]:
-                known = self._memory.use(cache_id)
+                known = self._memory.get(cache_id)
                 if known is not None and self._is_fresh(known):
                     return known
                 record = self._there(cache_id, tenant, await self._record(cache_id))
@@ -200,12 +212,16 @@ class NamedCaches:
                 if content is None:
                     raise self._gone(cache_id, record)
         except CachesUnavailable:
-            known = self._memory.use(cache_id)
+            known = self._memory.get(cache_id)
             if known is None:
                 raise
             return known
-        self._memory.put(record, content, self._clock())
-        return Remembered(record, content, self._clock())
+        return self._remember(record, content)
+
+    def _remember(self, record: CacheRecord, content: CacheContent) -> Remembered:
+        known = Remembered(record, content, self._clock())
+        self._memory.put(record.cache_id, known)
+        return known
 
     async def _change(
         self, cache_id: str, tenant: str, changed: Callable[[CacheRecord], CacheRecord]
@@ -219,10 +235,10 @@ class NamedCaches:
                 record = await self._store.change(cache_id, change, self._wall_clock())
             if record is None:
                 raise self._gone(cache_id, None)
-        known = self._memory.use(cache_id)
+        known = self._memory.get(cache_id)
         if known is not None:
             content = CacheContent(b"") if record.is_gone(self._wall_clock()) else known.content
-            self._memory.put(record, content, self._clock())
+            self._remember(record, content)
         return record
 
     async def _record(self, cache_id: str) -> CacheRecord | None:
@@ -230,10 +246,10 @@ class NamedCaches:
 
     def _there(self, cache_id: str, tenant: str, record: CacheRecord | None) -> CacheRecord:
         if record is None or record.tenant != tenant:
-            self._memory.drop(cache_id)
+            self._memory.pop(cache_id)
             raise self._gone(cache_id, None)
         if record.is_gone(self._wall_clock()):
-            self._memory.drop(cache_id)
+            self._memory.pop(cache_id)
             raise self._gone(cache_id, record)
         return record
 

@@ -6,7 +6,6 @@ then it is sent again.
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from replicas.protocol.wire import decode_media_taken, encode
 from router.fleet.image_traffic import ImageTraffic
 from router.fleet.replica_channel import ReplicaChannel
 from router.prompt.images import Media
+from router.shared.bounded_cache import BoundedCache
 
 MAX_KNOWN = 4096
 """Images of one replica. One too many is sent once more."""
@@ -60,26 +60,24 @@ class MediaUploads:
     def __init__(self, channel: ReplicaChannel, traffic: ImageTraffic) -> None:
         self._channel = channel
         self._traffic = traffic
-        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._known: BoundedCache[bytes, bool] = BoundedCache(MAX_KNOWN)
         self._sending: dict[bytes, _Sending] = {}
         self._turns = asyncio.Semaphore(MAX_UPLOADS)
-        self._forgotten: OrderedDict[bytes, None] = OrderedDict()
+        self._forgotten: BoundedCache[bytes, bool] = BoundedCache(MAX_KNOWN)
 
     def has(self, media: Sequence[Media]) -> bool:
         """Whether all of them should be there: then they count as known."""
         for each in media:
-            if each.content_hash not in self._known:
+            if not self._known.get(each.content_hash):
                 return False
-            self._known.move_to_end(each.content_hash)
         self._traffic.num_known += len(media)
         return True
 
     def forget(self, media: Sequence[Media]) -> None:
         """The replica misses one of them."""
         for each in media:
-            if each.content_hash in self._known:
-                del self._known[each.content_hash]
-                _keep(self._forgotten, each.content_hash)
+            if self._known.pop(each.content_hash):
+                self._forgotten.put(each.content_hash, True)
 
     async def send(self, root: BlockHash, media: Sequence[Media]) -> None:
         """Those that are not there. Raises UploadFailed. What has begun goes on when the caller is cancelled,
@@ -124,10 +122,9 @@ class MediaUploads:
             except UploadFailed as error:
                 self._traffic.num_failed[error.code] += 1
                 raise
-        is_again = media.content_hash in self._forgotten
-        self._forgotten.pop(media.content_hash, None)
+        is_again = self._forgotten.pop(media.content_hash) is not None
         self._traffic.sent(len(media.content), time.monotonic() - start, is_again=is_again)
-        _keep(self._known, media.content_hash)
+        self._known.put(media.content_hash, True)
 
     async def _put(self, root: BlockHash, media: Media) -> None:
         try:
@@ -145,12 +142,6 @@ class MediaUploads:
             raise UploadFailed(RefusalCode.INTERNAL, f"its answer breaks the contract: {error}") from error
         if taken.content_hash != media.content_hash:
             raise UploadFailed(RefusalCode.INTERNAL, "the replica names the image by another hash")
-
-
-def _keep(hashes: OrderedDict[bytes, None], content_hash: bytes) -> None:
-    hashes[content_hash] = None
-    if len(hashes) > MAX_KNOWN:
-        hashes.popitem(last=False)
 
 
 async def _parts(root: BlockHash, content: bytes) -> AsyncIterator[bytes]:

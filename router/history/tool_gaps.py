@@ -5,9 +5,10 @@ calls: the next turn is then nearly certain, and everything before it is read ag
 """
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 
 from router.history.canonical import ConversationKey
+from router.shared.bounded_cache import BoundedCache
 
 MOST_AWAITED = 4096
 """Turns that have ended in calls and whose next turn has not come."""
@@ -40,8 +41,8 @@ class ToolGaps:
 
     def __init__(self, most_seconds: int) -> None:
         self._most_seconds = most_seconds
-        self._awaited: OrderedDict[ConversationKey, tuple[str, float]] = OrderedDict()
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        self._awaited: BoundedCache[ConversationKey, tuple[str, float]] = BoundedCache(MOST_AWAITED)
+        self._tenants: BoundedCache[str, _Tenant] = BoundedCache(MOST_TENANTS)
 
     @property
     def is_on(self) -> bool:
@@ -55,22 +56,19 @@ class ToolGaps:
         known.call_share = SHARE_DECAY * known.call_share + (1 - SHARE_DECAY) * in_calls
         if not in_calls:
             return
-        self._awaited[key] = (tenant, now)
-        self._awaited.move_to_end(key)
-        if len(self._awaited) > MOST_AWAITED:
-            self._awaited.popitem(last=False)
+        self._awaited.put(key, (tenant, now))
 
     def came(self, key: ConversationKey, now: float) -> None:
         """The next turn has come; `key` is that of its conversation through the answer before. What took
         longer than is ever kept teaches nothing."""
-        awaited = self._awaited.pop(key, None)
+        awaited = self._awaited.pop(key)
         if awaited is not None and now - awaited[1] <= self._most_seconds:
             self._tenant(awaited[0]).gaps.append(now - awaited[1])
 
     def seconds(self, tenant: str) -> int | None:
         """For how long to keep the prompt of a turn that is offered tools. None while not enough is known, or
         where its answer is not likely to end in calls."""
-        known = self._tenants.get(tenant)
+        known = self._tenants.peek(tenant)
         if known is None or known.call_share < LIKELY or len(known.gaps) < LEAST_GAPS:
             return None
         gaps = sorted(known.gaps)
@@ -80,9 +78,6 @@ class ToolGaps:
     def _tenant(self, name: str) -> _Tenant:
         known = self._tenants.get(name)
         if known is None:
-            known = self._tenants[name] = _Tenant()
-            if len(self._tenants) > MOST_TENANTS:
-                self._tenants.popitem(last=False)
-        else:
-            self._tenants.move_to_end(name)
+            known = _Tenant()
+            self._tenants.put(name, known)
         return known

@@ -13,7 +13,6 @@ Memory is bounded by nodes and by blocks. The prefix that was seen the longest a
 its end: a prefix is seen whenever one that it begins is.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,6 +23,7 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import NO_USER, UserTag
 from replicas.protocol.status import Epoch, ReplicaId
 from router.observation.chain_tree import ChainNode, ChainTree, NamespaceName
+from router.shared.bounded_cache import BoundedCache
 
 MAX_NODES = 4096
 MAX_BLOCKS = 2**19
@@ -153,7 +153,7 @@ Node = ChainNode[Uses]
 class Sightings(ChainTree[Uses]):
     def __init__(self, *, max_nodes: int = MAX_NODES, max_blocks: int = MAX_BLOCKS) -> None:
         super().__init__(max_nodes=max_nodes, max_blocks=max_blocks)
-        self._beginnings: OrderedDict[bytes, tuple[BlockHash, ...]] = OrderedDict()
+        self._beginnings: BoundedCache[bytes, tuple[BlockHash, ...]] = BoundedCache(MAX_BEGINNINGS)
         """The last two namespaces in which each was seen."""
 
     def most_used(self, count: int) -> list[Node]:
@@ -188,7 +188,7 @@ class Sightings(ChainTree[Uses]):
             num_tokens = end * node.block_size
             if first_missed is None and num_tokens > num_cached_tokens:
                 first_missed = node
-        before = self._beginnings.get(beginning, ()) if beginning is not None else ()
+        before = (self._beginnings.peek(beginning) if beginning is not None else None) or ()
         is_elsewhere = any(other != root for other in before)
         if first_missed is None:
             return Known(num_tokens, is_elsewhere=is_elsewhere)
@@ -198,11 +198,8 @@ class Sightings(ChainTree[Uses]):
     def _begin(self, sighting: Sighting) -> None:
         if sighting.beginning is None:
             return
-        others = [root for root in self._beginnings.get(sighting.beginning, ()) if root != sighting.root]
-        self._beginnings[sighting.beginning] = (*others[-1:], sighting.root)
-        self._beginnings.move_to_end(sighting.beginning)
-        if len(self._beginnings) > MAX_BEGINNINGS:
-            self._beginnings.popitem(last=False)
+        others = [root for root in self._beginnings.peek(sighting.beginning) or () if root != sighting.root]
+        self._beginnings.put(sighting.beginning, (*others[-1:], sighting.root))
 
 
 def short_key(key: str | None) -> str | None:

@@ -12,7 +12,7 @@ import contextlib
 import enum
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from redis.exceptions import ResponseError
 
 from router.history.canonical import ConversationKey
 from router.history.retracing import Told
+from router.shared.bounded_cache import BoundedCache
 from router.shared.redis_health import REDIS_FAILURES, RedisHealth
 from router.siblings.redis_history import RedisHistory, Telling
 
@@ -91,7 +92,7 @@ class HistoryExchange:
         self._clock = clock
         self._untold: deque[Telling] = deque()
         self._num_untold_bytes = 0
-        self._missing: OrderedDict[tuple[str, ConversationKey], float] = OrderedDict()
+        self._missing: BoundedCache[tuple[str, ConversationKey], float] = BoundedCache(MOST_MISSING)
         self._looking = asyncio.Semaphore(MOST_LOOKING)
         self._reads: set[asyncio.Task[Any]] = set()
         self._wake = asyncio.Event()
@@ -141,7 +142,7 @@ class HistoryExchange:
         """What others have told of these conversations of a tenant's; nothing where that cannot be said."""
         nothing: list[Told | None] = [None] * len(keys)
         now = self._clock()
-        asked = [key for key in keys if self._missing.get((tenant, key), now) <= now]
+        asked = [key for key in keys if (self._missing.peek((tenant, key)) or now) <= now]
         if not asked:
             self._num_looks[Look.KNOWN_MISSING] += 1
             return nothing
@@ -174,10 +175,7 @@ class HistoryExchange:
         until = self._clock() + MISSING_SECONDS
         for key in keys:
             self.num_wrong += is_wrong
-            self._missing[tenant, key] = until
-            self._missing.move_to_end((tenant, key))
-        while len(self._missing) > MOST_MISSING:
-            self._missing.popitem(last=False)
+            self._missing.put((tenant, key), until)
 
     async def run(self) -> None:
         """Until cancelled."""
