@@ -103,8 +103,7 @@ class RegistrySource:
 
     async def views(self) -> AsyncIterator[ReplicaRecords]:
         # Nothing is retried below here: a look that fails is followed by the next one anyway.
-        redis = plain_redis(self._redis_url)
-        try:
+        async with plain_redis(self._redis_url) as redis:
             while True:
                 raise_if_cancelled()
                 try:
@@ -117,8 +116,6 @@ class RegistrySource:
                 else:
                     yield view
                 await asyncio.sleep(self._poll_seconds)
-        finally:
-            await redis.aclose()
 
     async def _read(self, redis: "Redis") -> ReplicaRecords:
         self._num_refused = dict.fromkeys(REASONS, 0)

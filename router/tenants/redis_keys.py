@@ -11,11 +11,12 @@ import logging
 from typing import NamedTuple
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, WatchError
+from redis.exceptions import WatchError
 
 from replicas.process.cancellation import raise_if_cancelled
 from replicas.process.plain_redis import plain_redis
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
+from router.shared.redis_health import REDIS_FAILURES
 from router.shared.sealing import KEY_ID_BYTES, NONCE_BYTES, VERSION, NotOurs, Seal
 from router.tenants.key_document import BadKeys, read_document, write_json
 from router.tenants.key_record import NO_KEYS, KeyDocument
@@ -67,17 +68,14 @@ class RedisKeys:
     async def follow(self) -> None:
         """Until cancelled."""
         seal = await asyncio.to_thread(Seal, self._secret, Purpose.API_KEYS)
-        redis = plain_redis(self._redis_url)
-        try:
+        async with plain_redis(self._redis_url) as redis:
             while True:
                 raise_if_cancelled()
                 try:
                     await self._look(redis, seal)
-                except (RedisError, OSError) as error:
+                except REDIS_FAILURES as error:
                     self._keys.miss(f"the keys in Redis cannot be read: {type(error).__name__}")
                 await asyncio.sleep(self._poll_seconds)
-        finally:
-            await redis.aclose()
 
     async def _look(self, redis: "Redis", seal: Seal) -> None:
         async with asyncio.timeout(LOOK_SECONDS):
@@ -125,32 +123,26 @@ def _opened(seal: Seal, sealed: bytes) -> tuple[int, KeySet]:
 
 async def read_keys(redis_url: str, seal: Seal) -> Numbered | None:
     """What is there. Raises RedisError, OSError, NotOurs or BadKeys."""
-    redis = plain_redis(redis_url)
-    try:
+    async with plain_redis(redis_url) as redis:
         sealed = await _document(redis)
-    finally:
-        await redis.aclose()
     return None if sealed is None else open_document(seal, sealed)
 
 
 async def replace_keys(redis_url: str, seal: Seal, old: Numbered | None, new: Numbered) -> bool:
     """Whether `old` still was what is there. Raises as `read_keys` does."""
-    redis = plain_redis(redis_url)
-    try:
-        async with redis.pipeline(transaction=True) as pipeline:
-            await pipeline.watch(DOCUMENT_KEY)
-            sealed = await _document(pipeline)
-            found = None if sealed is None else open_document(seal, sealed).number
-            if found != (None if old is None else old.number):
-                return False
-            pipeline.multi()  # type: ignore[no-untyped-call]
-            pipeline.set(DOCUMENT_KEY, seal_document(seal, new))
+    async with plain_redis(redis_url) as redis, redis.pipeline(transaction=True) as pipeline:
+        await pipeline.watch(DOCUMENT_KEY)
+        sealed = await _document(pipeline)
+        found = None if sealed is None else open_document(seal, sealed).number
+        if found != (None if old is None else old.number):
+            return False
+        pipeline.multi()  # type: ignore[no-untyped-call]
+        pipeline.set(DOCUMENT_KEY, seal_document(seal, new))
+        try:
             await pipeline.execute()
-            return True
-    except WatchError:
-        return False
-    finally:
-        await redis.aclose()
+        except WatchError:
+            return False
+    return True
 
 
 def next_number(old: Numbered | None, now_ms: int) -> int:
