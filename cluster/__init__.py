@@ -1,1 +1,1 @@
-"""Ray: keep the fleet as specified."""
+"""Keeps the fleet as specified, in Ray; and the `kvasir` command."""

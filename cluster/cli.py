@@ -21,13 +21,13 @@ from cluster.sizes import size
 MOST_REPLICAS = 512
 MOST_ROUTERS = 64
 READER_GONE = 141
-"""The exit status of a program that ends as its pipe does: 128 and SIGPIPE."""
+"""Exit status of a program that ends because its pipe closed: 128 + SIGPIPE."""
 
 LINT = "show where the prompts of a log of requests break their prefixes"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Complains in one sentence, without the usage text."""
+    """Reports errors in one sentence, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _has_lost_its_reader(descriptor: int) -> bool:
-    """`head` has seen enough."""
+    """Whether the reader of the output is gone, as after `head`."""
     asked = select.poll()
     asked.register(descriptor, 0)
     return any(event & select.POLLERR for _, event in asked.poll(0))
@@ -143,7 +143,8 @@ def _parser(environment: Mapping[str, str], command: str) -> argparse.ArgumentPa
 
 
 def _add_with_modules(commands: "argparse._SubParsersAction[_Parser]", common: _Parser, command: str) -> None:
-    """Those whose arguments are known elsewhere, which is imported for the one that is to run."""
+    """Add commands whose arguments another module defines; import only the module of the command that
+    runs."""
     fleet = commands.add_parser(
         "fleet", allow_abbrev=False, help="keep replicas on a Ray cluster as a file describes"
     )
@@ -220,7 +221,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_ways_in(parser: argparse.ArgumentParser) -> None:
-    """Where clients reach `up`, and who may."""
+    """Add the options for the address of `up` and for access to it."""
     parser.add_argument("--host", default="127.0.0.1", help="where the router listens (default: %(default)s)")
     parser.add_argument(
         "--port", type=_port, default=8000, help="the router's port, 0 for a free one (default: %(default)s)"

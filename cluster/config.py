@@ -1,6 +1,6 @@
-"""FleetSpec: which replicas should exist, and how patiently they are kept alive.
+"""FleetSpec: which replicas should exist, and how they are kept alive.
 
-Owns names and limits. The caller that builds a spec has looked at Ray and at the machine.
+Owns names and limits. Knows neither Ray nor the machine; its caller has checked those.
 """
 
 import hashlib
@@ -23,15 +23,15 @@ BUNDLES = ("machine", "gpu")
 _OF_ITS_REPLICAS = frozenset({"replica", "num_cpus", "num_gpus", "num_threads", "custom_resources"}) | {
     *("bundle", "is_on_node_address", "num_restarts"),
 }
-"""The fields of a pool that its revision is made of."""
+"""Fields of a pool that its revision covers."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackoffSpec:
-    """How long to wait before the next attempt with a replica that keeps dying.
+    """Backoff before the next start of a replica that keeps dying.
 
-    The first death is repaired at once; each further one that comes before `healthy_seconds` of
-    service doubles the wait.
+    The first death is repaired at once; each further one within `healthy_seconds` of service doubles the
+    wait.
     """
 
     initial_seconds: float = 0.5
@@ -45,7 +45,7 @@ class BackoffSpec:
             raise SettingsError("backoff healthy_seconds cannot be negative")
 
     def delay_seconds(self, num_early_deaths: int) -> float:
-        """How long after the latest death to start again; `num_early_deaths` counts that one."""
+        """Return the seconds to wait after the latest death; `num_early_deaths` includes it."""
         assert num_early_deaths >= 0
         if num_early_deaths <= 1:
             return 0.0
@@ -55,11 +55,11 @@ class BackoffSpec:
 
 @dataclass(frozen=True, slots=True)
 class AutoscaleSpec:
-    """Between which bounds a pool's size follows its load, and how readily.
+    """Bounds and targets for a pool that follows its load.
 
-    Targets are per replica: requests that run or wait, prompt tokens still to be computed. The pool grows
-    once the load has asked for more during all of `up_seconds`, and shrinks after `down_seconds` of less;
-    both begin anew with each change. A load within `tolerance` of what the pool is for changes nothing.
+    Targets are per replica: requests that run or wait, prompt tokens still to compute. The pool grows once
+    the load has asked for more during all of `up_seconds`, and shrinks after `down_seconds` of less; each
+    change restarts both windows. A load within `tolerance` of the target changes nothing.
     """
 
     min_replicas: int
@@ -90,13 +90,12 @@ class AutoscaleSpec:
 class PoolSpec:
     """`num_replicas` equal replicas, named `<name>-<number>`.
 
-    `replica` is their common configuration; only `replica_id` differs, and `kv_folder`, in which each has a
-    folder of its name. `num_cpus`, `num_gpus` and
-    `custom_resources` are what one replica asks of Ray's scheduler; `num_threads` is what its numeric
-    libraries may use. `bundle` says where its GPUs may be: all on one machine, seen by its one process
-    ("machine"), or each wherever there is one ("gpu"). With `surge` 0 a rollout takes an old replica away
-    before it starts a new one. `is_on_node_address`: replicas listen where Ray knows their machine.
-    `num_restarts` is in the revision only: one more makes all replicas anew.
+    `replica` is their configuration; only `replica_id`, and the subfolder of `kv_folder`, differ. `num_cpus`,
+    `num_gpus` and `custom_resources` are one replica's request to Ray's scheduler; `num_threads` bounds its
+    numeric libraries. `bundle` places its GPUs: all on one machine, seen by one process ("machine"), or
+    anywhere ("gpu"). With `surge` 0 a rollout removes an old replica before it starts a new one. With
+    `is_on_node_address` replicas listen where Ray reaches their machine. `num_restarts` only enters the
+    revision: one more restarts all replicas.
     """
 
     num_replicas: int
@@ -154,7 +153,8 @@ class PoolSpec:
 
     @property
     def revision(self) -> str:
-        """Equal for pools whose replicas need not be made anew. Their number is no part of it."""
+        """Identify configurations whose replicas need not be restarted. The number of replicas is not in
+        it."""
         chosen = [(name, value) for name, value in _chosen(self) if name in _OF_ITS_REPLICAS]
         return hashlib.sha256(repr(chosen).encode()).hexdigest()[:8]
 
@@ -167,7 +167,7 @@ class PoolSpec:
         return replace(self.replica, replica_id=replica_id, kv_folder=folder)
 
     def bundles(self) -> tuple[dict[str, float], ...]:
-        """What the placement group of one replica asks for: one bundle in all, or one per GPU."""
+        """Return the bundles of one replica's placement group: one in all, or one per GPU."""
         num_bundles = max(1, int(self.num_gpus)) if self.bundle == "gpu" else 1
         cpus, gpus = self.num_cpus / num_bundles, self.num_gpus / num_bundles
         bundle = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount > 0}
@@ -175,17 +175,17 @@ class PoolSpec:
 
 
 def pool_of_id(replica_id: ReplicaId) -> str:
-    """The name of the pool that a replica was made for: its own, without the number."""
+    """Return the pool's name: the replica id without its number."""
     return replica_id.rpartition("-")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSpec:
-    """All replicas that should exist. `log_directory` is for fleets on one machine; none means stderr.
+    """All replicas that should exist.
 
-    `is_growing` says that Ray's autoscaler may add machines, so that what does not fit now may fit later.
-    `log_format` is the controller's; replicas have their own. So are `metrics_host` and `metrics_port`, where
-    it serves /metrics: port 0 takes a free one, None is no endpoint.
+    `log_directory` is for fleets on one machine; None means stderr. `is_growing` says that Ray's autoscaler
+    may add machines, so that what does not fit now may fit later. `log_format`, `metrics_host` and
+    `metrics_port` are the controller's; port 0 takes a free one, None serves no metrics.
     """
 
     pools: tuple[PoolSpec, ...]
@@ -207,7 +207,7 @@ class FleetSpec:
 
     @property
     def revision(self) -> str:
-        """Equal for specs that ask for the same, in whatever order."""
+        """Identify specs that ask for the same, in any order."""
         pools = tuple(sorted(self.pools, key=lambda pool: pool.name))
         return hashlib.sha256(repr(_chosen(replace(self, pools=pools))).encode()).hexdigest()[:16]
 
@@ -215,26 +215,25 @@ class FleetSpec:
         return next((pool for pool in self.pools if pool.name == name), None)
 
     def has_revision(self, pool: PoolSpec) -> bool:
-        """Whether the pool of that name makes replicas of that kind already."""
+        """Whether the pool of that name already has this revision."""
         old = self.pool(pool.name)
         return old is not None and old.revision == pool.revision
 
     @property
     def redis_url(self) -> str | None:
-        """All pools share one; None if there is no pool."""
+        """Return the Redis of all pools; None without pools."""
         return next((pool.replica.redis_url for pool in self.pools), None)
 
     @property
     def secret_file(self) -> str | None:
-        """Where the cluster secret lies on every machine, for all pools; None if calls and leases go
-        without."""
+        """Return the path of the cluster secret on every machine; None if calls and leases are unsigned."""
         return next((pool.replica.secret_file for pool in self.pools), None)
 
     def pool_of(self, replica_id: ReplicaId) -> PoolSpec | None:
         return self.pool(pool_of_id(replica_id))
 
     def with_pool(self, pool: PoolSpec) -> "FleetSpec":
-        """The same with `pool` in the place of the one of its name."""
+        """Replace the pool of the same name."""
         return replace(self, pools=tuple(pool if old.name == pool.name else old for old in self.pools))
 
     def drain_limit(self, replica_id: ReplicaId) -> float:
@@ -243,8 +242,7 @@ class FleetSpec:
 
 
 def _chosen(part: Any) -> Any:
-    """What is not as it would be by default, without the order of mappings: a version that has more settings
-    says the same."""
+    """Drop default values and sort mappings, so that a version with more settings yields the same value."""
     if is_dataclass(part):
         values = ((each.name, getattr(part, each.name), _default(each)) for each in fields(part))
         return sorted((name, _chosen(value)) for name, value, default in values if value != default)

@@ -1,4 +1,4 @@
-"""Everything that stops a command of `kvasir`, each with one sentence for the person who typed it.
+"""The errors that stop a command of `kvasir`, each with one sentence for its user.
 
 ClusterError
 ├── AlreadyRunning      another `kvasir up` owns the run directory

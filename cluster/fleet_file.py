@@ -1,6 +1,6 @@
-"""A FleetSpec as a file: YAML with several models and pools, read strictly, and settings changed by name.
+"""A FleetSpec as a file: YAML with models and pools, parsed strictly, and settings changed by name.
 
-Owns the file's format and what is refused in it, each with one sentence. Opens no file: text in, spec out.
+Owns the format and its errors, one sentence each. Opens no file: text in, spec out.
 """
 
 import difflib
@@ -56,7 +56,7 @@ NOT_OF_A_LOCAL_CLUSTER: Mapping[str, str] = {
 
 
 def parse_fleet(text: str, redis_url: str | None = None) -> FleetSpec:
-    """`redis_url`, if given, goes before the file's own. Raises SettingsError."""
+    """Parse a fleet file; `redis_url`, if given, overrides the file's. Raises SettingsError."""
     try:
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -88,7 +88,7 @@ def parse_fleet(text: str, redis_url: str | None = None) -> FleetSpec:
 
 
 def changed(pool: PoolSpec, values: Mapping[str, str]) -> PoolSpec:
-    """`pool` with settings of its replicas changed by name; without any, its replicas are made anew.
+    """Change settings of the pool's replicas by name; without any, restart them.
 
     Raises SettingsError.
     """
@@ -113,7 +113,7 @@ def model_name(config: ReplicaConfig) -> str:
 
 
 def settings_from(pairs: Sequence[str], refused: Mapping[str, str] | None = None) -> dict[str, str]:
-    """NAME=VALUE, as `--set` takes them; `refused` says of a name why not. Raises SettingsError."""
+    """Parse NAME=VALUE pairs as `--set` takes them; `refused` maps names to reasons. Raises SettingsError."""
     values = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -127,7 +127,7 @@ def settings_from(pairs: Sequence[str], refused: Mapping[str, str] | None = None
 
 
 def _check_models(spec: FleetSpec) -> None:
-    """Replicas of one model must agree on what they serve, or routers turn the later ones away."""
+    """Check that replicas of one model agree on what they serve; routers turn later ones away otherwise."""
     seen: dict[str, PoolSpec] = {}
     for pool in spec.pools:
         name = model_name(pool.replica)

@@ -1,7 +1,7 @@
 """The registry as the cluster reads it: the lease of every replica, from Redis.
 
-Owns what is passed over as wrong, and how that is said. It asks Redis alone, so it answers while replicas are
-busy and controllers are down.
+Owns what is skipped as invalid, and how that is reported. It asks only Redis, so it answers while replicas
+are busy and controllers are down.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,8 +30,8 @@ MOST_REFUSED = 3
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """The live records of every replica, by id; `complaint` says why there are none to be had. `refused` says
-    what was passed over as wrong, the first few of it."""
+    """Live records of all replicas by id; `complaint` says why there are none. `refused` lists the first few
+    invalid ones."""
 
     records: Mapping[ReplicaId, ReplicaRecord]
     complaint: str | None = None
@@ -39,7 +39,7 @@ class Registry:
 
 
 def read_registry(redis_url: str, seal: LeaseSeal | None = None) -> Registry:
-    """With a seal, only leases that were signed under the cluster secret count."""
+    """Read the registry. With a seal, only leases signed under the cluster secret count."""
     records: dict[ReplicaId, ReplicaRecord] = {}
     refused: list[str] = []
     try:
@@ -62,7 +62,7 @@ def read_registry(redis_url: str, seal: LeaseSeal | None = None) -> Registry:
 
 
 def read_signed_registry(redis_url: str, secret_file: str | None) -> Registry:
-    """With a secret file, only leases that were signed under the cluster secret count."""
+    """Read the registry. With a secret file, only leases signed under the cluster secret count."""
     try:
         secret = read_secret(None, secret_file)
     except SettingsError as error:
@@ -71,7 +71,7 @@ def read_signed_registry(redis_url: str, secret_file: str | None) -> Registry:
 
 
 def live_names(client: "redis.Redis") -> Iterator[tuple[str, ReplicaId]]:
-    """Models and ids of replicas that may have a lease. What is no name, or no set, is passed over."""
+    """Yield model and id of replicas that may have a lease; invalid names and types are skipped."""
     for model in decode_names(_members(client, MODELS_KEY))[0]:
         for replica_id in decode_ids(_members(client, replicas_key(model)))[0]:
             yield model, replica_id

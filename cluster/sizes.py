@@ -1,6 +1,6 @@
-"""Sizes as people type them, and as they read them: bytes with a unit.
+"""Parses and formats sizes in bytes with a unit.
 
-Owns the units. Powers of a thousand have no `i`, powers of 1,024 have one.
+Units without `i` are powers of 1,000, units with it powers of 1,024.
 """
 
 import argparse
@@ -13,7 +13,7 @@ _UNITS = {
 
 
 def size(text: str) -> int:
-    """Bytes, as 256GB or 512MiB."""
+    """Parse bytes, as in 256GB or 512MiB."""
     digits = text.rstrip("BkKMGTi")
     unit = _UNITS.get(text[len(digits) :] or "B")
     try:
@@ -26,7 +26,7 @@ def size(text: str) -> int:
 
 
 def in_words(num_bytes: int) -> str:
-    """In the largest unit of 1,024 that leaves no less than one: 256 MiB, 1.5 GiB."""
+    """Format bytes in the largest unit of 1,024 that gives at least one: 256 MiB, 1.5 GiB."""
     unit, factor = "B", 1
     for name in ("KiB", "MiB", "GiB", "TiB"):
         if num_bytes >= _UNITS[name]:

@@ -1,7 +1,7 @@
 """Makes settings.md, metrics.md and commands.md from the code: `python docs/make_reference.py`.
 
-Owns how a setting, a metric and an option become rows. Knows no setting, metric or command by name.
-`--check` writes nothing, and fails if a page is not what the code says.
+Owns how settings, metrics and options become rows; knows none by name. `--check` writes nothing and fails if
+a page is stale.
 """
 
 import argparse
@@ -88,7 +88,7 @@ Described = tuple[str, argparse.ArgumentParser, str]
 
 
 def _commands() -> Iterator[Described]:
-    """All of `kvasir`. Those that are groups of commands come last, as these."""
+    """Yield all commands of `kvasir`; groups come last."""
     alone: list[Described] = []
     grouped: list[Described] = []
     for name, _, _ in _within(_parser({}, "")):
@@ -100,7 +100,7 @@ def _commands() -> Iterator[Described]:
 
 
 def _within(parser: argparse.ArgumentParser) -> Iterator[Described]:
-    """The commands of a parser that has any."""
+    """Yield the subcommands of a parser."""
     for group in parser._actions:
         if isinstance(group, argparse._SubParsersAction):
             summaries = {action.dest: action.help or "" for action in group._choices_actions}

@@ -1,4 +1,4 @@
-"""The table of values in README.md, made from the comments in values.yaml: `python helm/make_readme.py`.
+"""The table of values in README.md, made from comments in values.yaml: `python helm/make_readme.py`.
 
 Owns how a comment and a value become a row. A value without a comment is an error.
 """
@@ -25,8 +25,8 @@ class DocumentedValue:
 
 
 def documented_values(values_yaml: str) -> Iterator[DocumentedValue]:
-    """All values in their order: those with a comment of their own, down to the leaves. A comment above a
-    group describes all of it where nothing inside has one. Raises ValueError if a value has none."""
+    """Yield all values in order, down to the leaves. A comment above a group describes the whole group if
+    nothing inside has one. Raises ValueError for a value without a comment."""
     defaults = yaml.safe_load(values_yaml)
     comments = dict(_comments(values_yaml))
     yield from _walk((), defaults, comments)
@@ -46,7 +46,7 @@ def _walk(
 
 
 def _comments(values_yaml: str) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Each key that stands under a comment, and that comment as one line."""
+    """Yield each commented key, with its comment as one line."""
     above: list[str] = []
     path: list[tuple[int, str]] = []
     for line in values_yaml.splitlines():

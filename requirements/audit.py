@@ -1,9 +1,8 @@
-"""What the package index says of the pinned packages: `python requirements/audit.py`.
+"""Checks the pinned packages against the package index: `python requirements/audit.py`.
 
-Owns three questions about each pin: has it been taken back (yanked), does it have a vulnerability that the
-index knows of, and are the pinned hashes those of the index. Exit status 1 if one is answered badly, but for
-what ACCEPTED names. An index that does not answer, or does not tell vulnerabilities of a version, is no
-failure: the last line says how many pins each question was answered for.
+Asks three questions about each pin: is it yanked, does the index know a vulnerability, do the hashes match.
+Exit status 1 on any finding that is not in ACCEPTED. If the index does not answer, or has no vulnerability
+data for a version, that is no failure: the last line says how many pins each question was answered for.
 """
 
 import json
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from requirements.relock import FILES, path_of, read_pins, versions
 
 ACCEPTED: Mapping[str, str] = {}
-"""A vulnerability's id → why it does not concern us."""
+"""Vulnerability id → why it does not concern us."""
 
 SECONDS = 20.0
 MAX_BYTES = 64 * 2**20
@@ -40,7 +39,7 @@ class Pin:
 
 @dataclass(slots=True)
 class Audited:
-    """`None`: the index did not say."""
+    """None means that the index did not say."""
 
     pin: Pin
     complaints: list[str] = field(default_factory=list)
@@ -66,7 +65,7 @@ def main() -> int:
 
 
 def pinned() -> list[Pin]:
-    """Each version of each package once, with all hashes that any file names for it."""
+    """Return each version of each package once, with all hashes in any file."""
     found: dict[tuple[str, str], frozenset[str]] = {}
     for file in FILES:
         for package, lines in read_pins(path_of(file.name)).items():
@@ -78,13 +77,13 @@ def pinned() -> list[Pin]:
 
 
 def _of_version(lines: str, version: str) -> str:
-    """The part of a package's lines that begins with this version, up to the next that does not."""
+    """Return the part of a package's lines about this version."""
     parts = re.split(r"^(?=[\w.-]+==)", lines, flags=re.M)
     return "".join(part for part in parts if re.match(rf"[\w.-]+=={re.escape(version)}(?![\w.+])", part))
 
 
 def ask(pin: Pin, index: str | None = None) -> Audited:
-    """`index` is what comes before /simple and /pypi; by default the one that pip asks."""
+    """Query the index; `index` is the part before /simple and /pypi, by default pip's."""
     index = default_index() if index is None else index
     answer = Audited(pin)
     listing = fetch(f"{index}/simple/{pin.name}/")
@@ -99,7 +98,7 @@ def ask(pin: Pin, index: str | None = None) -> Audited:
 
 
 def judge_files(pin: Pin, listing: Mapping[str, Any]) -> list[str]:
-    """PEP 691: every pinned hash must be one of a file that is there and was not taken back."""
+    """Check by PEP 691 that every pinned hash belongs to a file that exists and is not yanked."""
     by_hash = {file.get("hashes", {}).get("sha256"): file for file in listing.get("files", [])}
     unknown = pin.hashes - set(by_hash)
     yanked = [
@@ -129,7 +128,7 @@ def default_index() -> str:
 
 
 def fetch(url: str) -> Any:
-    """The JSON there, or None if there is none or no answer comes."""
+    """Fetch JSON; None without an answer."""
     request = urllib.request.Request(url, headers={"Accept": f"{SIMPLE_JSON}, application/json"})
     try:
         with urllib.request.urlopen(request, timeout=SECONDS) as response:

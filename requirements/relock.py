@@ -1,8 +1,8 @@
 """Makes the pinned requirements anew: `python requirements/relock.py [--upgrade] [NAME…]`.
 
-Owns which file is made from what, and what is taken out of it. Versions that the files name stay as they are
-unless `--upgrade` is given or pyproject.toml says otherwise; every pin gets the hashes of all files that the
-package index has for it. Needs uv on the PATH or beside this Python.
+Owns which file is made from which inputs, and what is left out. Versions stay unless `--upgrade` or
+pyproject.toml says otherwise; every pin has the hashes of all its files. Needs uv on the PATH or beside this
+Python.
 """
 
 import argparse
@@ -31,10 +31,10 @@ CLIENTS = """openai==3.54.0 anthropic==2.12.0 google-genai==3.4.0 langchain-open
     langchain-anthropic==1.7.7 openai-agents==0.24.0 pydantic-ai-slim[openai]==2.68.0""".split()
 
 Pins = Mapping[str, str]
-"""A package's name → its lines, with markers and hashes."""
+"""Package name → its lines, with markers and hashes."""
 
 Keep = Callable[[str, Mapping[str, Pins]], bool]
-"""Whether a package belongs into a file, given what the files made before it hold."""
+"""Whether a package belongs in a file, given the files made before."""
 
 
 def _everything(package: str, made: Mapping[str, Pins]) -> bool:
@@ -42,7 +42,8 @@ def _everything(package: str, made: Mapping[str, Pins]) -> bool:
 
 
 def _besides(*others: str) -> Keep:
-    """Neither in those files nor torch's: its libraries are pinned by torch, and no CPU needs them."""
+    """Keep what is neither in those files nor torch's; torch pins its own libraries, and no CPU needs
+    them."""
     return lambda package, made: (
         package != "torch"
         and not TORCH_LIBRARIES.match(package)
@@ -51,7 +52,7 @@ def _besides(*others: str) -> Keep:
 
 
 def _besides_or_elsewhere(*others: str) -> Keep:
-    """As `_besides`, and what those files have for Windows only."""
+    """As `_besides`, plus what those files have only for Windows."""
     return lambda package, made: (
         _besides(*others)(package, made)
         or any("sys_platform == 'win32'" in made[other].get(package, "") for other in others)
@@ -60,7 +61,7 @@ def _besides_or_elsewhere(*others: str) -> Keep:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """`inputs` are arguments of uv's compile, `requirements` go to it besides."""
+    """`inputs` are arguments of uv's compile; `requirements` are added."""
 
     name: str
     heading: str
@@ -81,7 +82,7 @@ FILES = (
     ),
     File(
         "lock",
-        "What runs, but for torch and what only load tests need.",
+        "What runs, without torch and what only load tests need.",
         _besides(),
         requirements=("setuptools==78.1.1",),  # as vLLM asks for it
         agrees_with=("build",),
@@ -192,7 +193,7 @@ def read_pins(path: Path) -> Pins:
 
 
 def split_pins(text: str) -> Pins:
-    """A package's line goes on for as long as lines are indented."""
+    """Split lines by package; indented lines continue it."""
     pins: dict[str, str] = {}
     package = ""
     for line in text.splitlines(keepends=True):
@@ -207,7 +208,7 @@ def split_pins(text: str) -> Pins:
 
 
 def versions(pins: Pins) -> list[str]:
-    """`name==version ; marker`, without hashes."""
+    """Return `name==version ; marker` without hashes."""
     return [
         line.removesuffix("\\").strip()
         for text in pins.values()
@@ -217,7 +218,7 @@ def versions(pins: Pins) -> list[str]:
 
 
 def compile_pins(file: File, made: Mapping[str, Pins], *, keep_versions: bool) -> Pins:
-    """What uv makes of the file's inputs, in agreement with the files made before it."""
+    """Run uv on the file's inputs, consistent with the files made before."""
     held: dict[str, str] = {}
     for name in file.agrees_with:
         held.update(made[name])

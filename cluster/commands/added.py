@@ -1,7 +1,7 @@
-"""AddedCommand: a command of `kvasir` that another package brings along.
+"""AddedCommand: a command of `kvasir` that another package provides.
 
-Owns how they are found: by the entry points of what is installed, in the group `kvasir.commands`. So the load
-tests may import the cluster, and the cluster need not import them.
+Owns the lookup, by entry points in the group `kvasir.commands`. So load tests may import the cluster, and the
+cluster never imports them.
 """
 
 import argparse
@@ -15,15 +15,15 @@ GROUP = "kvasir.commands"
 
 @dataclass(frozen=True, slots=True)
 class AddedCommand:
-    """`add_arguments` and `run` import what they need when they are called: `--help` shows every command."""
+    """A command; `add_arguments` and `run` import lazily, because `--help` shows every command."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, Callable[[str], None]], int]
-    """Returns the exit status. Raises ClusterError."""
+    """Run the command and return its exit status. Raises ClusterError."""
 
     has_run_directory: bool = True
-    """Whether `--run-dir` is an option of it."""
+    """Whether the command takes `--run-dir`."""
 
 
 @cache

@@ -1,6 +1,6 @@
-"""A chat in the terminal over the HTTP API, which shows after each answer what the cache was worth.
+"""A chat in the terminal over the HTTP API, with the cache's savings after each answer.
 
-Owns the conversation and its display. Knows a router's address and nothing else of the cluster.
+Owns the conversation and its display. Knows only a router's address.
 """
 
 import json
@@ -23,7 +23,7 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 @dataclass(slots=True)
 class Turn:
-    """One answer as it came in. Times are seconds since the request was sent."""
+    """One answer as it arrived. Times are seconds since the request was sent."""
 
     text: str = ""
     replica: str = "?"
@@ -37,7 +37,7 @@ class Turn:
     last_seconds: float = 0.0
 
     def line(self) -> str:
-        """What the turn cost, in one line."""
+        """Summarise the turn in one line."""
         parts = [self.replica]
         if self.num_prompt_tokens is not None:
             computed = self.num_prompt_tokens - self.num_cached_tokens
@@ -51,7 +51,7 @@ class Turn:
         return " · ".join(parts)
 
     def _origins(self) -> str:
-        """Whose the cached tokens were and where, as far as that is worth a word."""
+        """Name the owners and tiers of the cached tokens, if that says anything."""
         origins = {
             "by others": self.num_cross_user_tokens,
             "from host memory": self.num_host_tokens,
@@ -63,7 +63,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Chat:
-    """A conversation with one model. `user` and `max_tokens`, if given, go along with each request."""
+    """A conversation with one model. `user` and `max_tokens`, if given, go with each request."""
 
     client: httpx.Client
     model: str
@@ -74,7 +74,8 @@ class Chat:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, question: str) -> None:
-        """One turn: the answer as it streams, then its line. A failed turn leaves no trace in the history."""
+        """Run one turn: stream the answer, then print its line. A failed turn leaves the history
+        unchanged."""
         self.messages.append({"role": "user", "content": question})
         turn = Turn()
         try:
@@ -154,7 +155,7 @@ class Chat:
 
 
 def converse(chat: Chat, lines: TextIO) -> None:
-    """Turn by turn until the input ends or /quit. Ctrl-C at the prompt ends it too."""
+    """Run turns until the input ends or /quit. Ctrl-C at the prompt ends it too."""
     interactive = lines.isatty()
     while True:
         if interactive:
@@ -176,7 +177,7 @@ def converse(chat: Chat, lines: TextIO) -> None:
 
 
 def first_model(client: httpx.Client) -> str:
-    """The model to talk to if none was named. Raises ClusterError."""
+    """Return the model to talk to if none was named. Raises ClusterError."""
     try:
         response = client.get("/v1/models")
         if response.is_error:

@@ -1,6 +1,6 @@
-"""Ending a cluster from outside, and running one for as long as something else needs it.
+"""Ends a cluster from outside, and runs one for as long as something else needs it.
 
-Owns the waiting. Knows the other process by its lock and its state file only.
+Owns the waiting. Knows the other process only by its lock and its state file.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from cluster.local.processes import death_with_parent, kill_marked
 from cluster.local.run_directory import ClusterState, RunDirectory
 
 PATIENCE_SECONDS = 20.0
-"""With a cluster that does not say how long its end may take."""
+"""Seconds to wait for a cluster that does not say how long it takes to stop."""
 
 
 def take_down(directory: RunDirectory) -> str:
-    """Stop the cluster, or clear away what an earlier one left; says which, or that there was neither."""
+    """Stop the cluster, or clean up after an earlier one; returns a sentence about it."""
     owner = directory.owner()
     state = directory.read_state()
     if owner is not None:
@@ -51,7 +51,7 @@ def _end(owner: int, directory: RunDirectory, patience_seconds: float) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """A process that has ended and whose parent has not asked for its status is over, too."""
+    """Whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except (OSError, IndexError):
@@ -60,7 +60,7 @@ def _is_running(pid: int) -> bool:
 
 @contextlib.contextmanager
 def own_cluster(directory: RunDirectory) -> Iterator[ClusterState]:
-    """A cluster with the default settings while the context lasts. Its progress goes to standard error."""
+    """Run a cluster with default settings while the context lasts. Progress goes to stderr."""
     command = [
         sys.executable,
         "-P",

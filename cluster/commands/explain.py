@@ -1,6 +1,6 @@
-"""kvasir explain: what the router would do with a prompt now, and why, without sending it.
+"""kvasir explain: where the router would send a prompt now, and why, without sending it.
 
-Owns what is asked and the table. The router decides, as it would for the request itself.
+Owns the question and the table. The router decides, with the code that decides for requests.
 """
 
 import argparse
@@ -24,14 +24,14 @@ _TIERS = ("DEVICE", "HOST", "DISK", "MOVE")
 
 
 def explain(arguments: argparse.Namespace, url: str, say: Callable[[str], None]) -> int:
-    """The command. Raises ClusterError."""
+    """Run the command. Raises ClusterError."""
     explained = ask_router(arguments, url)
     say(json.dumps(explained, indent=2) if arguments.json else render(explained))
     return 0
 
 
 def ask_router(arguments: argparse.Namespace, url: str) -> dict[str, Any]:
-    """The router's explanation for the prompt of a command line. Raises ClusterError."""
+    """Ask the router to explain the prompt of a command line. Raises ClusterError."""
     path, body = _request(arguments)
     headers = key_headers(arguments)
     with httpx.Client(base_url=url, headers=headers, timeout=30.0, trust_env=False) as client:
@@ -50,7 +50,7 @@ def ask_router(arguments: argparse.Namespace, url: str) -> dict[str, Any]:
 
 
 def _first_model(client: httpx.Client) -> str:
-    """As both a router's ports tell it: a list of models is not on one that is for operators."""
+    """Return the first model. Works on both ports of a router; the admin port has no list of models."""
     try:
         models: dict[str, int] = client.get("/ready").json()["models"]
     except (httpx.HTTPError, ValueError, LookupError) as error:
@@ -93,7 +93,7 @@ def _header(*, has_tiers: bool) -> tuple[str, ...]:
 
 
 def _row(candidate: Mapping[str, Any], *, has_tiers: bool) -> tuple[str, ...]:
-    """A replica that does not say what moving takes has no tiers that anybody could tell apart."""
+    """Format a row. A replica that does not report its speeds shows no tiers."""
     before = ("wait", "move") if has_tiers else ("wait",)
     seconds = (candidate[f"{name}_seconds"] for name in (*before, "prefill", "delay", "room", "cost"))
     tiers = candidate.get("tiers") or {}
@@ -110,7 +110,7 @@ def _row(candidate: Mapping[str, Any], *, has_tiers: bool) -> tuple[str, ...]:
 
 
 def _request(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """The route and the body that the command line stands for. Raises ClusterError."""
+    """Return the route and the body that the command line describes. Raises ClusterError."""
     if (arguments.prompt is None) == (arguments.file is None):
         raise ClusterError("give a prompt, or --file FILE")
     if arguments.file is not None:
@@ -131,7 +131,7 @@ def _request(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 
 def _read(file: str) -> Any:
-    """The JSON of a file, or of the standard input where it is called `-`."""
+    """Parse the JSON of a file, or of stdin for `-`."""
     try:
         if file == "-":
             return json.load(sys.stdin)

@@ -1,7 +1,7 @@
-"""kvasir fleet: a fleet on any Ray cluster, kept as a file says by a controller that lives there.
+"""kvasir fleet: a fleet on any Ray cluster, kept as its file says by a controller that lives there.
 
-Owns the arguments and exit codes. Decides nothing of the fleet: the controller does,
-and refuses what cannot be before anything is touched.
+Owns the arguments and exit codes. The controller decides, and refuses impossible specs before it changes
+anything.
 """
 
 import argparse
@@ -37,11 +37,11 @@ NO_FLEET = "no fleet runs on this Ray cluster; start one with kvasir fleet apply
 
 WAIT_SECONDS = 1800.0
 LOOK_SECONDS = 30.0
-"""How long a look of --follow waits for the controller's answer to a question."""
+"""Seconds that --follow waits for the controller to answer a question."""
 APPLY_SECONDS = 120.0
-"""How long it waits until the controller has taken a file: that asks machines whether models load."""
+"""Seconds that apply waits for the controller to take a file; it first asks machines whether models load."""
 REFUSED_SECONDS = 60.0
-"""Time until a file that was refused is tried again, unchanged."""
+"""Seconds until a refused file is tried again unchanged."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_waiting(command: argparse.ArgumentParser) -> Any:
-    """Whether and how long it waits; other flags may take the place of waiting."""
+    """Add the options for waiting; returns the group, so that other flags can exclude it."""
     instead = command.add_mutually_exclusive_group()
     instead.add_argument(
         "--no-wait", action="store_true", help="do not wait until the fleet is as it should be"
@@ -131,7 +131,7 @@ def _count(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace, environment: Mapping[str, str], say: Say) -> int:
-    """The command. Raises ClusterError."""
+    """Run the command. Raises ClusterError."""
     if arguments.fleet_command == "apply":
         if arguments.ready_file is not None and not arguments.follow:
             raise ClusterError("--ready-file needs --follow")
@@ -179,7 +179,7 @@ def _read(arguments: argparse.Namespace) -> FleetSpec:
 
 @contextlib.contextmanager
 def connected(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Iterator[Any]:
-    """Ray, as a driver of the cluster that was named. Raises ClusterError."""
+    """Connect to Ray as a driver of the named cluster. Raises ClusterError."""
     import ray
 
     from cluster.controller.actors import NAMESPACE
@@ -226,7 +226,8 @@ def _controller(ray: Any, timeout: float) -> Any:
 
 
 def _find_controller(ray: Any, timeout: float) -> Any | None:
-    """Raises ClusterError if it is of another version: it might take what it is sent for something else."""
+    """Find the controller. Raises ClusterError if its version differs, since it might misread what it is
+    sent."""
     controller = _named_controller(ray)
     if controller is None:
         return None
@@ -280,7 +281,7 @@ def _refuse_unloadable(spec: FleetSpec, say: Say) -> None:
 def _apply(
     ray: Any, controller: Any | None, spec: FleetSpec, timeout: float, say: Say, *, may_wait: bool = False
 ) -> Any:
-    """The controller, a new one if there is none, which has been told. Raises ClusterError."""
+    """Apply the spec to the controller, created if there is none, and return it. Raises ClusterError."""
     from cluster.controller.actors import find_or_create_controller
     from cluster.controller.fleet_controller import FleetController
 
@@ -294,8 +295,8 @@ def _apply(
 
 
 class _Followed:
-    """The file of --follow. It is applied unless it was applied last: what was scaled or rolled by hand since
-    stays. One that was refused is not tried again all the time, since machines are asked for that."""
+    """The file of --follow. Applied unless it was the last one applied, so that manual scaling and rollouts
+    stay. A refused file is retried rarely, because each try asks the machines."""
 
     def __init__(self, ray: Any, arguments: argparse.Namespace, say: Say) -> None:
         self._ray = ray
@@ -343,7 +344,7 @@ class _Followed:
 
 
 def _ask(ray: Any, call: Any, timeout: float) -> None:
-    """Raises ClusterError with the controller's sentence if it refuses."""
+    """Wait for a call. Raises ClusterError with the controller's sentence if it refuses."""
     refusal: str | None = ray.get(call, timeout=timeout)
     if refusal is not None:
         raise ClusterError(refusal)
@@ -380,7 +381,7 @@ def _conclude(ray: Any, controller: Any, arguments: argparse.Namespace, say: Say
 
 
 def _stop(ray: Any, timeout: float, say: Say) -> int:
-    """Whatever the controller is, or says."""
+    """Stop the fleet, whichever version its controller is."""
     from cluster.controller import actors
 
     controller = _named_controller(ray)

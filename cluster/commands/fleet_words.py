@@ -1,4 +1,4 @@
-"""A fleet as people read it: a table, JSON, or one sentence."""
+"""Formats a fleet for people: a table, JSON, or one sentence."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def as_plain(view: "FleetView", registry: Registry) -> dict[str, Any]:
-    """The fleet as JSON has it."""
+    """Return the fleet for JSON."""
     return {
         "redis_url": None if view.redis_url is None else without_password(view.redis_url),
         "redis_complaint": registry.complaint,
@@ -79,7 +79,7 @@ def _state(replica: "ReplicaView") -> str:
 
 
 def trouble(view: "FleetView", pool_name: str | None) -> str | None:
-    """Why waiting will not help, for one pool or for any: one sentence, or None."""
+    """Say in one sentence why waiting will not help one pool, or any; None if it may."""
     for pool in view.pools:
         if pool_name not in (None, pool.name):
             continue
@@ -93,7 +93,7 @@ def trouble(view: "FleetView", pool_name: str | None) -> str | None:
 
 
 def missing(view: "FleetView") -> str:
-    """What there is, and who waits for room, to be put behind a sentence."""
+    """Return the clause that counts ready replicas and lists those that wait for room."""
     there = ", ".join(f"{pool.name} {pool.num_ready} of {pool.num_replicas}" for pool in view.pools)
     waiting = [replica.replica_id for replica in view.replicas if replica.is_waiting_for_room]
     if not waiting:

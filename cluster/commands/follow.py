@@ -1,7 +1,6 @@
-"""`kvasir fleet apply --follow`: the file again whenever it has changed, or the cluster holds it no longer.
+"""`kvasir fleet apply --follow`: applies the file again when it changed or the cluster lost it.
 
-Owns how often it looks, what is said of it, and the file that tells others that all is well. What a look is,
-`fleet.py` knows.
+Owns the interval, what is printed, and the ready file. `fleet.py` knows what one look does.
 """
 
 import signal
@@ -18,7 +17,7 @@ FOLLOW_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Whether the fleet is what its file says, and a sentence about that."""
+    """Whether the fleet matches its file, and a sentence about it."""
 
     is_ready: bool
     sentence: str
@@ -27,9 +26,9 @@ class Look:
 def follow(
     look: Callable[[Callable[[], None]], Look], ready_file: Path | None, say: Callable[[str], None]
 ) -> int:
-    """Look until SIGTERM or SIGINT, whatever comes of it; a second one ends it at once. The same is not said
-    twice on end. `ready_file` exists while the fleet is what it should be, and not afterwards: a look that is
-    about to change the fleet calls what it is given."""
+    """Look until SIGTERM or SIGINT, ignoring failures; a second signal ends at once. Repeated sentences are
+    printed once. `ready_file` exists only while the fleet is as it should be: a look that is about to change
+    the fleet calls its argument first, which removes the file."""
     ended = threading.Event()
 
     def end(number: int, _: object) -> None:

@@ -1,4 +1,4 @@
-"""The arguments of `kvasir keys`, and what their words mean."""
+"""Parses the arguments of `kvasir keys`."""
 
 import argparse
 import re
@@ -82,13 +82,13 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def given_limits(arguments: argparse.Namespace) -> Mapping[str, Any]:
-    """Those that the command line has."""
+    """Return the limits on the command line."""
     values = {name: getattr(arguments, name) for name in Limits.__struct_fields__}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def read_moment(text: str, now: datetime) -> datetime:
-    """Raises ValueError."""
+    """Parse a point in time or a duration from now. Raises ValueError."""
     duration = _DURATION.fullmatch(text)
     if duration is not None:
         return now + timedelta(**{_UNITS[duration[2]]: int(duration[1])})

@@ -1,7 +1,7 @@
 """Where `kvasir keys` reads and writes tenants and keys: a file, or Redis.
 
-Owns that changes lose nothing: of two commands at once the second waits for the first, and a reader finds the
-document before a change or after it, whole.
+Guarantees that no change is lost: of two concurrent commands the second waits, and readers see a whole
+document, old or new.
 """
 
 import asyncio
@@ -41,18 +41,18 @@ Change = Callable[[KeyDocument], KeyDocument]
 class KeyStore(Protocol):
     @property
     def place(self) -> str:
-        """As sentences name it."""
+        """Name the place in a sentence."""
 
     def read(self) -> KeyDocument:
-        """Raises ClusterError."""
+        """Read the document. Raises ClusterError."""
 
     def change(self, change: Change, *, may_begin: bool = False) -> KeyDocument:
-        """What came of it. `change` may be called again, and may raise. Where there are no keys yet, they
-        begin with none if they may. Raises ClusterError."""
+        """Apply `change` and return the new document. `change` may run more than once, and may raise. With
+        `may_begin`, a missing document starts empty. Raises ClusterError."""
 
 
 class KeyFileStore:
-    """A file for this user alone. Comments in it do not survive a change."""
+    """Keys in a file of mode 0600. Comments in it do not survive a change."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.expanduser()
@@ -76,7 +76,7 @@ class KeyFileStore:
         return new
 
     def _read(self, *, may_begin: bool = False) -> tuple[KeyDocument, bool]:
-        """The document, and whether it is JSON."""
+        """Return the document, and whether it is JSON."""
         try:
             content = self._path.read_bytes()
             return read_document(content), content.lstrip().startswith(b"{")
@@ -92,7 +92,8 @@ class KeyFileStore:
 
 
 class KeyRedisStore:
-    """Sealed under the cluster secret, for routers with `keys_in_redis`. Raises ClusterError."""
+    """Keys in Redis, sealed under the cluster secret, for routers with `keys_in_redis`. Raises
+    ClusterError."""
 
     def __init__(self, redis_url: str, secret_file: str) -> None:
         try:
@@ -135,7 +136,7 @@ class KeyRedisStore:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """The folder's lock: the file itself is another one after each change."""
+    """Lock the folder; the file itself is replaced by each change."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,6 +1,6 @@
-"""`kvasir keys`: make and revoke API keys, and say what their tenants may use.
+"""`kvasir keys`: creates and revokes API keys, and sets what their tenants may use.
 
-Owns what each action makes of the document, and what it prints: a new key once, and alone on its line.
+Owns each action's effect on the document, and what is printed: a new key once, alone on its line.
 """
 
 import argparse
@@ -27,7 +27,7 @@ NO_GROUP = "none"
 
 
 def run(arguments: argparse.Namespace, store: KeyStore, say: Say, tell: Say) -> int:
-    """`say` prints what was asked for, and `tell` what people should know besides. Raises ClusterError."""
+    """Run the command. `say` prints results, `tell` prints notes. Raises ClusterError."""
     match arguments.action:
         case "create":
             _create(arguments, store, say, tell)
@@ -109,7 +109,7 @@ def _change_tenant(arguments: argparse.Namespace, store: KeyStore, tell: Say) ->
 
 
 def _changed(tenant: Tenant, arguments: argparse.Namespace) -> Tenant:
-    """With what the command line has, and otherwise as it was."""
+    """Return the tenant with the command line's values set."""
     changes: dict[str, Any] = {
         field: value
         for field in ("weight", "slo_seconds")
@@ -122,7 +122,7 @@ def _changed(tenant: Tenant, arguments: argparse.Namespace) -> Tenant:
 
 
 def _checked(document: KeyDocument) -> KeyDocument:
-    """As whoever reads it will. Raises ClusterError."""
+    """Parse the document as a router would. Raises ClusterError."""
     try:
         return document_from(plain_document(document))
     except BadKeys as error:

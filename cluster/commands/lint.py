@@ -1,7 +1,7 @@
-"""kvasir lint: where the prompts of a log of request bodies break their prefixes, and what it costs.
+"""kvasir lint: where prompts in a log of request bodies break their prefixes, and the cost.
 
-Owns the file, the table and the exit status. Needs no cluster: a model's tokenizer and chat template are read
-from its directory.
+Owns the file, the table and the exit status. Needs no cluster: tokenizer and chat template come from a model
+directory.
 """
 
 import argparse
@@ -37,7 +37,7 @@ _GZIP = b"\x1f\x8b"
 
 
 def lint(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
-    """The command. Returns its exit status. Raises ClusterError."""
+    """Run the command and return its exit status. Raises ClusterError."""
     try:
         directory = checkpoint_directory(arguments.model)
         rule, _ = read_image_rule(directory)
@@ -64,7 +64,7 @@ def lint(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 
 class _Run:
-    """One log, line by line."""
+    """One pass over a log."""
 
     def __init__(self, model: LoggedModel, block_size: int) -> None:
         self._model = model
@@ -76,7 +76,7 @@ class _Run:
         self.num_refused = 0
 
     def take(self, number: int, line: bytes | None) -> None:
-        """`line` is None where it was too long."""
+        """Process a line; None stands for one that was too long."""
         if line is None:
             self._complain(number, f"it is longer than {MAX_LINE_BYTES >> 20} MiB")
             self.num_bad_lines += 1
@@ -110,7 +110,7 @@ class _Run:
 
 @contextlib.contextmanager
 def _opened(name: str) -> Iterator[IO[bytes]]:
-    """A file, packed by gzip or not; the standard input for `-`."""
+    """Open a file, gzipped or not; stdin for `-`."""
     with contextlib.ExitStack() as stack:
         file = cast(io.BufferedReader, sys.stdin.buffer)
         if name != "-":
@@ -120,8 +120,8 @@ def _opened(name: str) -> Iterator[IO[bytes]]:
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
-    """Those that are not empty, with their numbers; of one that is too long no more is read than a piece at a
-    time, and it is None."""
+    """Yield the non-empty lines with their numbers. A line that is too long is read in pieces and yielded as
+    None."""
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1

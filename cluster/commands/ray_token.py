@@ -1,6 +1,6 @@
-"""Whether a Ray cluster asks for a token; without one, anyone who reaches its ports can run code.
+"""Checks that a Ray cluster asks for a token; without one, anyone who reaches its ports can run code.
 
-Owns the question, which is asked without a token, as a stranger would.
+Asks without a token, as a stranger would.
 """
 
 import grpc
@@ -12,7 +12,7 @@ TIMEOUT_SECONDS = 10.0
 
 
 def refuse_open(gcs_address: str) -> None:
-    """Raises ClusterError if the Ray cluster lets everybody in."""
+    """Raise ClusterError if the Ray cluster accepts calls without a token."""
     if not asks_for_token(gcs_address):
         raise ClusterError(
             f"the Ray cluster at {gcs_address} asks for no token, so anyone who reaches it can run code: "
@@ -21,8 +21,8 @@ def refuse_open(gcs_address: str) -> None:
 
 
 def asks_for_token(gcs_address: str) -> bool:
-    """Whether Ray's control service turns a caller without a token away. Any other answer, or none, is no
-    refusal."""
+    """Whether Ray's control service rejects a caller without a token. Any other answer, or none, counts as
+    no."""
     with grpc.insecure_channel(gcs_address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             channel.unary_unary(METHOD, None, None)(b"", timeout=TIMEOUT_SECONDS)

@@ -1,4 +1,4 @@
-"""refused(): the error of a command whose question a router has refused, and what to do about it."""
+"""refused(): the error for a request that a router refused, with a hint."""
 
 import httpx
 
@@ -9,7 +9,7 @@ KEY_HINT = f"set {KEY_VARIABLE} to an API key, or give --api-key"
 
 
 def refused(what: str, answer: httpx.Response, hint: str | None = None) -> ClusterError:
-    """`what` begins the sentence; `hint` says what may help. For a 401 that is known."""
+    """Build the error. `what` begins the sentence, `hint` says what may help; a 401 has a hint of its own."""
     said = f"{what}: {_message(answer)}"
     if answer.status_code == 401:
         hint = KEY_HINT
@@ -17,7 +17,7 @@ def refused(what: str, answer: httpx.Response, hint: str | None = None) -> Clust
 
 
 def _message(answer: httpx.Response) -> str:
-    """What the router says of an error."""
+    """Extract the router's error message."""
     try:
         return str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

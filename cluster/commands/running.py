@@ -1,4 +1,4 @@
-"""The cluster that a command is about: the one of its run directory or at its `--url`, and the key for it."""
+"""Finds the cluster of a command: that of its run directory or at `--url`, and the key for it."""
 
 import argparse
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ KEY_PREFIX = "sk-kvasir-"
 
 
 def running_cluster(arguments: argparse.Namespace, remedy: str = "") -> ClusterState:
-    """The cluster that runs here. Raises NotRunning, with what else the command takes: `remedy`."""
+    """Return the running cluster. Raises NotRunning; `remedy` says what else the command accepts."""
     directory = RunDirectory(arguments.run_dir)
     state = directory.read_state() if directory.owner() is not None else None
     if state is None:
@@ -20,7 +20,7 @@ def running_cluster(arguments: argparse.Namespace, remedy: str = "") -> ClusterS
 
 
 def router_url(arguments: argparse.Namespace) -> str:
-    """The router that was named, or that of the cluster that runs here. Raises NotRunning."""
+    """Return the named router, or that of the running cluster. Raises NotRunning."""
     url: str | None = arguments.url
     if url is None:
         url = running_cluster(arguments, "give --url").router_url
@@ -28,15 +28,14 @@ def router_url(arguments: argparse.Namespace) -> str:
 
 
 def page_url(arguments: argparse.Namespace) -> str:
-    """Where explanations are: of several routers that run here, the first. Raises NotRunning."""
+    """Return the address for explanations: the first of several routers. Raises NotRunning."""
     if arguments.url is not None:
         return router_url(arguments)
     return running_cluster(arguments, "give --url").router_pages[0]
 
 
 def own_key(environment: Mapping[str, str]) -> str | None:
-    """The API key that the environment has. That of another service, which clients call OPENAI_API_KEY, too,
-    is nothing to send here."""
+    """Return the API key from the environment. OPENAI_API_KEY counts only if it is one of ours."""
     key = environment.get("KVASIR_API_KEY")
     if key:
         return key

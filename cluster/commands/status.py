@@ -1,6 +1,6 @@
-"""What a running cluster looks like: registry in Redis and state file joined, as a table or as JSON.
+"""kvasir status: registry in Redis and state file joined, as a table or as JSON.
 
-Owns both. Asks only Redis, so it answers while replicas are busy and controllers are down.
+Asks only Redis, so it answers while replicas are busy and controllers are down.
 """
 
 from collections.abc import Iterator
@@ -19,16 +19,16 @@ from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import ReplicaId, ReplicaState
 
 SILENT = "silent"
-"""A replica whose process lives, as far as the controller knows, but whose lease has run out."""
+"""State of a replica whose process lives, by the controller's account, while its lease has run out."""
 
 HEADER = ("REPLICA", "STATE", "EPOCH", "PID", "ADDRESS", "REQUESTS", "BLOCKS", "CACHED TOKENS")
 TIERS = ("HOST MEMORY", "DISK")
-"""Of KV, in use and in all; where any replica has such a tier."""
+"""Columns for KV below the device, used and total; shown if any replica has such a tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRow:
-    """What the state file and the registry together say of one replica."""
+    """One replica, from the state file and the registry."""
 
     replica_id: ReplicaId
     state: str
@@ -55,7 +55,7 @@ def replica_rows(state: ClusterState, registry: Registry) -> Iterator[ReplicaRow
 
 
 def as_plain(state: ClusterState, registry: Registry) -> dict[str, Any]:
-    """The cluster as JSON has it."""
+    """Return the cluster for JSON."""
     return {
         "ready": state.ready,
         "router_url": state.router_url,
@@ -98,7 +98,7 @@ def render(state: ClusterState, registry: Registry) -> str:
 
 
 def _state(entry: ReplicaEntry | None, record: ReplicaRecord | None, *, is_registry_read: bool) -> str:
-    """What the controller saw of its process and what it says itself: the later of the two counts."""
+    """Merge the controller's view of the process with the replica's own record; the later state wins."""
     if entry is None:
         assert record is not None, "a row comes from the one or the other"
         return record.state.value

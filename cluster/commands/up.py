@@ -1,6 +1,6 @@
-"""`kvasir up`: from a parsed command line to a running LocalCluster, and back on a signal.
+"""`kvasir up`: runs a LocalCluster from a parsed command line until a signal.
 
-Owns the reading of options and the signals. What is started, and how, is `local_cluster.py`'s.
+Owns the options and the signals. `local_cluster.py` knows what is started, and how.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from router.routing.policies import POLICIES
 def options_from(
     arguments: argparse.Namespace, directory: RunDirectory, environment: Mapping[str, str]
 ) -> LocalOptions:
-    """Raises ClusterError for what makes no sense."""
+    """Build the options. Raises ClusterError for contradictions."""
     if arguments.policy not in POLICIES:
         raise ClusterError(f"there is no policy {arguments.policy}; there are {', '.join(sorted(POLICIES))}")
     model = str(Path(arguments.model).absolute()) if arguments.model else None
@@ -69,7 +69,7 @@ def options_from(
 
 
 def _keys_file(arguments: argparse.Namespace) -> str | None:
-    """Looked at before anything is started. Raises ClusterError."""
+    """Check the keys file before anything starts. Raises ClusterError."""
     if arguments.keys is None:
         if not (arguments.open or means_loopback(arguments.host)):
             raise ClusterError(
@@ -85,7 +85,7 @@ def _keys_file(arguments: argparse.Namespace) -> str | None:
 
 
 def _cors_origins(arguments: argparse.Namespace) -> list[str]:
-    """Raises ClusterError."""
+    """Check the origins. Raises ClusterError."""
     origins: list[str] = arguments.cors_origin
     for origin in origins:
         if not may_be_origin(origin):
@@ -101,7 +101,7 @@ def _memory_bytes() -> int:
 
 
 def serve(options: LocalOptions, say: Callable[[str], None]) -> int:
-    """Run the cluster until SIGINT, SIGTERM or SIGHUP. Returns the exit code."""
+    """Run the cluster until SIGINT, SIGTERM or SIGHUP; returns the exit code."""
 
     def tell(sentence: str) -> None:
         # Where it goes may be gone or full: no reason for a cluster to end.

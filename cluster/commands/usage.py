@@ -1,6 +1,6 @@
-"""kvasir usage: what tenants and keys have used, what of it came from cache, and what that saved.
+"""kvasir usage: what tenants and keys used, what came from cache, and what that saved.
 
-Owns what is asked and the table. A router sums up what all of them have counted.
+Owns the question and the table. The router sums over all routers.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def usage(
     arguments: argparse.Namespace, url: str, key: str | None, now: float, say: Callable[[str], None]
 ) -> int:
-    """The command; `now` is in seconds since 1970. Raises ClusterError."""
+    """Run the command; `now` is in seconds since 1970. Raises ClusterError."""
     query = {"start": _start(arguments.since, now), "bucket": "day", "group_by": arguments.by}
     if arguments.tenant is not None:
         query["tenant"] = arguments.tenant
@@ -67,7 +67,7 @@ def usage(
 
 
 def _start(since: str, now: float) -> str:
-    """For the router, which knows what a time is."""
+    """Convert a duration for the router; pass everything else on unchanged."""
     span = _SPAN.fullmatch(since)
     if span is None:
         return since
@@ -75,7 +75,7 @@ def _start(since: str, now: float) -> str:
 
 
 def render(found: Mapping[str, Any], by: Sequence[str]) -> str:
-    """A line for each tenant, or for each of its keys and models, and one for all together."""
+    """Format a line per tenant, or per key and model, and a total."""
     names = ["tenant", *(f"{each}_id" if each == "key" else each for each in ("key", "model") if each in by)]
     sums: dict[tuple[str, ...], dict[str, float]] = {}
     for row in found["data"]:

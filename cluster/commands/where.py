@@ -1,7 +1,7 @@
-"""kvasir where: which replicas hold a prompt or a block, asked of Redis itself.
+"""kvasir where: which replicas hold a prompt or a block, by Redis itself.
 
-Owns the lookup and its table. A router is asked for nothing but a prompt's block hashes, so what it
-believes and what the index says can be held against each other.
+Owns the lookup and its table. A router computes only the block hashes, so its beliefs can be compared with
+the index.
 """
 
 import argparse
@@ -32,16 +32,16 @@ from replicas.protocol.status import ReplicaId
 
 
 class IndexEntry(NamedTuple):
-    """A hash that the index keeps, and how many tokens of the prompt it stands for."""
+    """A hash that the index keeps, and the prompt tokens that it stands for."""
 
     num_tokens: int
     block_hash: BlockHash
 
 
 class Holding(NamedTuple):
-    """What one replica's set says: `num_tokens` of the prompt lie there, as far as the chain has no hole.
+    """One replica's share: `num_tokens` of the prompt up to the first missing entry.
 
-    Of the entries, so many have their fastest copy in host memory or on disk; the others are on the device.
+    The entries whose fastest copy is in host memory or on disk are counted; the others are on the device.
     """
 
     model: str
@@ -56,7 +56,7 @@ class Holding(NamedTuple):
 def where(
     arguments: argparse.Namespace, router_url: Callable[[], str], redis_url: str, say: Callable[[str], None]
 ) -> int:
-    """The command. Raises ClusterError."""
+    """Run the command. Raises ClusterError."""
     block_hash = None if arguments.file is not None else _block_hash(arguments.prompt)
     if block_hash is not None:
         model, entries = arguments.model, [IndexEntry(0, block_hash)]
@@ -80,7 +80,7 @@ def where(
 
 
 def find(redis_url: str, model: str | None, entries: Sequence[IndexEntry]) -> list[Holding]:
-    """At every live replica of one model, or of all. Raises RedisError."""
+    """Look the entries up at every live replica of one model, or of all. Raises RedisError."""
     places = []
     members = [BLOCKS_MARKER]
     for tier in Tier:
@@ -105,7 +105,7 @@ def find(redis_url: str, model: str | None, entries: Sequence[IndexEntry]) -> li
 
 
 def render(places: Sequence[Holding], num_asked: int, *, has_depth: bool) -> str:
-    """`has_depth` is whether a prompt was asked for, and not a single block."""
+    """Format the table; `has_depth` means that a prompt was looked up, not a single block."""
     rows = [("MODEL", "REPLICA", "INDEX ENTRIES", *(("DEPTH",) if has_depth else ()))]
     for place in places:
         entries = f"{place.num_entries} of {num_asked}" if place.has_set else "no set"
@@ -118,7 +118,7 @@ def render(places: Sequence[Holding], num_asked: int, *, has_depth: bool) -> str
 
 
 def _block_hash(text: str | None) -> BlockHash | None:
-    """A block hash in hex digits; None if it is something else."""
+    """Parse a block hash in hex; None if it is not one."""
     try:
         value = bytes.fromhex(text or "")
     except ValueError:
@@ -131,7 +131,7 @@ def _entries(listed: Sequence[dict[str, Any]]) -> list[IndexEntry]:
 
 
 def _depth(entries: Sequence[IndexEntry], held: Sequence[bool]) -> int:
-    """The first entry that is missing ends the chain, as it does for a router."""
+    """Count up to the first missing entry, which ends the chain."""
     depth = 0
     for entry, is_held in zip(entries, held, strict=True):
         if not is_held:

@@ -1,7 +1,7 @@
-"""kvasir why: why the prompt of one request was, or was not, read from cache, in words.
+"""kvasir why: why one request's prompt was, or was not, read from cache, in words.
 
-Owns the words. A router has found out what they say when it served the request. It tells the tenant whose
-request it was, and operators, who name the tenant.
+Owns the words. The router found the facts when it served the request. It tells them to the tenant of the
+request, and to operators who name the tenant.
 """
 
 import argparse
@@ -48,8 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def why(arguments: argparse.Namespace, url: str, key: str | None, say: Callable[[str], None]) -> int:
-    """The command. With a tenant, `url` is where the router's explanations for operators are. Raises
-    ClusterError."""
+    """Run the command. With a tenant, `url` is the router's address for operators. Raises ClusterError."""
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     whose = "v1/cache/explain" if arguments.tenant is None else f"explain/tenants/{_quoted(arguments.tenant)}"
     try:

@@ -31,7 +31,7 @@ CONTROLLER_NAME = "fleet-controller"
 _REPLICA_PREFIX = "replica:"
 _STATE_KEY = b"fleet-state"
 _HEAD_RESOURCE = "node:__internal_head__"
-"""What only Ray's head has: a controller there ends with no other machine."""
+"""Resource that only Ray's head has; a controller there survives the end of other machines."""
 
 ReplicaHandle: TypeAlias = Any
 """Ray's handle to a ReplicaActor. Its methods exist at run time only, so there is no type to check."""
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What a replica says of itself when it has started."""
+    """A started replica's report."""
 
     pid: int
     address: str
@@ -54,7 +54,7 @@ class ReplicaReport:
 
 @dataclass(frozen=True, slots=True)
 class StartFailure:
-    """Why a replica will not start, in its own words. Trying again may help, or may not."""
+    """A replica's own reason for not starting. Another try may help, or may not."""
 
     sentence: str
 
@@ -86,7 +86,7 @@ class ReplicaActor:
         self._starting = asyncio.Lock()
 
     async def start(self) -> ReplicaReport | StartFailure:
-        """Serve, and say where. Called again, by a controller that has lost its memory, it only says."""
+        """Serve and report the address. A second call, by a restarted controller, only reports."""
         async with self._starting:
             if self._outcome is None:
                 self._outcome = await self._start()
@@ -110,7 +110,7 @@ class ReplicaActor:
         )
 
     async def run_until_dead(self) -> str:
-        """Pending while the replica lives: the controller's sentinel. Ends with what killed the engine."""
+        """Wait until the replica dies and return the cause; the controller's sentinel."""
         try:
             await self._host.wait_dead()
         except Exception as error:
@@ -119,7 +119,7 @@ class ReplicaActor:
         return "its engine ended"
 
     async def drain(self) -> None:
-        """Admit nothing more; return when everything in flight has finished."""
+        """Stop admitting; return when everything in flight has finished."""
         await self._host.drain()
 
     async def stop(self) -> None:
@@ -127,7 +127,7 @@ class ReplicaActor:
 
 
 async def launch(pool: PoolSpec, replica_id: ReplicaId, log_directory: str | None) -> ReplicaHandle:
-    """Create the actor of a replica. It starts when Ray has found room for it, which may be never."""
+    """Create a replica's actor. It starts when Ray finds room, which may be never."""
     name = _REPLICA_PREFIX + replica_id
     await asyncio.to_thread(_remove_group, name)
     group = await asyncio.to_thread(_create_group, pool, name)
@@ -164,7 +164,7 @@ async def launch(pool: PoolSpec, replica_id: ReplicaId, log_directory: str | Non
 
 
 def find() -> dict[ReplicaId, ReplicaHandle]:
-    """The replicas' actors that live in this Ray cluster, made by this controller or an earlier one."""
+    """Find the live replica actors in this Ray cluster, also those of an earlier controller."""
     found = {}
     for name in ray.util.list_named_actors():
         if name.startswith(_REPLICA_PREFIX):
@@ -176,7 +176,7 @@ def find() -> dict[ReplicaId, ReplicaHandle]:
 
 
 def remove(replica_id: ReplicaId, actor: ReplicaHandle | None) -> None:
-    """End the actor, if it lives, and give its place back."""
+    """End the actor if it lives, and free its placement group."""
     if actor is not None:
         kill(actor)
     _remove_group(_REPLICA_PREFIX + replica_id)
@@ -188,7 +188,7 @@ def kill(actor: ReplicaHandle) -> None:
 
 
 def waiting_for_room() -> frozenset[ReplicaId]:
-    """Replicas for which Ray has not found a place, or not found another one since theirs was lost."""
+    """Return the replicas for which Ray has no room, or has lost it."""
     return frozenset(
         ReplicaId(entry["name"].removeprefix(_REPLICA_PREFIX))
         for entry in placement_group_table().values()
@@ -197,24 +197,24 @@ def waiting_for_room() -> frozenset[ReplicaId]:
 
 
 def nodes() -> list[dict[str, Any]]:
-    """The machines that live, as Ray describes them."""
+    """Return the live machines as Ray describes them."""
     described: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return [node for node in described if node["Alive"]]
 
 
 def leaving_machines() -> frozenset[str]:
-    """Ray's ids of the machines that are to go once what runs there has ended: Ray marks them so when
-    Kubernetes, or an operator, ends it with SIGTERM. Nothing is placed there any more."""
+    """Return Ray's ids of machines that will go once their work has ended. Ray marks a machine so at SIGTERM,
+    as from Kubernetes, and places nothing on it."""
     return frozenset(ray_state.get_draining_nodes())
 
 
 def machines() -> list[dict[str, float]]:
-    """What each machine that lives has in all."""
+    """Return the total resources of each live machine."""
     return [dict(node["Resources"]) for node in nodes()]
 
 
 def find_or_create_controller(controller_class: type, spec: FleetSpec, *, runs_itself: bool) -> Any:
-    """The handle to the one controller of this Ray cluster; `spec` is for a new one."""
+    """Return the handle of this Ray cluster's one controller; `spec` is for a new one."""
     controller: Any = ray.remote(controller_class)
     own_life = (
         {"max_restarts": -1, "resources": {_HEAD_RESOURCE: 0.001}} if runs_itself else {"max_restarts": 0}
@@ -231,7 +231,7 @@ def find_or_create_controller(controller_class: type, spec: FleetSpec, *, runs_i
 
 
 def remember(state: bytes) -> None:
-    """Keep it with Ray's control service, so that a controller that is started again can recall it."""
+    """Store the state with Ray's control service, for a restarted controller."""
     _internal_kv_put(_STATE_KEY, state, overwrite=True, namespace=NAMESPACE.encode())
 
 
@@ -245,7 +245,7 @@ def forget() -> None:
 
 
 def _machine_address() -> str:
-    """Where the other machines of the Ray cluster reach this one."""
+    """Return the address at which the Ray cluster reaches this machine."""
     address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     return address
 

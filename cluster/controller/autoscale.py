@@ -1,11 +1,9 @@
-"""decide(): how many replicas a pool should have, given the load of the last while.
+"""decide(): how many replicas a pool should have, by its recent load.
 
-Owns the arithmetic. Samples come with their times, and all are from after the pool's size last changed.
-
-Each sample asks for a number of replicas: its load divided by the target per replica, rounded up. The
-pool grows to the least that any sample of the last `up_seconds` asked for, and shrinks to the most of the
-last `down_seconds`: a peak or a pause shorter than that changes nothing, and neither does anything
-until samples reach back so far.
+Samples come with their times, all from after the last change of the pool's size. Each sample asks for its
+load divided by the target per replica, rounded up. The pool grows to the minimum over `up_seconds` and
+shrinks to the maximum over `down_seconds`. Shorter peaks and pauses change nothing, nor do samples that do
+not reach back that far.
 """
 
 import math
@@ -17,7 +15,7 @@ from cluster.config import AutoscaleSpec
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """What all replicas of a pool together had to do at one moment."""
+    """A pool's total load at one moment."""
 
     at: float
     num_in_flight: int
@@ -25,7 +23,7 @@ class LoadSample:
 
 
 def decide(spec: AutoscaleSpec, num_replicas: int, samples: Sequence[LoadSample], now: float) -> int:
-    """The number of replicas from now on; `samples` by time."""
+    """Return the new number of replicas; `samples` are in order of time."""
     bounded = _bounded(spec, num_replicas)
     if bounded != num_replicas:
         return bounded
@@ -39,7 +37,7 @@ def decide(spec: AutoscaleSpec, num_replicas: int, samples: Sequence[LoadSample]
 
 
 def asked(spec: AutoscaleSpec, num_replicas: int, sample: LoadSample) -> int:
-    """What one sample asks for. A pool that is right within `tolerance` is right."""
+    """Return the replicas that one sample asks for; within `tolerance` the size stays."""
     loads = []
     if spec.target_in_flight is not None:
         loads.append(sample.num_in_flight / spec.target_in_flight)
@@ -55,13 +53,13 @@ def asked(spec: AutoscaleSpec, num_replicas: int, sample: LoadSample) -> int:
 
 
 def kept(spec: AutoscaleSpec, samples: Sequence[LoadSample], now: float) -> list[LoadSample]:
-    """The samples that a later decision may still need: those of the windows, and one before them."""
+    """Keep the samples that later decisions need: those in the windows, and one before."""
     horizon = now - max(spec.up_seconds, spec.down_seconds)
     return list(samples[max(0, sum(sample.at <= horizon for sample in samples) - 1) :])
 
 
 def _window(samples: Sequence[LoadSample], now: float, seconds: float) -> list[LoadSample]:
-    """Those of the last `seconds`, if there are samples from all of that time."""
+    """Return the samples of the last `seconds`; none if they do not cover that time."""
     if not samples or samples[0].at > now - seconds:
         return []
     return [sample for sample in samples if sample.at >= now - seconds] or [samples[-1]]

@@ -1,4 +1,4 @@
-"""Bulletin: what the controller tells its followers: numbered notes, and complaints that stand.
+"""Bulletin: the controller's news for its followers: numbered notes and current complaints.
 
 Owns the numbering and the waiting.
 """
@@ -11,7 +11,7 @@ NUM_NOTES_KEPT = 200
 
 
 class Bulletin:
-    """`version` grows with every note. `complaints` are of what is wrong just now, by its name."""
+    """`version` grows with every note; `complaints` are current problems by name."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -26,7 +26,7 @@ class Bulletin:
             self._changed.notify_all()
 
     def news(self, what: str, complaint: str | None) -> str | None:
-        """Remember the complaint, or that there is none any more; what to say of it, if that is new."""
+        """Record a complaint, or that it is over (None); returns the note if it is new."""
         if complaint == self.complaints.get(what):
             return None
         if complaint is None:
@@ -36,11 +36,11 @@ class Bulletin:
         return complaint
 
     async def newer_than(self, version: int) -> tuple[str, ...]:
-        """The notes after `version`, as soon as there are any."""
+        """Wait for notes after `version`."""
         await self.until(lambda: self.version > version)
         return tuple(note for number, note in self._notes if number > version)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Return when it holds; it is looked at after every note."""
+        """Wait until the condition holds; it is checked after every note."""
         async with self._changed:
             await self._changed.wait_for(condition)

@@ -1,7 +1,7 @@
 """misfit(): whether the machines of a Ray cluster can hold a fleet, and if not, why.
 
-Owns the packing, which is first-fit from the largest down and may miss a fit that only a cleverer one
-would find. It counts with all that the machines have, whatever runs there.
+Owns the packing: first-fit decreasing, which may miss a fit. It counts the machines' total resources, not the
+free ones.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from cluster.config import FleetSpec, PoolSpec
 
 Machine = Mapping[str, float]
-"""What one machine has, by Ray's names: CPU, GPU, and custom resources."""
+"""One machine's resources by Ray's names: CPU, GPU, custom."""
 
 ROUNDING = 1e-6
 
@@ -21,8 +21,8 @@ def misfit(
     rolling: Collection[str] = (),
     grown: Collection[str] = (),
 ) -> str | None:
-    """One sentence, or None if all is well. `rolling` are pools that need room for one replica more; `grown`
-    are those of which the sentence should speak."""
+    """Say in one sentence why the fleet does not fit; None if it does. `rolling` pools need room for one more
+    replica; the sentence speaks of `grown` pools."""
     if spec.is_growing:
         return None
     for pool in spec.pools:
@@ -53,7 +53,7 @@ def misfit(
 def _num_placed(
     wanted: Sequence[tuple[PoolSpec, int]], machines: Sequence[Machine], last: Collection[str] = ()
 ) -> dict[str, int]:
-    """How many replicas of each pool find room."""
+    """Count the replicas of each pool that find room."""
     room = [dict(machine) for machine in machines]
     placed = {pool.name: 0 for pool, _ in wanted}
     order = sorted(wanted, key=lambda item: _size(item[0]), reverse=True)
@@ -66,7 +66,7 @@ def _num_placed(
 
 
 def _place(pool: PoolSpec, room: list[dict[str, float]]) -> bool:
-    """Take a replica's bundles out of `room`: all of them, or none."""
+    """Take a replica's bundles out of `room`: all or none."""
     taken: list[tuple[dict[str, float], dict[str, float]]] = []
     for bundle in pool.bundles():
         machine = next((machine for machine in room if fits(bundle, machine)), None)
@@ -82,7 +82,7 @@ def _place(pool: PoolSpec, room: list[dict[str, float]]) -> bool:
 
 
 def fits(bundle: Mapping[str, float], machine: Machine) -> bool:
-    """Whether the machine has this much in all, used or not."""
+    """Whether the machine has that much in total, used or not."""
     return all(machine.get(name, 0.0) + ROUNDING >= amount for name, amount in bundle.items())
 
 

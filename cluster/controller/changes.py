@@ -1,7 +1,7 @@
-"""FleetState: the spec that holds now, and the pools that it is on its way from; and what may change it.
+"""FleetState: the current spec and the pools it is rolling from; and its changes.
 
-Owns what apply, scale, rollout and a rollout that failed make of it. Each change is refused as a whole,
-with a SettingsError of one sentence, or gives a new state.
+Owns the effect of apply, scale, rollout and a failed rollout. Each change yields a new state, or is refused
+whole with a SettingsError of one sentence.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ from replicas.process.settings import SettingsError
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """`previous` are pools whose replicas are being made anew, as they were before. `failures` says of
-    pools why the last attempt at that was given up. `applied_revision` is that of the spec that was applied
-    last, whatever has been scaled or rolled since."""
+    """The fleet's desired state. `previous` holds pools as they were before a running rollout. `failures`
+    says why a pool's last rollout was given up. `applied_revision` is the last applied spec's, whatever was
+    scaled or rolled since."""
 
     spec: FleetSpec
     previous: Mapping[str, PoolSpec] = field(default_factory=dict)
@@ -26,8 +26,8 @@ class FleetState:
 
 
 def applied(state: FleetState, spec: FleetSpec, machines: Sequence[Machine] | None) -> FleetState:
-    """`spec` from now on. A pool that scales itself keeps its size, as far as its new bounds allow. Without
-    `machines`, room is not checked."""
+    """Apply `spec`. An autoscaled pool keeps its size within its new bounds. Without `machines`, room is not
+    checked."""
     pools = []
     for pool in spec.pools:
         old, scale = state.spec.pool(pool.name), pool.autoscaling
@@ -61,7 +61,7 @@ def rolled(
 
 
 def given_up(state: FleetState, name: str, why: str) -> FleetState:
-    """The pool's replicas are to be what they were; its size stays."""
+    """Roll the pool back to its previous replicas; its size stays."""
     old, pool = state.previous.get(name), state.spec.pool(name)
     spec = state.spec
     if old is not None and pool is not None:
@@ -71,7 +71,7 @@ def given_up(state: FleetState, name: str, why: str) -> FleetState:
 
 
 def settled(state: FleetState, name: str) -> FleetState:
-    """The pool has become what its spec says: there is no way back any more."""
+    """Finish a rollout: the way back is dropped."""
     return replace(state, previous={other: kept for other, kept in state.previous.items() if other != name})
 
 

@@ -1,7 +1,7 @@
-"""MetricsEndpoint: the controller's /metrics, wherever the fleet's file wants it just now.
+"""MetricsEndpoint: the controller's /metrics, at the address that the fleet file sets.
 
-Owns the port. A port that cannot be had is a complaint and no error:
-a fleet without a controller is worse than a controller without metrics.
+Owns the port. A port that is taken is a complaint, not an error: a fleet without a controller is worse than
+one without metrics.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from replicas.observation.metrics import metrics_endpoint
 
 
 class MetricsEndpoint:
-    """`address` is where it serves, `complaint` why it does not although it should."""
+    """`address` is where it serves; `complaint` says why it does not."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -24,7 +24,7 @@ class MetricsEndpoint:
         self.complaint: str | None = None
 
     async def serve(self, host: str, port: int | None) -> None:
-        """There, and nowhere else. Asked again, it tries again what could not be, and else does nothing."""
+        """Serve there and nowhere else. A repeated call retries a failure and otherwise does nothing."""
         async with self._moving:
             if self._place == (host, port) and self.complaint is None:
                 return

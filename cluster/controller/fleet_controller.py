@@ -1,8 +1,7 @@
 """FleetController: the detached actor that keeps the fleet as specified: observe, plan, execute.
 
-Owns the carrying out. Decides nothing (`plan.py`, `changes.py` and `autoscale.py` do) and touches Ray
-through `actors.py`. After a restart it finds the replicas again by their names, and nothing is started
-twice; what should exist it has kept with Ray, if it runs by itself.
+Owns the execution. `plan.py`, `changes.py` and `autoscale.py` decide; `actors.py` touches Ray. After a
+restart it finds replicas by name and starts nothing twice. If it runs by itself, Ray keeps its desired state.
 """
 
 import asyncio
@@ -38,24 +37,24 @@ from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import ReplicaId, ReplicaState
 
 NODES_SECONDS = 15.0
-"""Time between looks at the machines that Ray has."""
+"""Seconds between looks at Ray's machines."""
 LEASE_SECONDS = 0.5
-"""Time between looks at the leases of replicas."""
+"""Seconds between looks at the replicas' leases."""
 LEAVING_SECONDS = 1.0
-"""Time between looks at machines that are about to go."""
+"""Seconds between looks at machines that are about to go."""
 ROOM_SECONDS = 2.0
-"""Time between looks at the replicas that start: whether they wait for room."""
+"""Seconds between looks at starting replicas, for ones that wait for room."""
 ENDPOINT_SECONDS = 15.0
-"""Time until a port that was taken is tried again."""
+"""Seconds until a taken port is tried again."""
 
 logger = logging.getLogger(__name__)
 
 
 class FleetController:
-    """A Ray actor. `run` is the controller's life: its caller hears when it ends.
+    """A Ray actor. `run` is the controller's life, and returns when it ends.
 
-    With `runs_itself` no caller needs to call it: it begins with the actor, what is applied is kept with Ray,
-    and an actor that Ray has started again goes on with that.
+    With `runs_itself` it starts with the actor, applied specs are kept with Ray, and an actor that Ray
+    restarts continues from them.
     """
 
     def __init__(self, spec: FleetSpec, *, runs_itself: bool = False) -> None:
@@ -127,7 +126,7 @@ class FleetController:
         return None
 
     async def _look_for_room(self) -> str | None:
-        """Replicas may wait for a machine for as long as it takes: that is shown, and never an error."""
+        """Show replicas that wait for a machine. Waiting is never an error."""
         is_starting = any(life.state is ReplicaState.STARTING for life in self._replicas.lives())
         pending = await asyncio.to_thread(actors.waiting_for_room) if is_starting else frozenset()
         for replica_id in self._replicas.look_for_room(pending, ROOM_SECONDS):
@@ -135,7 +134,7 @@ class FleetController:
         return None
 
     async def _clear_leaving(self) -> str | None:
-        """Replicas finish what they do on a machine that is about to go, and come back elsewhere."""
+        """Drain replicas on machines that are about to go; they come back elsewhere."""
         leaving = await asyncio.to_thread(actors.leaving_machines)
         for life in self._replicas.lives():
             if life.machine in leaving and life.state is ReplicaState.READY:
@@ -144,7 +143,7 @@ class FleetController:
         return None
 
     async def _complain(self, what: str, complaint: str | None) -> None:
-        """What is wrong with the controller itself, shown until it is right again."""
+        """Show a problem of the controller itself until it is solved."""
         news = self._bulletin.news(what, complaint)
         if news is not None:
             await self._note(news)
@@ -179,18 +178,18 @@ class FleetController:
         return importlib.metadata.version("kvasir")
 
     async def apply(self, spec: FleetSpec, is_checked: bool = False, may_wait: bool = False) -> str | None:
-        """From now on, keep the fleet as `spec` says; or say in one sentence why not. With `is_checked` the
-        caller has checked already that its models load; with `may_wait`, replicas wait for room."""
+        """Keep the fleet as `spec` says from now on, or return one sentence why not. `is_checked`: the caller
+        has checked that models load. `may_wait`: replicas may wait for room."""
         return await self._change(
             lambda machines: applied(self._state, spec, None if may_wait else machines), is_checked
         )
 
     async def scale(self, pool_name: str, num_replicas: int) -> str | None:
-        """As `apply`, for one pool's size."""
+        """Apply a pool's size."""
         return await self._change(lambda machines: scaled(self._state, pool_name, num_replicas, machines))
 
     async def roll_out(self, pool_name: str, values: Mapping[str, str]) -> str | None:
-        """As `apply`, for one pool's settings; without any its replicas are made anew."""
+        """Apply a pool's settings; without any, restart its replicas."""
         return await self._change(lambda machines: rolled(self._state, pool_name, values, machines))
 
     async def drain(self, replica_id: ReplicaId) -> str | None:
@@ -221,7 +220,7 @@ class FleetController:
         return None
 
     async def _check_models(self, wanted: FleetState) -> str | None:
-        """Whether what is new of `wanted` can be loaded, asked of the machines: a sentence if not."""
+        """Ask the machines whether new models in `wanted` load; returns a sentence if not."""
         pools = [pool for pool in wanted.spec.pools if not self._spec.has_revision(pool)]
         found = await asyncio.to_thread(check_models, pools)
         for note in found.notes:
@@ -229,7 +228,7 @@ class FleetController:
         return found.refusal
 
     async def _keep(self, state: FleetState) -> None:
-        """Before anything is done about it: a controller that starts again must not go back."""
+        """Store the state before acting on it, so that a restarted controller does not go back."""
         for pool in state.spec.pools:
             old = self._spec.pool(pool.name)
             if old is None or old.num_replicas != pool.num_replicas:
@@ -242,7 +241,7 @@ class FleetController:
         self._wake.set()
 
     async def view(self, seen_version: int | None = None) -> FleetView:
-        """The fleet, as soon as it is newer than `seen_version`; None takes it as it is."""
+        """Return the fleet once it is newer than `seen_version`; at once for None."""
         notes = await self._bulletin.newer_than(-1 if seen_version is None else seen_version)
         return FleetView(
             version=self._bulletin.version,
@@ -256,7 +255,7 @@ class FleetController:
         )
 
     async def stop_fleet(self) -> None:
-        """End every replica, politely but soon, and start none again. `run` ends with the last."""
+        """End every replica soon but orderly, and start none. `run` ends with the last."""
         self._stopping = True
         self._wake.set()
         if self._runs_itself:
@@ -265,7 +264,7 @@ class FleetController:
         await self._bulletin.until(self._replicas.have_ended)
 
     async def _look_at_leases(self) -> str | None:
-        """Follow the registry: a machine that is cut off falls silent there long before Ray gives it up."""
+        """Watch the registry: there a machine that is cut off falls silent long before Ray notices."""
         redis_url = self._spec.redis_url
         if redis_url is None:
             return None

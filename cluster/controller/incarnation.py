@@ -1,6 +1,6 @@
-"""Incarnation: one incarnation of a replica as the controller holds it: its life, and its actor in Ray.
+"""Incarnation: one incarnation of a replica: its life, and its actor in Ray.
 
-Owns what Ray and the replica have said of themselves. Decides nothing: `replica_life.py` does.
+Owns what Ray and the replica have reported. `replica_life.py` decides.
 """
 
 import asyncio
@@ -15,9 +15,8 @@ from replicas.protocol.status import ReplicaId
 
 @dataclass(slots=True, eq=False)
 class Incarnation:
-    """`pool` is what it was made for, as that was then; None for one that was found. `report` is there once
-    it has started. `lost` is set, to the reason, for one that is given up although Ray has not said that it
-    ended."""
+    """`pool` is the spec it was made from; None for one that was found. `report` exists once it has started.
+    `lost` is the reason for giving it up before Ray says that it ended."""
 
     life: ReplicaLife
     pool: PoolSpec | None = None
@@ -45,7 +44,7 @@ class Incarnation:
 
 
 async def first_end(sentinel: "asyncio.Future[str]", lost: "asyncio.Future[str]") -> str:
-    """What the replica says at its end, or why it is given up, whichever comes first."""
+    """Return the replica's last words or the reason for giving it up, whichever comes first."""
     call = asyncio.ensure_future(sentinel)
     done, _ = await asyncio.wait((call, lost), return_when=asyncio.FIRST_COMPLETED)
     if call not in done:

@@ -1,7 +1,6 @@
-"""A FleetState as it is kept with Ray: plain YAML, which the controller of another version can read as well.
+"""A FleetState as Ray keeps it: plain YAML that other versions of the controller can read.
 
-Owns the format. Fields that this version does not know are left out, and settings that it misses have their
-defaults.
+Owns the format. Unknown fields are dropped, and missing settings get their defaults.
 """
 
 from dataclasses import asdict
@@ -17,7 +16,7 @@ def to_kept(state: FleetState) -> bytes:
 
 
 def from_kept(kept: bytes) -> FleetState:
-    """Raises ValueError if it is no such state."""
+    """Parse a kept state. Raises ValueError."""
     try:
         return msgspec.convert(yaml.safe_load(kept), FleetState)
     except (yaml.YAMLError, UnicodeDecodeError, msgspec.ValidationError) as error:

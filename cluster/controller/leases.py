@@ -1,6 +1,6 @@
 """LeaseBook and LoadHistory: which replicas have fallen silent, and how busy each pool is.
 
-Owns what was seen in the registry, look by look. The controller looks, and says when.
+Owns the history of the registry. The controller decides when to look.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,8 +11,8 @@ from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
 
 SILENT_SECONDS = 2.0
-"""How long a lease must be gone. It takes `lease_seconds` to expire; a Redis that has forgotten everything
-hears from the living within a heartbeat, which is less."""
+"""Seconds that a lease must be gone. It takes `lease_seconds` to expire; after Redis lost everything, the
+living write within a heartbeat, which is shorter."""
 
 
 class LeaseBook:
@@ -23,7 +23,7 @@ class LeaseBook:
     def look(
         self, records: Mapping[ReplicaId, ReplicaRecord], ready: Mapping[ReplicaId, Epoch], now: float
     ) -> list[ReplicaId]:
-        """Which of `ready` have had a lease, have none, and have been without for too long."""
+        """Return the replicas in `ready` that once had a lease and have had none for too long."""
         if not records or self._looked_at is None or now - self._looked_at > SILENT_SECONDS:
             # A registry without any lease has lost them itself; and after a while without a look, a lease
             # may have been gone for any time.
@@ -39,7 +39,7 @@ class LeaseBook:
 
 
 class LoadHistory:
-    """How busy pools have been since their sizes last changed."""
+    """The load of each pool since its size last changed."""
 
     def __init__(self) -> None:
         self._samples: dict[str, list[LoadSample]] = {}
@@ -51,7 +51,7 @@ class LoadHistory:
         self._samples.clear()
 
     def look(self, pool: PoolSpec, records: Iterable[ReplicaRecord], now: float) -> tuple[int, str]:
-        """How many replicas the pool should have, and why: what it has to do just now."""
+        """Return the size that the pool should have, and why."""
         assert pool.autoscaling is not None, "only pools that scale themselves are looked at"
         samples = self._samples.setdefault(pool.name, [])
         samples.append(load_of(pool.name, records, now))
@@ -64,7 +64,7 @@ class LoadHistory:
 
 
 def load_of(pool_name: str, records: Iterable[ReplicaRecord], now: float) -> LoadSample:
-    """All that the pool's replicas have to do. Those that drain finish what they have, and count no more."""
+    """Sum the pool's load. Draining replicas do not count."""
     loads = [
         record.load
         for record in records

@@ -1,6 +1,6 @@
-"""repeat(): what the controller does over and over beside its plan, whatever happens to it.
+"""repeat(): runs the controller's periodic looks, and survives their failures.
 
-Owns what becomes of a look that fails: it is logged, reported, and followed by the next one.
+A failing look is logged, reported, and followed by the next.
 """
 
 import asyncio
@@ -11,13 +11,13 @@ from typing import NoReturn
 logger = logging.getLogger(__name__)
 
 Complain = Callable[[str, str | None], Awaitable[None]]
-"""Takes what was looked at, and what is wrong with it; None once nothing is any more."""
+"""Takes the name of a look and its problem; None once there is none."""
 
 
 async def repeat(
     what: str, look: Callable[[], Awaitable[str | None]], seconds: float, complain: Complain
 ) -> NoReturn:
-    """Look, hand on the complaint that the look came back with, wait, look again; until cancelled."""
+    """Look, report the returned complaint, wait, repeat; until cancelled."""
     failure: str | None = None
     while True:
         try:

@@ -1,7 +1,6 @@
-"""FleetMetrics: what the fleet controller tells Prometheus.
+"""FleetMetrics: the fleet controller's Prometheus metrics.
 
-Owns the names. Pools come from the spec, states from the state table, so there are few labels. Does
-not know Ray, nor how replicas are kept alive.
+Owns the names. Labels are pools and states, so there are few. Does not know Ray.
 """
 
 from collections import Counter as Tally
@@ -58,7 +57,7 @@ class FleetMetrics:
         self._pools: set[str] = set()
 
     def see(self, spec: FleetSpec, members: Iterable[tuple[ReplicaId, ReplicaState]]) -> None:
-        """The fleet as it should be, and as it is."""
+        """Record the desired and the actual fleet."""
         tally = Tally((pool_of_id(replica_id), state) for replica_id, state in members)
         desired = {pool.name: pool.num_replicas for pool in spec.pools}
         # A pool that was shown once is shown for good: nothing of it is a number too.

@@ -1,7 +1,7 @@
-"""check_models(): whether the models of pools load, asked of the machines that would run them.
+"""check_models(): asks the machines that would run pools whether their models load.
 
-Owns who is asked, and what the answers come to. What a model must have, `replicas.loadable` says. Each
-machine that can hold a replica of a pool is asked, since it may be the one that Ray chooses.
+Owns the choice of machines and the verdict; `replicas.loadable` knows what a model must have. Every machine
+that can hold a replica is asked, since Ray may choose any.
 """
 
 import logging
@@ -21,22 +21,21 @@ from replicas.config import ReplicaConfig
 from replicas.vllm_engine.environment import VLLM_ENVIRONMENT
 
 ANSWER_SECONDS = 60.0
-"""What has not answered by then is not waited for: the first replica will tell."""
+"""Seconds to wait for answers; after that the first replica will tell."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCheck:
-    """`refusal` is one sentence, or None if nothing speaks against the pools; `notes` are on what could not
-    be looked at."""
+    """`refusal` is one sentence, or None; `notes` are about what could not be checked."""
 
     refusal: str | None = None
     notes: tuple[str, ...] = ()
 
 
 def check_models(pools: Sequence[PoolSpec], answer_seconds: float = ANSWER_SECONDS) -> ModelCheck:
-    """Blocks, for as long as it takes to start a process on each machine and to read some files there."""
+    """Check the models; blocks while each machine starts a process and reads some files."""
     if not pools:
         return ModelCheck()
     by_machine: dict[str, list[PoolSpec]] = defaultdict(list)
@@ -68,7 +67,7 @@ def _unknown(name: str) -> str:
 
 
 def _ask(machine: str, pools: Iterable[PoolSpec]) -> Any:
-    """A task on that machine. It asks for no resources: the machine may be full."""
+    """Start a task on that machine, without resources, since the machine may be full."""
     configs = {pool.name: pool.replica for pool in pools}
     has_vllm = any(config.engine == "vllm" for config in configs.values())
     # A process that may have loaded torch does not stay for nothing.
@@ -80,7 +79,7 @@ def _ask(machine: str, pools: Iterable[PoolSpec]) -> Any:
 
 
 def look_at_models(configs: Mapping[str, ReplicaConfig]) -> dict[str, str | None]:
-    """Runs on the machine: what speaks against each, by pool."""
+    """Check the configurations; runs on the machine. Returns a refusal by pool."""
     from replicas.loadable import complaint
 
     return {name: complaint(config) for name, config in configs.items()}

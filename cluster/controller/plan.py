@@ -1,13 +1,12 @@
-"""plan(): what to do next, given what should exist and what does.
+"""plan(): the next actions, given the desired and the observed fleet.
 
-Owns the decisions about the fleet; what a single replica needs, `replica_life.py` says. Lives come
-with their times, and what became of a plan is in the lives that the next one is given.
+Decides about the fleet; `replica_life.py` decides about one replica. Lives carry their times, so the outcome
+of a plan is in the lives of the next.
 
-A pool is what its spec says when it has `num_replicas` replicas of the spec's revision. Replicas of
-another revision are stale: fresh ones are started beside them, as many as `surge` allows, and a stale
-one drains only while enough others are ready without it. A pool that shrinks meanwhile has fewer places:
-fresh ones that do not serve yet give theirs back. One that serves stays, and the stale one that it stands
-for leaves as soon as routers have found it.
+A pool is settled when it has `num_replicas` replicas of its spec's revision. Replicas of another revision are
+stale: up to `surge` fresh ones start beside them, and a stale one drains only while enough others are ready.
+If a pool shrinks meanwhile, fresh replicas that do not serve yet go first. One that serves stays, and its
+stale counterpart leaves as soon as routers have found it.
 """
 
 from collections import Counter as Tally
@@ -20,15 +19,15 @@ from cluster.controller.replica_life import Action, ActionKind, Advice, ReplicaL
 from replicas.protocol.status import ReplicaId, ReplicaState
 
 SETTLE_SECONDS = 2.0
-"""How long a fresh replica has been ready before a stale one drains for it: routers have found it by then."""
+"""Seconds that a fresh replica is ready before a stale one drains for it, so that routers have found it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """`wake_in_seconds` is when the same observation would yield more; None means never.
 
-    `failed_rollouts` are pools whose first replica of a new revision has ended before it was ready, each
-    with the reason, while old ones still serve: until the spec changes, nothing is done to them.
+    `failed_rollouts` are pools whose first fresh replica ended before it was ready while old ones serve, with
+    the reason; nothing is done to them until the spec changes.
     """
 
     actions: tuple[Action, ...] = ()
@@ -37,7 +36,7 @@ class Plan:
 
 
 _BEST_FIRST = (ReplicaState.READY, ReplicaState.STARTING, ReplicaState.STOPPED)
-"""Replicas that are on their way out come last."""
+"""Order of preference; replicas on their way out come last."""
 
 
 @dataclass(slots=True)
@@ -45,7 +44,7 @@ class _Draft:
     now: float
     spec: FleetSpec
     crowds: Mapping[str, int]
-    """How many replicas each machine has."""
+    """Replicas per machine."""
     actions: list[Action] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
@@ -58,7 +57,7 @@ class _Draft:
 
 
 def plan(spec: FleetSpec, observed: tuple[ReplicaLife, ...], now: float) -> Plan:
-    """The actions that bring `observed` nearer to `spec`. Empty when all is well or only time helps."""
+    """Return the actions that bring `observed` nearer to `spec`; empty if none or only time helps."""
     by_pool: dict[str, list[ReplicaLife]] = defaultdict(list)
     for replica in sorted(observed, key=lambda replica: _number(replica.replica_id)):
         by_pool[pool_of_id(replica.replica_id)].append(replica)
@@ -104,7 +103,7 @@ def _plan_pool(draft: _Draft, pool: PoolSpec, replicas: Sequence[ReplicaLife]) -
 
 
 def _keep(draft: _Draft, kept: Sequence[ReplicaLife], num_places: int) -> None:
-    """What the replicas of this revision need, best first; those that serve keep their places."""
+    """Plan for the replicas of the current revision, best first; serving ones keep their places."""
     for replica in kept:
         advice = replica.if_wanted(draft.spec.backoff, draft.now)
         is_staying = isinstance(advice, Action) or _is_living(replica)
@@ -116,10 +115,10 @@ def _keep(draft: _Draft, kept: Sequence[ReplicaLife], num_places: int) -> None:
 
 
 def _most_wanted(draft: _Draft, fresh: Sequence[ReplicaLife]) -> list[ReplicaLife]:
-    """The order in which a pool keeps its replicas: those that serve, then the lower numbers.
+    """Order the replicas that a pool keeps: serving ones, then lower numbers.
 
-    Where Ray's autoscaler takes idle machines away, those on the fullest machines go before those with lower
-    numbers: what leaves is then what stands in the way of an idle machine.
+    Where Ray's autoscaler removes idle machines, replicas on the fullest machines come first, so that the
+    ones leaving free a machine.
     """
 
     def rank(replica: ReplicaLife) -> tuple[int, int, str]:
@@ -133,7 +132,7 @@ def _most_wanted(draft: _Draft, fresh: Sequence[ReplicaLife]) -> list[ReplicaLif
 
 
 def _failure(fresh: Sequence[ReplicaLife], stale: Sequence[ReplicaLife]) -> str | None:
-    """Why a rollout cannot go on: stale replicas serve, no fresh one ever has, and one has ended."""
+    """Say why a rollout cannot continue: stale replicas serve, no fresh one ever did, and one has ended."""
     if not any(replica.state is ReplicaState.READY for replica in stale):
         return None
     if any(replica.state in (ReplicaState.READY, ReplicaState.DRAINING) for replica in fresh):
@@ -149,7 +148,7 @@ def _is_living(replica: ReplicaLife) -> bool:
 
 
 def _retire(draft: _Draft, pool: PoolSpec, kept: Sequence[ReplicaLife], stale: Sequence[ReplicaLife]) -> int:
-    """Take away as many stale replicas as the pool can do without just now; how many stay."""
+    """Retire as many stale replicas as the pool can spare now; returns how many stay."""
     num_ready = 0
     for replica in kept:
         if replica.state is ReplicaState.READY:
@@ -179,6 +178,6 @@ def _free_ids(pool: PoolSpec, taken: set[ReplicaId], count: int) -> list[Replica
 
 
 def _number(replica_id: ReplicaId) -> tuple[str, int]:
-    """The order of replicas: -10 after -9."""
+    """Sort key for replicas: -10 after -9."""
     pool, _, number = replica_id.rpartition("-")
     return (pool, int(number) if number.isdecimal() else 0)

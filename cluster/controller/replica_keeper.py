@@ -1,7 +1,7 @@
-"""ReplicaKeeper: the replicas of a fleet as actors of Ray, each with the life that it has had so far.
+"""ReplicaKeeper: a fleet's replicas as actors of Ray, each with its life so far.
 
-Owns the incarnations, and the tasks that carry their orders out. Decides nothing: the plan says what is
-wanted, and `replica_life.py` what follows from it; what came of an order goes back there as an event.
+Owns the incarnations and the tasks that execute their orders. The plan says what is wanted, `replica_life.py`
+what follows; the outcome of an order is the next event.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ from cluster.controller.views import ReplicaView
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
 
 STOP_SECONDS = 3.0
-"""How long a replica may take to say goodbye before it is killed, what it writes to its disk aside."""
+"""Seconds that a replica may take to stop before it is killed, besides writing its disk."""
 
 logger = logging.getLogger(__name__)
 
 
 class ReplicaKeeper:
-    """`spec` is asked for what holds now. `changed` is called when a plan might be another one, `note` with
-    what people should know. Tasks are of the group `tasks`: what fails there is the controller's end."""
+    """`spec` returns the current spec. `changed` is called when the plan may differ, `note` with news for
+    people. Tasks belong to `tasks`; a failure there ends the controller."""
 
     def __init__(
         self,
@@ -77,12 +77,12 @@ class ReplicaKeeper:
         return all(life.state is ReplicaState.STOPPED for life in self.lives())
 
     def take_found(self, replica_id: ReplicaId, actor: ReplicaHandle) -> None:
-        """One that an earlier controller has launched."""
+        """Adopt a replica that an earlier controller launched."""
         life, orders = found(replica_id, time.monotonic())
         self._adopt(Incarnation(life, actor=actor), orders)
 
     def give_up(self, replica_id: ReplicaId, cause: str) -> None:
-        """It is taken to have ended, although Ray has not said so."""
+        """Treat the replica as ended before Ray says so."""
         lost = self._incarnations[replica_id].lost
         if not lost.done():
             lost.set_result(cause)
@@ -92,7 +92,7 @@ class ReplicaKeeper:
             self._hear(one, EndAsked())
 
     def look_for_room(self, pending: Collection[ReplicaId], patience_seconds: float) -> list[ReplicaId]:
-        """Those that begin to wait for room, of `pending`."""
+        """Return the replicas of `pending` that have begun to wait for room."""
         begun = []
         for one in self._incarnations.values():
             was_waiting = one.life.is_waiting_for_room
@@ -198,6 +198,6 @@ class ReplicaKeeper:
 
 
 def _end_by(one: Incarnation, error: Exception) -> ReplicaEnded:
-    """ValueError: its name in Ray is still taken."""
+    """Convert a failed launch; ValueError means that the name is still taken in Ray."""
     logger.info("%s: %s", one.replica_id, error, extra={"replica": one.replica_id})
     return ReplicaEnded("its process ended" if isinstance(error, RayError) else str(error))

@@ -1,12 +1,12 @@
-"""ReplicaLife: what state one incarnation of a replica is in, and what to do next.
+"""ReplicaLife: the state of one incarnation of a replica, and what to do next.
 
-Owns the rules: what follows from each event, how long to wait after a death, when a drain has lasted long
-enough. Events come with their times, and the caller carries orders out.
+Owns the rules: what follows from each event, how long to wait after a death, when a drain is over. Events
+come with their times, and the caller executes orders.
 
     asked for ──▶ STARTING ──▶ READY ──▶ DRAINING ──▶ STOPPED ──▶ replaced, or forgotten
                      └───────────┴───────────┴───────────▲  by itself, or because its end was asked for
 
-The end is asked for once. One that Ray has not made yet is ended as soon as it is there.
+The end is asked for once. A replica that Ray has not created yet is ended as soon as it exists.
 """
 
 import enum
@@ -18,7 +18,7 @@ from replicas.protocol.status import ReplicaId, ReplicaState, advance
 
 
 class ActionKind(enum.StrEnum):
-    """In the order in which a plan lists them: first make room, then capacity, then take some away."""
+    """In the order of a plan: make room, add capacity, then remove."""
 
     STOP = "stop"
     REPLACE = "replace"
@@ -34,22 +34,22 @@ class Action:
 
 
 Advice: TypeAlias = Action | float | None
-"""What a replica needs: an action, or nothing before so many seconds have passed, or nothing at all."""
+"""An action, seconds to wait, or None if nothing is needed."""
 
 
 class Order(enum.StrEnum):
-    """What is to be done in Ray. Each ends with an event."""
+    """An order to Ray. Each ends with an event."""
 
     LAUNCH = "launch"
-    """Create its actor: Launched, or ReplicaEnded."""
+    """Create the actor: Launched or ReplicaEnded."""
     START = "start"
-    """Let it start to serve: ReplicaStarted, or ReplicaEnded."""
+    """Let it serve: ReplicaStarted or ReplicaEnded."""
     WATCH = "watch"
-    """Wait for its end, and give its place back: ReplicaEnded."""
+    """Wait for its end and free its place: ReplicaEnded."""
     DRAIN = "drain"
-    """Let it finish what it does: Drained."""
+    """Let it finish its work: Drained."""
     END = "end"
-    """Ask it to stop, wait a little, kill it. What starts or watches it hears of the end."""
+    """Ask it to stop, wait briefly, kill it. START or WATCH reports the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStarted:
-    """It serves; `machine` is Ray's id of the one that it runs on."""
+    """It serves; `machine` is Ray's id of its machine."""
 
     revision: str
     machine: str
@@ -67,22 +67,22 @@ class ReplicaStarted:
 
 @dataclass(frozen=True, slots=True)
 class DrainAsked:
-    """It is to finish what it does and leave."""
+    """It should finish its work and leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """It has finished what it did."""
+    """It has finished its work."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndAsked:
-    """It is to end now."""
+    """It should end now."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaEnded:
-    """It is gone, and its place in Ray is free. `is_refusal`: it would not start, and `cause` is its word."""
+    """It is gone and its place is free. `is_refusal`: it would not start, and `cause` quotes it."""
 
     cause: str
     is_refusal: bool = False
@@ -93,10 +93,10 @@ Event: TypeAlias = Launched | ReplicaStarted | DrainAsked | Drained | EndAsked |
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLife:
-    """`since` is when it entered `state`. STOPPED is how every end looks, `cause` says which.
+    """`since` is when it entered `state`. Every end is STOPPED; `cause` says which.
 
-    `num_early_deaths` counts those of its predecessors too, and is 0 for one that was stopped on purpose.
-    `revision` is that of the pool that it was made for; None if that is not known, as is `machine`.
+    `num_early_deaths` includes its predecessors', and is 0 after a deliberate stop. `revision` is its pool's
+    at creation; None if unknown, like `machine`.
     """
 
     replica_id: ReplicaId
@@ -107,7 +107,7 @@ class ReplicaLife:
     revision: str | None = None
     machine: str | None = None
     is_launched: bool = True
-    """Ray has made its actor."""
+    """Ray has created its actor."""
     is_dismissed: bool = False
     """Its end was asked for."""
     has_refused: bool = False
@@ -115,7 +115,7 @@ class ReplicaLife:
     is_waiting_for_room: bool = False
 
     def after(self, event: Event, now: float, backoff: BackoffSpec) -> "LifeAndOrders":
-        """The life from now on, and what to do. An event that changes nothing any more is passed over."""
+        """Return the next life and the orders. An event that no longer matters changes nothing."""
         match event:
             case Launched():
                 launched = replace(self, is_launched=True)
@@ -152,19 +152,20 @@ class ReplicaLife:
         return self.is_dismissed or self.state is ReplicaState.DRAINING
 
     def looked_for_room(self, is_pending: bool, now: float, patience_seconds: float) -> "ReplicaLife":
-        """Whether it waits for room, for longer than it takes to be given some."""
+        """Record whether it has waited for room longer than `patience_seconds`."""
         is_late = self.state is ReplicaState.STARTING and now - self.since >= patience_seconds
         return replace(self, is_waiting_for_room=is_pending and is_late)
 
     def if_wanted(self, backoff: BackoffSpec, now: float) -> Advice:
-        """One that has ended is replaced: at once after the first early death, later after each one more."""
+        """Advise on a wanted replica. One that ended is restarted: at once after the first early death, later
+        after more."""
         if self.state is not ReplicaState.STOPPED:
             return None
         wait = self.since + backoff.delay_seconds(self.num_early_deaths) - now
         return wait if wait > 0 else Action(ActionKind.REPLACE, self.replica_id, self._why_replaced())
 
     def if_unwanted(self, why: str) -> Advice:
-        """One that serves drains; one that does not is ended; one that has ended is forgotten."""
+        """Advise on an unwanted replica: drain if it serves, end if it does not, forget if it has ended."""
         name = self.replica_id
         match self.state:
             case ReplicaState.READY:
@@ -177,7 +178,7 @@ class ReplicaLife:
                 return None  # it goes already
 
     def if_draining(self, limit_seconds: float, now: float) -> Advice:
-        """One that drains has so much time for it."""
+        """Advise on a draining replica: end it after `limit_seconds`."""
         if self.state is not ReplicaState.DRAINING:
             return None
         left = self.since + limit_seconds - now
@@ -201,7 +202,7 @@ LifeAndOrders: TypeAlias = tuple[ReplicaLife, tuple[Order, ...]]
 def asked_for(
     replica_id: ReplicaId, revision: str, now: float, predecessor: ReplicaLife | None = None
 ) -> LifeAndOrders:
-    """A new incarnation. It takes the early deaths of the one before with it."""
+    """Create a new incarnation, which inherits its predecessor's early deaths."""
     assert predecessor is None or predecessor.state is ReplicaState.STOPPED, "a replica runs once"
     num_early_deaths = 0 if predecessor is None else predecessor.num_early_deaths
     life = ReplicaLife(
@@ -216,14 +217,14 @@ def asked_for(
 
 
 def found(replica_id: ReplicaId, now: float) -> LifeAndOrders:
-    """One that an earlier controller has launched: asked to start, it says what it is, or ends."""
+    """Adopt an incarnation of an earlier controller; a start makes it report itself, or end."""
     return ReplicaLife(replica_id=replica_id, state=ReplicaState.STARTING, since=now), (Order.START,)
 
 
 def after_action(
     action: Action, life: ReplicaLife | None, revision: str | None, now: float, backoff: BackoffSpec
 ) -> tuple[ReplicaLife | None, tuple[Order, ...]]:
-    """What becomes of a replica by an action of the plan: None if it is forgotten. `revision`: its pool's."""
+    """Apply a plan's action; returns None for a life that is forgotten. `revision` is its pool's."""
     if action.kind in (ActionKind.START, ActionKind.REPLACE):
         assert revision is not None, "only replicas of a pool are started"
         return asked_for(action.replica_id, revision, now, life)
@@ -236,7 +237,7 @@ def after_action(
 
 
 def count_early_deaths(previous: int, served_seconds: float | None, backoff: BackoffSpec) -> int:
-    """`num_early_deaths` after one more death; `served_seconds` is None if it never became ready."""
+    """Return `num_early_deaths` after one more death; `served_seconds` is None if it was never ready."""
     if served_seconds is not None and served_seconds >= backoff.healthy_seconds:
         return 1
     return previous + 1

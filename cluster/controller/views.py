@@ -1,7 +1,4 @@
-"""FleetView, PoolView, ReplicaView: the fleet at one moment, as the controller shows it to others.
-
-Owns what is shown. Decides nothing.
-"""
+"""FleetView, PoolView, ReplicaView: the fleet at one moment, as the controller shows it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +13,7 @@ from replicas.protocol.status import ReplicaId, ReplicaState
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """A replica as shown to people. `report` is there once it has started; `cause` once it has ended."""
+    """A replica for display. `report` exists once it has started, `cause` once it has ended."""
 
     replica_id: ReplicaId
     state: ReplicaState
@@ -30,8 +27,8 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """A pool as shown to people. `is_settled`: its replicas are what its spec says, and no others exist.
-    `failure` says why the latest rollout was given up."""
+    """A pool for display. `is_settled`: it has exactly the replicas of its spec. `failure` says why the
+    latest rollout was given up."""
 
     name: str
     model: str
@@ -44,8 +41,8 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """The fleet at one moment. `version` grows with every change; `notes` are those since the last look.
-    `applied_revision` is that of the spec that was applied last; None if none was."""
+    """The fleet for display. `version` grows with every change; `notes` are those since the last look.
+    `applied_revision` is the last applied spec's; None before the first."""
 
     version: int
     replicas: tuple[ReplicaView, ...]
@@ -55,7 +52,7 @@ class FleetView:
     redis_url: str | None
     applied_revision: str | None = None
     complaints: tuple[str, ...] = ()
-    """What is wrong with the controller itself, just now."""
+    """Current problems of the controller itself."""
 
 
 def pool_views(state: FleetState, lives: Sequence[ReplicaLife]) -> tuple[PoolView, ...]:

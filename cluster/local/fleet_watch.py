@@ -1,4 +1,4 @@
-"""FleetWatch: the fleet controller as `kvasir up` sees it: started, watched, started again if it dies.
+"""FleetWatch: starts the fleet controller for `kvasir up`, watches it, and restarts it.
 
 Owns the handle to the controller.
 """
@@ -20,10 +20,10 @@ from cluster.errors import StartFailed
 from replicas.protocol.status import ReplicaState
 
 MOST_EARLY_DEATHS = 3
-"""How often a replica may die before it is ready for the first time until `kvasir up` gives up."""
+"""Deaths of a replica before it is first ready after which `kvasir up` gives up."""
 
 CALL_SECONDS = 5.0
-"""How long a call of Ray's may hold up the end of the cluster."""
+"""Seconds that a call to Ray may delay the end of the cluster."""
 
 
 class FleetWatch:
@@ -34,9 +34,9 @@ class FleetWatch:
         self._controller: Any = None
 
     async def keep(self, say: Callable[[str], None]) -> None:
-        """Keep a controller alive and report every change of the fleet; ends with the task only.
+        """Keep a controller alive and report every change of the fleet, until cancelled.
 
-        Raises StartFailed while the fleet has not been ready yet and cannot become it.
+        Raises StartFailed if the fleet was never ready and cannot become so.
         """
         backoff = BackoffSpec()
         num_deaths = 0
@@ -50,11 +50,11 @@ class FleetWatch:
             await asyncio.sleep(backoff.delay_seconds(num_deaths))
 
     async def wait_ready(self) -> None:
-        """Until every replica of the spec has been ready at once, for the first time."""
+        """Wait until every replica of the spec has been ready at once."""
         await self._ready.wait()
 
     async def stop(self, seconds: float) -> None:
-        """End all replicas, politely as long as that takes no longer than `seconds`."""
+        """End all replicas in order, within `seconds`."""
         if self._controller is None:
             return
         with contextlib.suppress(RayError, TimeoutError):
@@ -110,8 +110,8 @@ async def _result(reference: Awaitable[None]) -> None:
 
 
 async def _call_ray(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call in a thread. A cancellation waits for the call to end: what comes next is Ray's shutdown,
-    and a thread that is still in Ray then ends this process on the spot, or makes the shutdown hang."""
+    """Call in a thread. A cancellation waits for the call: next comes Ray's shutdown, and a thread still in
+    Ray would end this process or hang the shutdown."""
     call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
         return await asyncio.shield(call)

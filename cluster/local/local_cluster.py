@@ -1,7 +1,7 @@
 """LocalCluster: everything that `kvasir up` runs on one machine, from Redis to the router.
 
-Owns the order of starting and stopping, and the state file. Progress is sentences to a listener; how a
-terminal shows them is `cluster/commands/up.py`'s.
+Owns the order of starting and stopping, and the state file. Reports progress as sentences;
+`cluster/commands/up.py` prints them.
 """
 
 import asyncio
@@ -36,19 +36,19 @@ ROUTER_START_SECONDS = 60.0
 ROUTER_STOP_SECONDS = 2.0
 FLEET_STOP_SECONDS = 4.0
 STOP_SECONDS = 20.0
-"""All that is not done by then when it is told to stop, `kvasir down` kills."""
+"""Seconds to stop; `kvasir down` kills what is left then."""
 ROUTER = "the router"
 REDIS = "Redis"
 RAY_CPUS = 64
-"""Ray's idea of this machine. Replicas ask for a hundredth each, so it never stands in their way."""
+"""CPUs that Ray believes in. Replicas ask for a hundredth each, so this never binds."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
-    """What to run. `redis_url` None starts a private Redis; `port` 0 takes a free one. Without `keys_file`
-    all clients are one tenant, on another address than loopback only if it `is_open`."""
+    """Options of a local cluster. `redis_url` None starts a private Redis; `port` 0 takes a free one. Without
+    `keys_file` all clients are one tenant, and another address than loopback needs `is_open`."""
 
     run_directory: RunDirectory
     num_replicas: int
@@ -101,7 +101,7 @@ class LocalCluster:
 
     @contextlib.contextmanager
     def _writable(self) -> Iterator[None]:
-        """Without a run directory nothing is begun; one that fills up later ends nothing."""
+        """Require a run directory at start; a disk that fills up later ends nothing."""
         try:
             yield
         except OSError as error:
@@ -179,8 +179,7 @@ class LocalCluster:
         return router, f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
 
     def _admin_addresses(self) -> tuple[str, ...]:
-        """A port for each of several routers, and where there are keys; else a single one has all on its
-        own."""
+        """Return a port for each of several routers, or for one router with keys; else none."""
         num_routers = self._options.num_routers
         if num_routers == 1 and self._options.keys_file is None:
             return ()
@@ -267,7 +266,8 @@ class LocalCluster:
                 self._write(replace(self._state, redis_pid=service.pid))
 
     async def _keep_raylet(self, stack: contextlib.AsyncExitStack, head: RayHead) -> None:
-        """Ray's own processes end with Ray; this one is started again, since replicas need it to be."""
+        """Restart the raylet when it dies; replicas need it to be replaced. Ray's other processes end with
+        Ray."""
         log = self._directory.logs / "raylet.log"
         raylet = Raylet(head, self._directory.ray_directory, log, self._options.environment)
         await raylet.wait_first_dead()
@@ -281,7 +281,7 @@ class LocalCluster:
             tasks.create_task(raylet.end_orphans(self._directory.path, self._has_others_than))
 
     def _has_others_than(self, pids: Collection[int]) -> bool:
-        """Whether the whole fleet is ready, and in other processes."""
+        """Whether the whole fleet is ready in processes other than `pids`."""
         assert self._state is not None
         replicas = self._state.replicas
         is_ready = all(replica.state == ReplicaState.READY.value for replica in replicas)
@@ -293,7 +293,7 @@ class LocalCluster:
 
     @contextlib.contextmanager
     def _stage(self, name: str) -> Iterator[list[str]]:
-        """Say how long the block took, and what it put into the list."""
+        """Print the block's duration and the notes that it adds to the list."""
         started = time.monotonic()
         details: list[str] = []
         yield details
@@ -301,8 +301,8 @@ class LocalCluster:
 
 
 def _shared_settings(replica: ReplicaConfig) -> list[str]:
-    """How processes log and where they send traces is set for replicas, and holds for the router too; what
-    is not set is left to the router's own environment."""
+    """Return the logging and tracing settings that routers share with replicas; unset ones are left to the
+    router's environment."""
     default, flags = ReplicaConfig(), []
     for name in ("log_format", "log_level", "otlp_endpoint", "trace_sample_ratio"):
         value = getattr(replica, name)
@@ -328,13 +328,13 @@ def take_port(host: str, port: int) -> int:
 
 
 def _gpu_share(num_gpus: float, num_replicas: int) -> float:
-    """What part of a GPU each replica gets; Ray counts in ten-thousandths."""
+    """Return each replica's share of a GPU; Ray counts in ten-thousandths."""
     return min(1.0, int(10_000 * num_gpus / num_replicas) / 10_000)
 
 
 @contextlib.asynccontextmanager
 async def _one_error() -> AsyncIterator[None]:
-    """A StartFailed out of a task group as itself."""
+    """Unwrap a StartFailed from a task group."""
     try:
         yield
     except BaseExceptionGroup as group:
@@ -348,7 +348,7 @@ async def _one_error() -> AsyncIterator[None]:
 
 
 async def _served_models(router: Service, pages: Sequence[str]) -> list[str]:
-    """The models that the routers of all pages serve, as soon as each serves any."""
+    """Return the models that the routers serve, once each serves any."""
     try:
         async with asyncio.timeout(ROUTER_START_SECONDS):
             while not (models := await asyncio.to_thread(_models, pages)):
@@ -363,7 +363,7 @@ async def _served_models(router: Service, pages: Sequence[str]) -> list[str]:
 
 
 def _models(pages: Sequence[str]) -> list[str]:
-    """None as long as one of them is not ready."""
+    """Return the models; none while any router is not ready."""
     models: list[str] = []
     try:
         for page in pages:
@@ -375,7 +375,7 @@ def _models(pages: Sequence[str]) -> list[str]:
 
 
 def summary(state: ClusterState, model: str, directory: RunDirectory, replica: ReplicaConfig) -> str:
-    """What runs where, and three lines to try."""
+    """List what runs where, and three commands to try."""
     lines = ["", f"router     {state.router_url}  pid {state.router_pid}"]
     lines += [f"page       {page}/  (the fleet, live, in a browser)" for page in state.router_pages]
     lines += [

@@ -1,6 +1,6 @@
-"""Child processes of `kvasir up`: started so that they die with it, and found again if one did not.
+"""Child processes of `kvasir up`: they die with it, and leftovers are found again.
 
-Owns the mark that tells our processes from others'.
+Owns the mark that tells its processes from others.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Service:
-    """One long-running child with a log file. Its whole process group ends with it, unless
-    `children_outlive_it`: then what it has started lives on when it dies, until `stop`."""
+    """One long-running child with a log file. Its process group ends with it, unless `children_outlive_it`:
+    then its children live until `stop`."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Service:
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
-        """Raises StartFailed. A log that cannot be opened is no reason: what it would hold is lost then."""
+        """Start it. Raises StartFailed. A log that cannot be opened only loses its content."""
         with await asyncio.to_thread(self._open_log) as log:
             try:
                 self._process = await asyncio.create_subprocess_exec(
@@ -72,7 +72,7 @@ class Service:
         return await self._process.wait()
 
     def kill_group(self) -> None:
-        """End what it may have left behind when it died."""
+        """Kill what it left behind in its process group."""
         if self._process is not None and not self._children_outlive_it:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -81,7 +81,7 @@ class Service:
         return self._process is None or self._process.returncode is not None
 
     async def stop(self, grace_seconds: float) -> None:
-        """Ask, wait, kill. Safe to call in any state."""
+        """Ask, wait, kill. Safe in any state."""
         if self._process is None:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -93,7 +93,7 @@ class Service:
                     return
 
     async def complaint(self) -> str:
-        """The last lines of its log, for a message about why it ended."""
+        """Return the last lines of its log, for an error message."""
         try:
             text = await asyncio.to_thread(self.log.read_text, encoding="utf-8", errors="replace")
         except OSError as error:
@@ -102,7 +102,7 @@ class Service:
 
 
 def death_with_parent(number: signal.Signals) -> Callable[[], None] | None:
-    """What a child calls before exec so that the kernel signals it when the calling thread has ended."""
+    """Return the hook for a child before exec: the kernel signals the child when the calling thread ends."""
     if not hasattr(os, "sched_getaffinity"):  # not Linux: `kvasir down` still finds leftovers
         return None
     libc = ctypes.CDLL(None)  # loaded here: nothing that takes a lock may happen between fork and exec
@@ -110,10 +110,10 @@ def death_with_parent(number: signal.Signals) -> Callable[[], None] | None:
 
 
 def find_marked(run_directory: Path, ray_directory: Path) -> list[int]:
-    """Processes of the cluster in `run_directory`, by their inherited mark or by the files they hold.
+    """Find the processes of the cluster in `run_directory`, by inherited mark or by open files.
 
-    Both, because Redis and Ray's processes overwrite their environment with their title. Never this
-    process or one that it descends from.
+    Both are needed, because Redis and Ray's processes overwrite their environment with their title. Skips
+    this process and its ancestors.
     """
     mark = f"{MARK}={run_directory}".encode() + b"\0"
     spared = _ancestry()
@@ -134,7 +134,7 @@ def _has_mark(pid: int, mark: bytes) -> bool:
 
 
 def _holds_files(pid: int, logs: Path, ray_directory: Path) -> bool:
-    """Whether its output goes to our logs (who only reads them is not ours), or it has Ray's files open."""
+    """Whether it writes our logs (readers do not count), or has Ray's files open."""
     with suppress(OSError):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
@@ -158,7 +158,7 @@ def _ancestry() -> set[int]:
 
 
 def named_children(pid: int | None) -> dict[str, int]:
-    """The children of a process by their short names; where there is no /proc, none."""
+    """Return a process's children by short name; empty without /proc."""
     found = {}
     with suppress(OSError):
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
@@ -168,7 +168,7 @@ def named_children(pid: int | None) -> dict[str, int]:
 
 
 def kill_marked(run_directory: Path, ray_directory: Path, patience_seconds: float = 5.0) -> int:
-    """Kill what is left of a cluster, and say how many processes that were."""
+    """Kill what is left of a cluster; returns the number of processes."""
     killed: set[int] = set()
     deadline = time.monotonic() + patience_seconds
     while (left := find_marked(run_directory, ray_directory)) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Ray on this one machine, inside `kvasir up`: loopback only, quiet, small.
+"""Runs Ray on this one machine for `kvasir up`: loopback only, quiet, small.
 
 Owns Ray's start-up settings.
 """
@@ -14,10 +14,10 @@ from cluster.errors import StartFailed
 from cluster.local.processes import kill_marked
 
 NODE_ADDRESS = "127.0.0.10"
-"""Not 127.0.0.1, which Ray silently replaces by the machine's address on the network."""
+"""Not 127.0.0.1, which Ray silently replaces with the machine's network address."""
 
 OBJECT_STORE_BYTES = 80 * 2**20
-"""Just above Ray's minimum: nothing but small reports goes through it."""
+"""Just above Ray's minimum; only small reports use it."""
 
 RAY_ENVIRONMENT: Mapping[str, str] = {
     "RAY_AUTH_MODE": "token",  # else any user of the machine could run code as this one
@@ -37,10 +37,10 @@ RAY_ENVIRONMENT: Mapping[str, str] = {
     # Else a worker ends a second after its raylet: a replica serves on until the next raylet has others.
     "RAY_raylet_death_check_interval_milliseconds": "31536000000",
 }
-"""Must be in the environment before Ray is imported, and TOKEN_PATH besides."""
+"""Must be set before Ray is imported; TOKEN_PATH too."""
 
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
-"""Variable with the file that holds Ray's token. Without it Ray leaves one in the home directory."""
+"""Variable that names the file with Ray's token. Without it Ray writes one to the home directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class RayHead:
 
 
 def start_ray(directory: Path, num_cpus: int, say: Callable[[str], None]) -> RayHead:
-    """Blocks for some seconds. Call from the main thread: Ray's processes die with the calling thread.
+    """Start Ray; blocks for seconds. Call from the main thread: Ray's processes die with the calling thread.
 
-    Raises StartFailed. Ray gives its node 30 s, which no setting changes, so it gets a second try: what was
-    slow because it had to be read from disk is quicker then.
+    Raises StartFailed. Ray's fixed limit of 30 s for its node may be too short for a cold disk, so there is a
+    second try.
     """
     _clean_up(directory)
     try:
@@ -75,7 +75,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _clean_up(directory: Path) -> None:
-    """Ends what is left of a start that failed."""
+    """Clean up after a failed start."""
     stop_ray()
     kill_marked(directory, directory)  # Ray's processes are known by the files there that they have open
     shutil.rmtree(directory, ignore_errors=True)

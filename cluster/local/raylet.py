@@ -1,8 +1,8 @@
 """Raylet: Ray's process that starts and watches replicas on this machine, kept alive for a local cluster.
 
-Owns its replacement. Replicas outlive it, and serve on; the fleet starts new ones under the next raylet,
-which take their leases over, and then those of the last one are ended. Ray's
-control service is not replaced: without it replicas serve on as well, but none that dies is started again.
+Owns its replacement. Replicas outlive a raylet and keep serving. The fleet starts new ones under the next
+raylet, which take the leases over, and then the orphans are ended. Ray's control service is not replaced:
+replicas serve on without it, but dead ones are not restarted.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _PORTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "r
 
 
 class Raylet:
-    """The first is a child of this process, started with Ray itself; `service` is every later one."""
+    """The first raylet is Ray's own child of this process; later ones are `service`."""
 
     def __init__(self, head: RayHead, directory: Path, log: Path, environment: Mapping[str, str]) -> None:
         self._directory = directory
@@ -39,12 +39,12 @@ class Raylet:
         self.service = Service("Ray's raylet", command, log, environment, children_outlive_it=True)
 
     async def wait_first_dead(self) -> None:
-        """Never returns where no process can be found."""
+        """Wait until the first raylet dies; forever if it cannot be found."""
         while self._first is None or await asyncio.to_thread(_lives, self._first):  # noqa: ASYNC110
             await asyncio.sleep(LOOK_SECONDS)
 
     def orphans(self, run_directory: Path) -> list[int]:
-        """Ray's workers whose raylet has died: no process watches them, and none but this one ends them."""
+        """Return Ray's workers whose raylet died; only this process ends them."""
         return [
             pid
             for pid in find_marked(run_directory, self._directory)
@@ -52,7 +52,7 @@ class Raylet:
         ]
 
     async def end_orphans(self, run_directory: Path, is_replaced: Callable[[list[int]], bool]) -> None:
-        """Whenever there are some, as soon as the fleet has others in their place; until cancelled."""
+        """End orphans once the fleet has replaced them; until cancelled."""
         while True:
             orphans = await asyncio.to_thread(self.orphans, run_directory)
             if orphans and is_replaced(orphans):
@@ -63,7 +63,7 @@ class Raylet:
 
 
 def _lives(pid: int) -> bool:
-    """A child that has died is a zombie until Ray looks at it."""
+    """Whether the child lives; a zombie does not."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     return False

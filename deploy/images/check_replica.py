@@ -1,8 +1,8 @@
-"""Whether the replica of this container serves: exit status 0 if its gRPC health service says so.
+"""Health check of a container's replica: exit status 0 if its gRPC health service says it serves.
 
-Owns the question that an image's HEALTHCHECK and the chart's probes ask. It finds the replica by the
-environment variables that the replica itself reads; a replica whose address comes from flags needs them too.
-It has no certificate, so a replica with TLS is asked at its health socket.
+Images' HEALTHCHECK and the chart's probes run it. It reads the replica's own environment variables, so a
+replica configured by flags needs them too. It has no certificate; a replica with TLS is asked at its health
+socket.
 """
 
 import os

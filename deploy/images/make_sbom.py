@@ -1,8 +1,7 @@
 """A software bill of materials: `python make_sbom.py IMAGE`, CycloneDX 1.6 on stdout.
 
-Lists the Python packages that the interpreter running it finds: what an image will run, not what was asked
-for. Debian's packages are the base image's, and are not listed. Needs the standard library only, since it
-runs while images are built. The same packages make the same text.
+Lists the Python packages of the running interpreter: what an image runs, not what was requested. Debian's
+packages belong to the base image and are not listed. Needs only the standard library, and is deterministic.
 """
 
 import importlib.metadata
@@ -20,7 +19,7 @@ def main(arguments: list[str]) -> int:
 
 
 def bill(image: str, found: Iterable[importlib.metadata.Distribution]) -> dict[str, Any]:
-    """The first of two packages of one name is the one that is imported."""
+    """Build the document. Of two packages with one name, the first is the one that is imported."""
     components: dict[str, dict[str, Any]] = {}
     for each in found:
         component = library(each)

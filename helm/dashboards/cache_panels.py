@@ -1,4 +1,4 @@
-"""The dashboard of the cache: what it saves and whom, whether the index tells the truth, the block pools."""
+"""The dashboard of the cache: savings, the index's accuracy, the block pools."""
 
 from expressions import CROSS_USER_RATIO, FILL, HIT_RATIO, events, quantile, rate
 from grafana import Dashboard, Panel, Query, Row

@@ -1,7 +1,7 @@
 """Expressions that more than one dashboard shows.
 
-Owns how a share, a quantile and a rate are written. The words in braces (ROUTER,
-MODEL, …) are those of `grafana.FILTERS`.
+Owns how a share, a quantile and a rate are written. Words in braces (ROUTER, MODEL, …) come from
+`grafana.FILTERS`.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ FILL = "replica_used_blocks{REPLICA} / replica_total_blocks{REPLICA}"
 
 
 def quantile(share: float, histogram: str, filters: str, by: str = "") -> str:
-    """Of the histogram's observations, over the fleet or for each value of the label `by`."""
+    """Quantile of a histogram, over the fleet or by the label `by`."""
     labels = f"le, {by}" if by else "le"
     rates = f"rate({histogram}_bucket{{{filters}}}[$__rate_interval])"
     return f"histogram_quantile({share:g}, sum by ({labels}) ({rates}))"
@@ -40,6 +40,6 @@ def rate(counter: str, filters: str, by: str = "") -> str:
 
 
 def events(counter: str, filters: str, by: str = "") -> str:
-    """How many there were in the time between two points of the graph; for what happens seldom."""
+    """Number of events between two points of the graph, for rare events."""
     grouping = f" by ({by})" if by else ""
     return f"sum{grouping} (increase({counter}{{{filters}}}[$__rate_interval]))"

@@ -1,4 +1,4 @@
-"""The dashboard of the fleet: is it up, which replica is hot, what dies."""
+"""The dashboard of the fleet: replicas up, the hot one, deaths."""
 
 from expressions import CROSS_USER_RATIO, ERROR_RATIO, FILL, HIT_RATIO, events, quantile, rate
 from grafana import Dashboard, Panel, Query, Row

@@ -1,6 +1,6 @@
-"""Panels, rows and dashboards as data, and the JSON that Grafana 10 and 11 read of them.
+"""Panels, rows and dashboards as data, and their JSON for Grafana 10 and 11.
 
-Owns Grafana's schema: layout, variables, data source, thresholds. What is shown is in `*_panels.py`.
+Owns Grafana's schema: layout, variables, data source, thresholds. `*_panels.py` has the content.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SCHEMA_VERSION = 39
-"""Grafana 10.4 and 11.0 write it; older ones of Grafana 10 read it, newer ones migrate it."""
+"""Grafana 10.4 and 11.0 write this version; older releases of 10 read it, newer ones migrate it."""
 
 COLUMNS = 24
 DATA_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -21,12 +21,12 @@ FILTERS = {
     "SEEN": 'namespace=~"$namespace",router=~"$router",replica=~"$replica"',
     "FLEET": 'namespace=~"$namespace"',
 }
-"""What stands for which matchers in the expressions; a matcher of an absent label allows for that."""
+"""Matchers by their word in the expressions; a matcher of an absent label also matches without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A list to choose from: the values of `label` in `metric`."""
+    """A drop-down with the values of `label` in `metric`."""
 
     name: str
     metric: str
@@ -50,9 +50,9 @@ class Query:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """`limits` are (value, colour) above which a value has that colour; below all of them it is `calm`.
+    """`limits` are (value, colour): above the value the panel has the colour; below all it is `calm`.
 
-    A `stat` shows the latest value, a `table` one row for each set of labels and one column a query.
+    A `stat` shows the latest value, a `table` a row per label set and a column per query.
     """
 
     title: str
@@ -169,7 +169,7 @@ def _variable(variable: Variable) -> dict[str, Any]:
 
 
 def _placed(rows: tuple[Row, ...]) -> Iterator[dict[str, Any]]:
-    """Rows and panels with ids and places, from left to right and from top to bottom."""
+    """Yield rows and panels with ids and positions, left to right, top to bottom."""
     panel_id = top = 0
     for row in rows:
         panel_id += 1

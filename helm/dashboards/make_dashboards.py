@@ -2,7 +2,7 @@
 
     python helm/dashboards/make_dashboards.py [FOLDER]
 
-Owns the file names. Panels are added in `*_panels.py`; a test fails while the files differ from those.
+Owns the file names. Panels are in `*_panels.py`; a test fails while the files are stale.
 """
 
 import json

@@ -463,9 +463,9 @@ ITSELF = (
     ),
     Panel(
         title="Looks for answers of other routers, by outcome",
-        description="Of conversations whose last answer this router does not know. Missing: nobody has "
-        "answered so, or it had to make room (all_history_bytes). Late, failed and resting: Redis does not "
-        "answer within history_wait_seconds, and requests go on without.",
+        description="Conversations whose last answer this router does not know. Missing: no router gave that "
+        "answer, or it was evicted (all_history_bytes). Late, failed and resting: Redis does not answer "
+        "within history_wait_seconds, and requests continue without it.",
         unit="reqps",
         queries=(Query(rate("router_history_lookups_total", "ROUTER", "outcome"), "{{outcome}}"),),
     ),

@@ -1,4 +1,4 @@
-"""The dashboard of the tenants: who asks how much, and what the cache does for each."""
+"""The dashboard of the tenants: their traffic, and what the cache saves each."""
 
 from expressions import quantile, rate
 from grafana import Dashboard, Panel, Query, Row

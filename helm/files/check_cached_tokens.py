@@ -1,8 +1,7 @@
-"""What `helm test` runs: a second user's prompt finds cached what a first user's has computed.
+"""`helm test`: checks that a second user's prompt finds a first user's beginning cached.
 
-Owns the two prompts, and what must be true of the answers. Needs nothing but Python, and knows of Kvasir
-only OpenAI's API. Arguments: the routers' address, and the seconds to wait until they answer; in the
-environment, KVASIR_API_KEY where routers ask for one.
+Owns the two prompts and the expected answers. Needs only Python and OpenAI's API. Arguments: the routers'
+address, and the seconds to wait for them; KVASIR_API_KEY in the environment where routers ask for one.
 """
 
 import json
@@ -15,15 +14,15 @@ import uuid
 from typing import Any
 
 RULES = 40
-"""Sentences that both prompts begin with: several hundred tokens."""
+"""Sentences in the common beginning: several hundred tokens."""
 
 
 class Failed(Exception):
-    """The cluster does not do what it should. The message says what."""
+    """The cluster does not work as it should; the message says how."""
 
 
 class Refused(Failed):
-    """Waiting does not help."""
+    """Waiting will not help."""
 
 
 def main(arguments: list[str]) -> int:
@@ -38,7 +37,7 @@ def main(arguments: list[str]) -> int:
 
 
 def check(address: str, model: str) -> str:
-    """Ask as one user, then as another, with the same long beginning, which is new to the cluster."""
+    """Ask as one user, then as another, with the same long new beginning."""
     beginning = f"Manual {uuid.uuid4()}. " + " ".join(
         f"Rule {number}: answer question {number} politely and in one sentence." for number in range(RULES)
     )
@@ -56,7 +55,7 @@ def check(address: str, model: str) -> str:
 
 
 def ask(address: str, model: str, beginning: str, *, user: str, question: str) -> dict[str, Any]:
-    """The usage of one short answer."""
+    """Return the usage of one short answer."""
     messages = [{"role": "system", "content": beginning}, {"role": "user", "content": question}]
     body = {"model": model, "messages": messages, "user": user, "max_tokens": 4, "temperature": 0}
     answer = fetch(f"{address}/v1/chat/completions", json.dumps(body).encode())
@@ -69,7 +68,7 @@ def cached_tokens(usage: dict[str, Any]) -> int:
 
 
 def wait_for_models(address: str, deadline: float) -> list[str]:
-    """The names of all models, once there are any."""
+    """Return the names of all models, once there are any."""
     while True:
         try:
             names = [model["id"] for model in fetch(f"{address}/v1/models", None)["data"]]
