@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 MAX_TTL_SECONDS = 86_400
 DEFAULT_TTL_SECONDS = 3600
 GONE_SECONDS = 86_400
-"""For so long it is known when and why a cache went."""
+"""How long a record outlives its cache, to say when and why it went."""
 MAX_NAME_CHARACTERS = 128
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
@@ -16,8 +16,8 @@ DEFAULT_PAGE = 20
 
 @dataclass(frozen=True, slots=True)
 class CacheBounds:
-    """`num_caches` and `num_bytes` count those that have not expired, of all routers; `bytes_per_cache` is
-    for what a client has sent as its beginning; `memory_bytes` is what each router remembers."""
+    """`num_caches` and `num_bytes` bound the caches that have not expired, over all routers;
+    `bytes_per_cache` bounds one beginning as it was sent; `memory_bytes` bounds each router's memory."""
 
     num_caches: int = 1024
     bytes_per_cache: int = 2**20
@@ -25,7 +25,7 @@ class CacheBounds:
     memory_bytes: int = 32 * 2**20
 
     def of_share(self, share: float) -> "CacheBounds":
-        """Those of one tenant: no less than one cache."""
+        """The bounds of one tenant: at least one cache."""
         return replace(
             self,
             num_caches=max(1, int(self.num_caches * share)),

@@ -1,6 +1,6 @@
-"""CacheRecord: what is known of one named cache, and CacheContent: the beginning that it stands for.
+"""CacheRecord: the metadata of one named cache, and CacheContent: the beginning that it stands for.
 
-Owns when a cache is gone, and in which words. A record outlives its content, so that it can say so.
+Owns when a cache is gone, and the message that says so. A record outlives its content to say why it is gone.
 """
 
 import enum
@@ -16,7 +16,7 @@ _ID = re.compile(r"cache_[0-9a-f]{32}")
 
 
 class CacheKind(enum.StrEnum):
-    """What a cache is a beginning of."""
+    """The kind of request that can begin with the cache."""
 
     CHAT = "chat"
     COMPLETION = "completion"
@@ -24,7 +24,7 @@ class CacheKind(enum.StrEnum):
 
 
 class LeaseOutcome(Struct, frozen=True):
-    """What a replica said when it was last asked to keep the beginning's KV. `refused` is why not."""
+    """The replica's last answer to the request to keep the beginning's KV. `refused` is why it did not."""
 
     seconds: int = 0
     num_tokens: int = 0
@@ -32,8 +32,9 @@ class LeaseOutcome(Struct, frozen=True):
 
 
 class CacheRecord(Struct, frozen=True, kw_only=True):
-    """Times are in seconds since 1970. `num_bytes` is the content's size as it was sent, `num_tokens` what
-    the beginning alone comes to. `salt` is the cache salt that its KV is kept under. `deleted` is when, if.
+    """Times are in seconds since 1970. `num_bytes` is the content's size as it was sent, `num_tokens` the
+    length of the beginning alone. `salt` is the cache salt that its KV is kept under. `deleted` is the time
+    of deletion.
     """
 
     cache_id: str
@@ -51,23 +52,21 @@ class CacheRecord(Struct, frozen=True, kw_only=True):
     deleted: float | None = None
 
     def seconds_left(self, now: float) -> float:
-        """Until it expires; 0 for one that is gone. Never more than it was given, by a clock that is behind
-        that of the router which gave it.
-        """
+        """Until it expires; 0 if it is gone. At most its TTL, even by a clock behind that of its router."""
         return 0.0 if self.deleted is not None else min(float(self.ttl), max(0.0, self.expires - now))
 
     def is_gone(self, now: float) -> bool:
         return self.seconds_left(now) <= 0
 
     def known_seconds(self, now: float) -> float:
-        """For how long what became of it is to be known."""
+        """How long the record is to outlive `now`."""
         end = self.expires if self.deleted is None else self.deleted
         return end + GONE_SECONDS - now
 
 
 class CacheContent(Struct, frozen=True):
-    """JSON as the client sent it: `beginning` are messages, a text or token ids, or an object of the fields
-    that Gemini's requests begin with; `tools` are a list, or empty."""
+    """JSON as the client sent it: `beginning` is messages, a text, token ids, or an object of the fields that
+    Gemini's requests begin with; `tools` is a list, or empty."""
 
     beginning: bytes
     tools: bytes = b""
@@ -81,11 +80,11 @@ class Gone(enum.StrEnum):
     """Why there is no cache of that id."""
 
     NOT_FOUND = "not_found"
-    """There never was one, it is another tenant's, or it went long ago."""
+    """It never existed, belongs to another tenant, or went long ago."""
     EXPIRED = "expired"
     DELETED = "deleted"
     LOST = "lost"
-    """Its content is missing or not to be believed."""
+    """Its content is missing or does not open."""
 
 
 def is_cache_id(text: str) -> bool:
@@ -93,7 +92,7 @@ def is_cache_id(text: str) -> bool:
 
 
 def gone_words(cache_id: str, record: CacheRecord | None, now: float) -> tuple[Gone, str]:
-    """Why it is gone, and the sentence that says so; of a record that is not, that its content is lost."""
+    """Why it is gone, and the message that says so. If the record is not gone, its content was lost."""
     shown = cache_id[:60]
     if record is None:
         return Gone.NOT_FOUND, f"There is no cache '{shown}'."

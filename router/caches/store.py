@@ -1,16 +1,14 @@
 """CacheStore: named caches in Redis, sealed, under keys that replicas may not even read.
 
-Owns the keys and what happens to them together. For each cache a record and its content, which Redis forgets
-by itself; and sorted sets by expiry, which count them::
+Owns the keys. Each cache has a record and its content, both with a TTL; sorted sets by expiry count them::
 
     kvasir-caches:record:ID     sealed CacheRecord; known for a day after the cache is gone
     kvasir-caches:content:ID    sealed CacheContent, until the cache expires
     kvasir-caches:index         {created in ms}:ID:{bytes} → expiry in ms
     kvasir-caches:of:TAG        the same of one tenant's, for a day after the last was made or extended
 
-TAG is of `tenant_tags.py`. What cannot be opened is as good as missing, and counted. Changes go by WATCH: of
-two at a time one sees the other's, so that nothing is deleted and extended. All methods raise RedisError or
-OSError; how long they may take is the caller's to say.
+TAG is from `tenant_tags.py`. A value that does not open counts as missing. Changes are transactions under
+WATCH: of two at once, the second sees the first, so no cache is both deleted and extended.
 """
 
 import math
@@ -32,11 +30,11 @@ _decode_content = msgspec.msgpack.Decoder(CacheContent).decode
 
 
 class StoreFull(Exception):
-    """The sentence says of what there are too many, and no number of what is everybody's."""
+    """The message names the bound that was reached. It gives no number, which would tell of other tenants."""
 
 
 class Entry(NamedTuple):
-    """What the index says of one cache, in the order of creation."""
+    """One cache in the index. Sorts by creation."""
 
     created_ms: int
     cache_id: str
@@ -49,7 +47,7 @@ class CacheStore(SealedStore):
         self._bounds = bounds
 
     async def add(self, record: CacheRecord, content: CacheContent, now: float, share: float) -> None:
-        """`share` is what its tenant may have of all that there may be. Raises StoreFull."""
+        """`share` is the tenant's part of the bounds. Raises StoreFull."""
         own_indexes = self._own_indexes(record.tenant)
         records, contents = record_key(record.cache_id), content_key(record.cache_id)
         sealed = await self._seal(records, record), await self._seal(contents, content)
@@ -79,19 +77,19 @@ class CacheStore(SealedStore):
         return await self._read(content_key(cache_id), _decode_content)
 
     async def records(self, cache_ids: list[str]) -> list[CacheRecord]:
-        """Those that there are."""
+        """Those that exist."""
         opened = await self._read_all([record_key(cache_id) for cache_id in cache_ids], _decode_record)
         return [record for record in opened if record is not None]
 
     async def entries(self, now: float) -> list[Entry]:
-        """Of all caches that have not expired, the newest first."""
+        """All caches that have not expired, newest first."""
         members = await self._redis.zrangebyscore(INDEX_KEY, int(now * 1000), "+inf")
         return sorted(_entries(members), reverse=True)
 
     async def change(
         self, cache_id: str, change: Callable[[CacheRecord], CacheRecord], now: float
     ) -> CacheRecord | None:
-        """`change` may raise, and may be called again. None: there is no such record."""
+        """None if there is no such record. `change` may raise, and may be called again."""
         records, contents = record_key(cache_id), content_key(cache_id)
 
         async def put(pipeline: Any) -> CacheRecord | None:
@@ -115,7 +113,7 @@ class CacheStore(SealedStore):
         return await self._update(records, put)
 
     def _own_indexes(self, tenant: str) -> list[str]:
-        """The one that is written first."""
+        """The index that is written comes first; the others are read while the secret changes."""
         return [tenant_index_key(tag) for tag in self._tags.all_of(tenant)]
 
 
@@ -151,7 +149,7 @@ def _member(record: CacheRecord) -> str:
 
 
 def _entries(members: Iterable[bytes]) -> list[Entry]:
-    """What is none of ours is passed over."""
+    """Skips members that we have not written."""
     entries: list[Entry] = []
     for member in members:
         created, _, rest = member.decode("ascii", "replace").partition(":")

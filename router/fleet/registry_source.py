@@ -41,7 +41,7 @@ FORGET_SECONDS = 60.0
 MAX_FORGOTTEN_PER_POLL = 64
 
 MAX_NAMES_PER_LOOK = 4096
-"""Of models, and of replicas for each: names without end must not keep a look from ending."""
+"""Models per look, and replicas per model: a flood of names must not keep a look from ending."""
 
 OLD_SECONDS = 10.0
 """For this long after a replica's newest heartbeat an older one is not believed."""
@@ -50,7 +50,7 @@ Name = TypeVar("Name", bound=str)
 
 
 class _Heard(NamedTuple):
-    """The newest that a replica has said: when it was new to this router."""
+    """A replica's newest heartbeat, and when this router first read it."""
 
     epoch: Epoch
     place: tuple[int, int]

@@ -1,6 +1,6 @@
 """ResponseMemory: the stored responses that only this router has, bounded in number and bytes.
 
-Owns which is forgotten: the oldest. Times are the caller's.
+Owns eviction: the oldest go first. Times are the caller's.
 """
 
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ from router.responses.record import ResponseBounds, StoredResponse
 from router.shared.bounded_cache import BoundedCache
 
 ENTRY_BYTES = 1024
-"""What an entry takes beside its content."""
+"""An entry's memory beside its content."""
 
 Key = tuple[str, str]
 """Tenant and response id."""
 
 
 class ResponseMemory:
-    """`num_bytes` counts what is held for answers under way as well."""
+    """`num_bytes` includes the room that is held for answers under way."""
 
     def __init__(self, bounds: ResponseBounds) -> None:
         self._bounds = bounds
@@ -37,12 +37,12 @@ class ResponseMemory:
 
     @property
     def num_dropped(self) -> int:
-        """How many were forgotten, or not taken, for want of room."""
+        """Responses that were evicted, or not taken, for lack of room."""
         return self._entries.num_evicted + self._num_refused
 
     @contextmanager
     def hold(self, num_bytes: int) -> Iterator[bool]:
-        """Room for a question until it is answered. False if there is none."""
+        """Hold room for a question until it is answered. Yields False if there is none."""
         num_bytes += ENTRY_BYTES
         entries = self._entries
         if num_bytes > entries.max_size:

@@ -1,4 +1,4 @@
-"""StoredResponse: one response with what was asked, and ResponseBounds: how many there may be, and how large.
+"""StoredResponse: one response with its input, and ResponseBounds: how many there may be, and how large.
 
 Plain data.
 """
@@ -11,13 +11,13 @@ from msgspec import Struct
 ID_PREFIX = "resp_"
 _ID = re.compile(r"resp_[0-9a-f]{24}")
 SHARE_OF_ONE = 64
-"""One response may have at most this part of the bytes of all."""
+"""One response may take 1/64 of the bytes of all."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseBounds:
     """`num_responses` and `num_bytes` are for each tenant, over all routers; `memory_bytes` is for each
-    router, and counts what is still being answered."""
+    router, and counts questions that are still being answered."""
 
     num_responses: int = 4096
     num_bytes: int = 64 * 2**20
@@ -30,8 +30,8 @@ class ResponseBounds:
 
 
 class StoredResponse(Struct, frozen=True):
-    """`created` is in seconds since 1970. `items` are those of the input, with all that came before it, as a
-    list in JSON; `response` is the answer as its client got it."""
+    """`created` is in seconds since 1970. `items` is the input with all items before it, a list in JSON;
+    `response` is the answer as its client got it."""
 
     response_id: str
     tenant: str

@@ -1,14 +1,12 @@
 """RedisResponses: stored responses in Redis, sealed, under keys that replicas may not even read.
 
-Owns the keys. Each response is one text, which Redis forgets by itself; a sorted set for each tenant counts
-them, the oldest first::
+Owns the keys. Each response is one text with a TTL; a sorted set for each tenant counts them, oldest first::
 
     kvasir-responses:{TAG}:record:ID   sealed StoredResponse, until it is too old
     kvasir-responses:{TAG}:index       ID:{bytes} → created in ms, until the newest is too old
 
-TAG is of `tenant_tags.py`. Bounds are seen to after every few writes of each router, so that they are
-exceeded by those few at most. What cannot be opened is as good as missing, and counted. All methods raise
-RedisError or OSError; how long they may take is the caller's to say.
+TAG is from `tenant_tags.py`. Each router enforces the bounds after every few of its writes, so they are
+exceeded by those few at most. A value that does not open counts as missing.
 """
 
 import math
@@ -22,7 +20,7 @@ from router.shared.sealed_store import SealedStore
 
 PREFIX = "kvasir-responses:"
 SHARE_BEFORE_TRIM = 32
-"""After this part of a tenant's bound has been written, in bytes or in number, it is seen to."""
+"""A tenant is trimmed after 1/32 of its bound was written, in bytes or in number."""
 
 _decode = msgspec.msgpack.Decoder(StoredResponse).decode
 
@@ -60,11 +58,11 @@ class RedisResponses(SealedStore):
         return next((record for record in found if record is not None), None)
 
     async def delete(self, tenant: str, response_id: str) -> bool:
-        """Whether it was there. Its entry in the index goes when it is the oldest."""
+        """Whether it was there. Its entry in the index stays until it is the oldest."""
         return bool(await self._redis.delete(*self._record_keys(tenant, response_id)))
 
     async def _trim(self, tenant: str, now: float) -> None:
-        """Forget what is too old, and of the rest the oldest until no more is there than may be."""
+        """Delete what is too old, then the oldest until the bounds are kept."""
         bounds, tag = self._bounds, self._tags.of(tenant)
         index = index_key(tag)
         oldest = int((now - bounds.seconds) * 1000)

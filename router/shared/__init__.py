@@ -1,1 +1,1 @@
-"""What several features of a router share: sealed values in Redis, news between routers, bounded caches."""
+"""Code that several features of a router share: stores and news over Redis, bounded caches."""

@@ -96,7 +96,7 @@ class NewsStream(Generic[M]):
         await self._redis.aclose()
 
     async def _next(self, since_seconds: float) -> list[tuple[bytes, float]]:
-        """What has not been read yet, with its age; nothing if nothing new comes in READ_SECONDS."""
+        """Messages that have not been read yet, with their ages; none if none comes in READ_SECONDS."""
         if self._position is None:
             now = await self._now()
             self._position = b"%d-0" % int((now - since_seconds) * 1000)

@@ -1,20 +1,18 @@
-"""RedisHistory: what routers tell each other of answers, in Redis, sealed, where replicas may not even read.
+"""RedisHistory: the answers that routers tell each other of, sealed in Redis; replicas may not read them.
 
-Owns the keys, and how much there is. What a tenant's routers write is a log, counted in bytes; a sorted set
-has where in it each record begins, the oldest first::
+Owns the keys and their bound in bytes. A tenant's routers write one log, counted in bytes; a sorted set holds
+the byte at which each record begins, oldest first::
 
     kvasir-history:{TAG}:record:KEY   sealed Told, until it was not used for some time
     kvasir-history:{TAG}:log          KEY → the byte at which its record begins
     kvasir-history:{TAG}:end          how many bytes have been written
     kvasir-history:tenants            tags of those that have a log
 
-TAG is a tenant's, of `tenant_tags.py`, under the secret in force: under another one no conversation has the
-same KEY. A tenant holds what lies between the oldest that is there and the end. From time to time a router
-adds up what all hold, and where that is too much those that hold most let go of their oldest, until they hold
-as much as each other. To let go twice is to let go once, so routers need not agree on who does it; between
-two times there may be too much by what they have written since, a 64th for each. What cannot be opened is as
-good as missing, and counted. All methods raise RedisError or OSError; how long they may take is the caller's
-to say.
+TAG is from `tenant_tags.py`, under the current secret: under another one no conversation has the same KEY. A
+tenant holds the bytes between its oldest record and the end of its log. From time to time a router adds up
+all tenants. If the sum exceeds the bound, it deletes the oldest records of those that hold most, down to one
+level. Deleting twice is harmless, so routers need not agree on who does it. Between two surveys the bound may
+be exceeded by 1/64 for each router. A value that does not open counts as missing.
 """
 
 import math
@@ -33,11 +31,11 @@ PREFIX = "kvasir-history:"
 TENANTS_KEY = PREFIX + "tenants"
 
 RECORD_BYTES = 400
-"""What Redis takes for a record besides its content."""
+"""Redis' memory for a record beside its content."""
 SHARE_OF_ONE = 64
-"""One record may have at most this part of the bytes of all."""
+"""One record may take 1/64 of the bytes of all."""
 SHARE_BEFORE_SURVEY = 64
-"""After this part of the bytes of all has been written, it is seen who holds how much."""
+"""A survey is due after 1/64 of the bytes of all was written."""
 TENANTS_PER_READ = 100
 RECORDS_PER_DELETION = 256
 
@@ -46,8 +44,8 @@ _decoder = msgspec.msgpack.Decoder(Told)
 
 @dataclass(frozen=True, slots=True)
 class HistoryBounds:
-    """`num_bytes` of all tenants and routers; `seconds` after it was used last a record is surely there, and
-    half as long again perhaps."""
+    """`num_bytes` bounds all tenants and routers. A record is kept for at least `seconds` after its last use,
+    and at most half as long again."""
 
     num_bytes: int = 64 * 2**20
     seconds: float = 3600.0
@@ -81,10 +79,10 @@ class RedisHistory(SealedStore):
         self._ends: dict[str, int] = {}
         self.num_let_go = 0
         self.num_bytes = 0
-        """Of all, when that was seen last, and what was written here since."""
+        """All tenants' bytes at the last survey, plus those written here since."""
 
     async def ping(self) -> None:
-        """As soon as this returns, a read takes no longer than Redis does."""
+        """Once this returns, a read takes no longer than Redis does: the seal is made."""
         await self._sealing.get()
         await self._redis.ping()
 
@@ -93,7 +91,7 @@ class RedisHistory(SealedStore):
         return await self._read_all([record_key(tag, key) for key in keys], _decode)
 
     async def write(self, tellings: Sequence[Telling]) -> bool:
-        """Whether what was written before is there still; no, if Redis was emptied meanwhile."""
+        """False if Redis has lost what was written before."""
         kept_ms = self.bounds.kept_ms
         tags = [self._tags.of(each.tenant) for each in tellings]
         names = [record_key(tag, each.key) for tag, each in zip(tags, tellings, strict=True)]
@@ -130,7 +128,7 @@ class RedisHistory(SealedStore):
         return unseen is None or unseen * SHARE_BEFORE_SURVEY >= self.bounds.num_bytes
 
     async def survey(self) -> None:
-        """See how much there is, and let go of what is too much."""
+        """Add up all tenants, and delete what exceeds the bound."""
         tags = [tag.decode("utf-8", "replace") for tag in await self._redis.smembers(TENANTS_KEY)]
         held: dict[str, tuple[int, int]] = {}
         for first in range(0, len(tags), TENANTS_PER_READ):
@@ -143,7 +141,7 @@ class RedisHistory(SealedStore):
         self._num_unseen = 0
 
     async def _held(self, tags: Sequence[str]) -> dict[str, tuple[int, int]]:
-        """By tenants' tags: what they hold, and where their logs end."""
+        """By tenant tag: the bytes it holds, and where its log ends."""
         async with self._redis.pipeline(transaction=False) as pipeline:
             for tag in tags:
                 pipeline.get(end_key(tag))
@@ -159,7 +157,7 @@ class RedisHistory(SealedStore):
         return held
 
     async def _let_go(self, tag: str, before: int) -> None:
-        """Of all records that begin before that byte."""
+        """Delete all records that begin before that byte."""
         while True:
             found = await self._redis.zrangebyscore(
                 log_key(tag), "-inf", f"({before}", start=0, num=RECORDS_PER_DELETION
@@ -181,7 +179,7 @@ def _decode(plain: bytes) -> Told:
 
 
 def level_of(sizes: Iterable[int], room: int) -> int:
-    """How much each may have, so that all fit who hold no more than that, and the others with just that."""
+    """The largest size that all can be cut to so that they fit into `room`."""
     ordered = sorted(sizes)
     for place, size in enumerate(ordered):
         share = room // (len(ordered) - place)

@@ -1,6 +1,6 @@
 """PublishedPrefixes: the beginnings of prompts that an operator has published, for every tenant to share.
 
-Owns which prompt begins with which of them. What is behind the beginning stays its tenant's own: see
+Owns which prompt begins with which of them. The rest of the prompt stays its tenant's own: see
 `PublishedBeginning` in `replicas/protocol/blocks.py`.
 """
 
@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 PUBLISHED_NAMESPACE = "published"
-"""What published blocks are rooted in. No tenant's namespace is called so: theirs have a colon."""
+"""The namespace of published blocks. No tenant's has this name: theirs have a colon."""
 
 MAX_PREFIXES = 64
 MAX_PREFIX_TOKENS = 131_072
 
 
 class PublishedPrefix(msgspec.Struct, frozen=True):
-    """`packed_tokens` are those that `pack_token_ids` has packed; `model` is what clients ask for, a model or
+    """`packed_tokens` are packed by `pack_token_ids`; `model` is the name that clients ask for, of a model or
     an adapter. `created` is in seconds since 1970."""
 
     prefix_id: str
@@ -50,8 +50,7 @@ class PublishedPrefixes:
         return sorted(prefixes, key=lambda prefix: (prefix.created, prefix.prefix_id))
 
     def num_blocks(self, model: str, packed_tokens: bytes, block_size: int) -> int:
-        """How many leading blocks of the prompt are published: those of the longest prefix that it begins
-        with."""
+        """Number of leading blocks that are published: those of the longest prefix the prompt begins with."""
         for prefix in self._by_model.get(model, ()):
             if packed_tokens.startswith(prefix.packed_tokens):
                 return prefix.num_tokens // block_size

@@ -1,8 +1,7 @@
 """PublishedStore: the published prefixes of a cluster, in Redis and in every router.
 
-Owns the key: one sealed list, which only routers can read or make, and replicas may not even read. Requests
-never wait for it: what a router knows is looked up again every other second, and while Redis is away it goes
-on with that.
+Owns the key: one sealed list, which replicas may not even read. Each router reads it every two seconds, and
+keeps the last one while Redis is away. No request waits for it.
 """
 
 import asyncio
@@ -49,8 +48,8 @@ class PublishedStore(SealedStore):
             await asyncio.sleep(LOOK_SECONDS)
 
     async def change(self, change: Change) -> None:
-        """Of two changes at once one sees the other's; `change` may raise, and may be called again. Raises
-        CachesUnavailable."""
+        """Of two changes at once, the second sees the first. `change` may raise, and may be called again.
+        Raises CachesUnavailable."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self._change(change)
@@ -75,7 +74,7 @@ class PublishedStore(SealedStore):
             self._seen = value
 
     async def _prefixes_of(self, value: bytes | None) -> list[PublishedPrefix]:
-        """None of them where the value is not ours."""
+        """Empty if the value is not ours."""
         try:
             return [] if value is None else await self._open(KEY, value, _decode)
         except NotOurs as error:
