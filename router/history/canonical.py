@@ -1,10 +1,9 @@
-"""Canonical conversations: a key for each beginning of a conversation, alike when a client sends it back.
+"""Canonical conversations: a key for each beginning of a conversation, equal when a client sends it back.
 
-Owns what counts as the same message. Clients echo an assistant's message as they please: with other blanks
-around its text, with the arguments of its calls written out anew, without its reasoning, under ids of their
-own; none of that counts. Reasoning that they do send is told apart: who knows what was generated can tell
-whether it is that, or its ending. Of other messages role, name and text count. Tools and template arguments
-count whole, but not the order of their keys.
+Owns which messages count as the same. Clients change an assistant's message when they send it back: blanks
+around its text, the arguments of its calls written anew, no reasoning, other ids; none of that counts.
+Reasoning that they do send is compared with what was generated, or with its ending. In other messages role,
+name and text count. Tools and template arguments count whole, without the order of their keys.
 """
 
 import hashlib
@@ -16,20 +15,20 @@ from typing import Any, NewType
 import msgspec
 
 ConversationKey = NewType("ConversationKey", bytes)
-"""Of all messages up to one, under a namespace's root: nobody can compute it who has no root."""
+"""Names all messages up to one. It cannot be computed without the namespace's root."""
 
 KEY_BYTES = 16
 FIRST_KEY = ConversationKey(bytes(KEY_BYTES))
 
 Digest = NewType("Digest", bytes)
-"""Of one message, or of what comes before all of them; alike for everybody."""
+"""Names one message, or all that comes before the first; the same in every namespace."""
 
 Thought = NewType("Thought", bytes)
-"""Of a message's reasoning: a digest of it, and its last `ENDING_BYTES`. Blanks around it do not count."""
+"""A digest of a message's reasoning and its last `ENDING_BYTES`, without blanks around it."""
 
 ENDING_BYTES = 128
-"""What is sent back of reasoning and is shorter may be its ending: openai-node's stream helper keeps the last
-piece of a field that it does not know."""
+"""Shorter reasoning may be only the ending: openai-node's stream helper keeps the last piece of a field that
+it does not know."""
 
 Message = Mapping[str, Any]
 """As chat templates expect it; `content` is a text, none, or a list of parts."""
@@ -43,8 +42,8 @@ def conversation_digests(
     template_arguments: Mapping[str, Any] | None,
     messages: Sequence[Message],
 ) -> list[Digest]:
-    """Of what comes before the messages, and of each of them. Raises RecursionError for JSON nested too
-    deeply to write out."""
+    """The digest of all that comes before the messages, then one for each message. Raises RecursionError for
+    JSON that is nested too deeply to encode."""
     head = (
         _digest(_written([tools or None, template_arguments or None]))
         if tools or template_arguments
@@ -63,18 +62,18 @@ def thought_digest(reasoning: str) -> Thought:
 
 
 def is_thought(sent: Thought, generated: Thought) -> bool:
-    """Whether the reasoning that came back is what was generated, all of it."""
+    """Whether the reasoning that came back is all of what was generated."""
     return sent[:KEY_BYTES] == generated[:KEY_BYTES]
 
 
 def is_ending(sent: Thought, generated: Thought) -> bool:
-    """Whether it is the end of what was generated, as far as that is kept."""
+    """Whether it is the end of what was generated; only the last `ENDING_BYTES` are compared."""
     ending = sent[KEY_BYTES:]
     return 0 < len(ending) < ENDING_BYTES and generated.endswith(ending, KEY_BYTES)
 
 
 def thoughts_of(messages: Sequence[Message]) -> dict[int, Thought]:
-    """Of the answers that came back with their reasoning, or some reasoning, by their positions."""
+    """The reasoning of the answers that came back with some, by position."""
     return {
         position: thought_digest(reasoning)
         for position, message in enumerate(messages)
@@ -90,8 +89,8 @@ def conversation_keys(
     thoughts: Mapping[int, Thought] | None = None,
     is_other: Callable[[int, ConversationKey, Thought], bool] | None = None,
 ) -> list[ConversationKey]:
-    """One for each message, rolling. A message whose reasoning `is_other` than what was generated is another
-    one, and so is all that follows it."""
+    """One for each message, rolling. A message whose reasoning `is_other` than what was generated gets
+    another key, and so does every message after it."""
     key = _first_key(root, digests[0])
     keys: list[ConversationKey] = []
     for position, digest in enumerate(digests[1:]):
@@ -105,7 +104,7 @@ def conversation_keys(
 
 @lru_cache(maxsize=256)
 def _first_key(root: bytes, head: Digest) -> ConversationKey:
-    """Before all messages: most conversations have no tools, and few roots."""
+    """The key before all messages, cached: most conversations have no tools, and roots are few."""
     return key_after(root, FIRST_KEY, head)
 
 
@@ -116,7 +115,7 @@ def key_after(root: bytes, key: ConversationKey, digest: Digest) -> Conversation
 
 
 def canonical(message: Message) -> bytes:
-    """The same bytes for what counts as the same message."""
+    """The same bytes for messages that count as the same."""
     role = message.get("role")
     text = _text(message.get("content"))
     if role != "assistant":
@@ -157,7 +156,7 @@ def _call(call: Any) -> list[Any]:
 
 
 def _arguments(arguments: Any) -> Any:
-    """The object that they are; what is no JSON stays as it is."""
+    """Parse the arguments; a text that is not JSON stays as it is."""
     if isinstance(arguments, str):
         source = arguments.strip()
         try:

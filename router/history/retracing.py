@@ -1,10 +1,10 @@
-"""Retracing: a remembered answer as others are told of it, and how they find its prompt again in their own.
+"""Retracing: a remembered answer as other routers get it, and how they find its prompt in their own.
 
-Owns the form in which routers tell each other. Of a prompt it has hashes and its last few tokens, never the
-text: who sends a conversation on has sent all of it again, and the template writes it as it did, but for the
-answers. So the tokens of every earlier prompt are taken from the prompt that is before us, in their order,
-and from its end, where a template writes what begins an answer. What is told can thus bring answers into a
-prompt, and nothing else; whether these are what the conversation says they are is for others to see.
+Owns the record that routers exchange. It holds a hash of the prompt and its last few tokens, never the text:
+a client that continues a conversation sends all of it again, and the template renders it as before, except
+the answers. So the tokens of each earlier prompt are taken from the new prompt, in order, and from its end,
+where a template writes what begins an answer. A record can thus add only answers to a prompt;
+`api/history_sharing.py` checks that they are those of the conversation.
 """
 
 import hashlib
@@ -15,21 +15,21 @@ from router.history.remembered import Asked, Mark
 
 BYTES_PER_TOKEN = 4
 ENDING_TOKENS = 32
-"""Told as they are: what begins an answer is among them, and is written only where an answer begins."""
+"""Sent in plain: what begins an answer is among them, and stands only where an answer begins."""
 ANCHOR_TOKENS = 16
-"""Told as they are, by which the place of the rest is looked for."""
+"""Sent in plain, to search for the place of the rest."""
 LEAST_ANCHOR_TOKENS = 4
 MOST_PLACES = 64
-"""Looked at for one prompt, before it counts as not found."""
+"""Places tried for one prompt, before it counts as not found."""
 MOST_READINGS = 4
-"""Of the whole prompt, in bytes hashed, to find all earlier ones."""
+"""Bound on the bytes that are hashed to find all earlier prompts, as a multiple of the whole prompt."""
 DIGEST_BYTES = 16
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """An answer, and the prompt that it was asked with behind the conversation of `parent` (empty: all of
-    it). The prompt is `num_hashed` tokens of this digest, which begin with the `anchor`, and the `ending`.
-    `written` is in seconds since 1970 by its router's clock."""
+    """An answer, and its prompt behind the conversation of `parent` (empty: the whole prompt). The prompt is
+    `num_hashed` tokens with this digest, which begin with the `anchor`, followed by the `ending`. `written`
+    is in seconds since 1970 by the clock of the router that wrote it."""
 
     parent: bytes
     written: int
@@ -61,7 +61,7 @@ class Told(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 def told_of(added: bytes, asked: Asked, parent: Mark | None, written: int) -> Told:
-    """Of a record's content."""
+    """Make one from a record's content."""
     prompt, said = added[: asked.num_bytes], added[asked.num_bytes :]
     cut = max(0, len(prompt) - ENDING_TOKENS * BYTES_PER_TOKEN)
     return Told(
@@ -78,7 +78,7 @@ def told_of(added: bytes, asked: Asked, parent: Mark | None, written: int) -> To
 
 
 class Retracing:
-    """Through one prompt, as its template writes it, from one answer to the next."""
+    """Walks through one rendered prompt, from one answer to the next."""
 
     def __init__(self, plain: bytes) -> None:
         self._plain = plain
@@ -86,8 +86,8 @@ class Retracing:
         self._left = MOST_READINGS * len(plain)
 
     def prompt_of(self, told: Told) -> bytes | None:
-        """The packed tokens with which the answer was asked, behind those before it. None where they are not
-        found, which ends it."""
+        """The packed tokens of the answer's prompt, behind the answer before it. None if they are not found;
+        call it no more then."""
         if not told.parent:
             return self._at(told, 0)
         anchor = told.anchor or told.ending[: LEAST_ANCHOR_TOKENS * BYTES_PER_TOKEN]

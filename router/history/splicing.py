@@ -1,9 +1,9 @@
 """Splicing: what a template writes behind an assistant's message, whatever it writes for the message itself.
 
-Owns how the place is found. The conversation is rendered once more with a text in the message's stead that
-no client sends; behind it, at the first token that ends a turn, begins what follows the message, and the
-prompt must end with just that. Where a template refuses that text, drops it, or ends turns otherwise, there
-is nothing to splice, which costs a client nothing but tokens that could have been read from cache.
+Owns how the place is found. The conversation is rendered once more with a placeholder for the message that no
+client sends. What follows the message begins behind it, at the first token that ends a turn; the prompt must
+end with just that. If a template refuses the placeholder, drops it, or ends turns otherwise, nothing is
+spliced, which only costs cached tokens.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 STANDS_FOR_ANSWER = "\ufdd1answer\ufdd1"
 STANDS_FOR_NEXT = "\ufdd1next\ufdd1"
-"""Noncharacters, which Unicode keeps out of texts. A client that sends it nonetheless is not spliced."""
+"""Unicode noncharacters, which texts do not have. A client that sends one is not spliced."""
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
-"""The conversation's text, as for its prompt: with the same tools and arguments, and what the model is to
-continue. Raises a ValueError for what the template refuses."""
+"""Renders a conversation as for its prompt, with the same tools, arguments and generation prompt. Raises
+ValueError if the template refuses it."""
 
 
 def text_after(
@@ -27,13 +27,13 @@ def text_after(
     *,
     ends_of_turn: Collection[str],
 ) -> tuple[str, str] | None:
-    """The token that ends the turn of the answer at `position`, and what follows; None if nobody can tell.
+    """The token that ends the turn of the answer at `position`, and what follows; None if it cannot be found.
 
-    `messages` are those of the `prompt`, with the client's special tokens broken already (see `quoting`):
-    those in `ends_of_turn` are the template's then. An answer whose own tokens end with one has it already.
+    `messages` are those of the `prompt`, in which the client's special tokens are broken already (see
+    `quoting`), so those in `ends_of_turn` are the template's. An answer may end with that token already.
 
-    The calls of the message are left out, since some templates write them and no text; where a template then
-    refuses the results behind them, they are left as they are.
+    The message's calls are left out, since some templates write them instead of the text. If a template then
+    refuses the results of the calls, the calls stay.
     """
     message = messages[position]
     bare = {"role": message["role"], "content": STANDS_FOR_ANSWER}
@@ -49,7 +49,7 @@ def text_after(
 
 
 class _Place(NamedTuple):
-    """The first token that ends a turn behind the answer's stand-in, and what stands before and behind it."""
+    """The first token that ends a turn behind the placeholder, with the texts before and behind it."""
 
     before: str
     end: str

@@ -1,7 +1,7 @@
-"""ToolGaps: how long tools take between two turns of a conversation, as each tenant's have taken so far.
+"""ToolGaps: how long tools take between two turns of a conversation, measured for each tenant.
 
-Owns the measurements, and so for how long a prompt is worth keeping whose answer is likely to end in tool
-calls: the next turn is then nearly certain, and everything before it is read again.
+Owns the measurements, and how long to keep a prompt whose answer is likely to end in tool calls: the next
+turn is then nearly certain, and reads everything before it again.
 """
 
 import math
@@ -11,15 +11,15 @@ from router.history.canonical import ConversationKey
 from router.shared.bounded_cache import BoundedCache
 
 MOST_AWAITED = 4096
-"""Turns that have ended in calls and whose next turn has not come."""
+"""Turns that ended in calls and whose next turn has not come."""
 
 MOST_TENANTS = 1024
 MOST_GAPS = 64
 LEAST_GAPS = 4
-"""Measured, before anything is concluded from them."""
+"""Gaps that are measured before anything is concluded."""
 
 LIKELY = 0.5
-"""The share of a tenant's turns with tools that end in calls from which on the next one is expected to."""
+"""The next turn is expected to end in calls if this share of the tenant's turns with tools did."""
 
 SHARE_DECAY = 0.9
 QUANTILE = 0.9
@@ -36,7 +36,7 @@ class _Tenant:
 
 
 class ToolGaps:
-    """For one router. `most_seconds` of 0 measures nothing and keeps nothing. All times are of one clock, in
+    """For one router. With `most_seconds` of 0 it measures nothing. All times are of one clock, in
     seconds."""
 
     def __init__(self, most_seconds: int) -> None:

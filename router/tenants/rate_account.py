@@ -18,7 +18,7 @@ from router.tenants.caller import Limits
 SECONDS_PER_MINUTE = 60.0
 
 SEQUENCE_WAIT_SECONDS = 1.0
-"""When to ask again for a place among those served at a time: nobody knows how long an answer becomes."""
+"""When to ask again for one of the sequences: the length of the running answers is not known."""
 
 _ROUNDING = 1e-6
 
@@ -31,7 +31,7 @@ class Owner(enum.IntEnum):
 
 
 class Limited(enum.StrEnum):
-    """What there may be too much of."""
+    """The kind of limit."""
 
     REQUESTS = "requests"
     TOKENS = "tokens"
@@ -39,7 +39,7 @@ class Limited(enum.StrEnum):
 
 
 class Ask(NamedTuple):
-    """What a request is about to use: the tokens of its answers as far as they are counted beforehand."""
+    """A request's use: `num_output_tokens` is the part of its answers that is reserved beforehand."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -125,7 +125,7 @@ class RateAccount:
         return sequences is None or num_used + ask.num_sequences <= sequences
 
     def shortages(self, ask: Ask) -> Iterator[Shortage]:
-        """What keeps the request from being served now."""
+        """The limits that keep the request from being served now."""
         limits = self.limits
         if (limit := limits.requests_per_minute) is not None:
             yield from _shortage(Limited.REQUESTS, limit, self.requests, 1, 1)
@@ -149,7 +149,7 @@ class RateAccount:
         return reserved
 
     def end(self, ask: Ask, reserved: int, num_output_tokens: int) -> None:
-        """The answers have ended, and had so many tokens."""
+        """The answers have ended with this number of tokens."""
         self.reserved -= reserved
         self.num_sequences -= ask.num_sequences
         self.use(0, num_output_tokens)

@@ -1,9 +1,9 @@
-"""RateNews: what routers tell each other of what tenants and keys have used, and what comes of it.
+"""RateNews: the use of tenants and keys at each router, as the routers tell each other.
 
-Owns which account is told when, and how many sequences other routers have said that they serve. Pure: how
-news travel, and what time it is, is the caller's to say. Each router tells of what was used there since it
-last did, and all that it serves at the moment; what it hears it takes from its own accounts. So all of them
-come to the same numbers, as late as news are; what was used twice meanwhile is paid off before anything else.
+Owns which account is reported when, and how many sequences other routers serve. Pure: transport and time are
+the caller's. Each router reports its use since its last message, and the sequences that it serves now; it
+charges the others' use to its own accounts. So all of them come to the same numbers, as late as messages are;
+what was admitted beyond a limit meanwhile is paid off first.
 """
 
 from typing import Annotated
@@ -15,18 +15,18 @@ from router.tenants.rate_account import Owner, RateAccount
 from router.tenants.rate_limits import RateLimits
 
 MAX_ENTRIES = 512
-"""Of one message: the rest waits for the next one."""
+"""In one message; the rest waits for the next one."""
 
 QUIET_SECONDS = 4.0
-"""Who says nothing for so long serves nothing any more."""
+"""A router that is silent for this long is taken to serve nothing."""
 
 _Amount = Annotated[int, Meta(ge=-(2**48), le=2**48)]
 _Limit = Annotated[int, Meta(ge=0, le=2**48)]
 
 
 class Entry(Struct, frozen=True, array_like=True):
-    """Of one account: what was used there since the last news, and how many sequences are served there now.
-    The limits are those by which the teller counts."""
+    """One account: its use since the router's last message, and the sequences that are served there now. The
+    limits are those of the router that sends it."""
 
     owner: Owner
     name: Annotated[str, Meta(max_length=512)]
@@ -47,7 +47,7 @@ decode_news = msgpack.Decoder(News).decode
 
 
 class RateNews:
-    """From now on `limits` notes what has changed."""
+    """Makes `limits` note changed accounts from now on."""
 
     def __init__(self, limits: RateLimits, router_id: str) -> None:
         self.router_id = router_id
@@ -55,16 +55,17 @@ class RateNews:
         self._changed: dict[RateAccount, None] = {}
         limits.changed = self._changed
         self._served: dict[str, dict[RateAccount, int]] = {}
-        """By other routers, as far as they have said."""
+        """By other routers, by their last messages."""
         self._heard_at: dict[str, float] = {}
 
     @property
     def num_routers(self) -> int:
-        """Others that have been heard lately."""
+        """Other routers that sent something lately."""
         return len(self._heard_at)
 
     def tell(self, now: float) -> News | None:
-        """What is new; None: nothing. Whoever serves something goes on to be told of."""
+        """The next message, or None if nothing changed. Accounts with running sequences are in every
+        message."""
         entries: list[Entry] = []
         for account in list(self._changed)[:MAX_ENTRIES]:
             del self._changed[account]
@@ -75,7 +76,7 @@ class RateNews:
         return News(self.router_id, tuple(entries)) if entries else None
 
     def untell(self, news: News) -> None:
-        """It did not get through."""
+        """Take back a message that was not sent."""
         for entry in news.entries:
             account = self._limits.known(entry.owner, entry.name)
             if account is not None:
@@ -84,7 +85,7 @@ class RateNews:
                 self._changed[account] = None
 
     def hear(self, news: News, now: float) -> None:
-        """`now` is when it was said, in the same clock as everything else."""
+        """`now` is when it was sent, by the same clock as everything else."""
         if news.router_id == self.router_id:
             return
         self._heard_at[news.router_id] = now
@@ -97,7 +98,7 @@ class RateNews:
                 served[account] = entry.num_sequences
 
     def forget_quiet(self, now: float) -> None:
-        """Routers that are not heard any more: what they were serving ends with them."""
+        """Drop routers that are silent, with the sequences that they served."""
         quiet = [router_id for router_id, at in self._heard_at.items() if now - at > QUIET_SECONDS]
         for router_id in quiet:
             del self._heard_at[router_id]

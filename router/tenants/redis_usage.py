@@ -1,4 +1,4 @@
-"""RedisUsage: what all routers have counted, in Redis, under keys that replicas may neither read nor write.
+"""RedisUsage: the usage that all routers have counted, in Redis, where replicas may neither read nor write.
 
 Owns the keys::
 
@@ -6,10 +6,9 @@ Owns the keys::
     kvasir-usage:HOUR             set of the tenants of that hour
     kvasir-usage:writer:WRITER    how many times that router has written
 
-TAG is of `tenant_tags.py`. Redis forgets all of them by itself. A router writes its totals, not what was
-added to them, and nobody else writes these: to write twice is to write once. An old write that Redis gets to
-only after a newer one, over a connection that was given up, fails: each watches the number that the newer one
-has changed. All methods raise RedisError or OSError; how long they may take is the caller's to say.
+TAG is from `tenant_tags.py`. All keys have a TTL. A router writes its own totals, not increments, so writing
+twice is harmless. Each write watches its router's number of writes: one that Redis gets late, over a
+connection that was given up, fails. All methods raise RedisError or OSError; the caller sets the deadline.
 """
 
 import functools
@@ -30,15 +29,15 @@ PREFIX = "kvasir-usage:"
 
 
 class Written(NamedTuple):
-    """`refused` are rows that Redis has not taken. `is_intact` is false if what this router had written
-    before is there no longer, or not all of it."""
+    """`refused` are rows that Redis has not taken. `is_intact` is false if Redis has lost some of this
+    router's earlier writes."""
 
     refused: list[Row]
     is_intact: bool
 
 
 class RedisUsage:
-    """`writer` names this router, and no other that has ever been."""
+    """`writer` names this router, and never any other."""
 
     def __init__(
         self, redis_url: str, writer: str, keep_seconds: int, secret: ClusterSecret | None = None
@@ -99,7 +98,7 @@ class RedisUsage:
         ]
 
     async def hashes(self, places: Sequence[tuple[int, str]]) -> list[dict[bytes, bytes]]:
-        """What lies in the hours of these tenants, as it lies there."""
+        """The raw hashes of these hours and tenants."""
         keys = [[amounts_key(hour, tag) for tag in self._tags.all_of(tenant)] for hour, tenant in places]
         async with self._redis.pipeline(transaction=False) as pipeline:
             for key in itertools.chain.from_iterable(keys):
@@ -108,7 +107,7 @@ class RedisUsage:
         return [functools.reduce(operator.or_, itertools.islice(answers, len(each))) for each in keys]
 
     def entries(self, stored: dict[bytes, bytes]) -> list[StoredEntry]:
-        """What cannot be read is passed over, and counted."""
+        """Decode a hash; entries that cannot be decoded are skipped and counted."""
         found = [stored_entry(name, value) for name, value in stored.items()]
         entries = [entry for entry in found if entry is not None]
         self.num_not_ours += len(found) - len(entries)
