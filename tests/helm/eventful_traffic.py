@@ -23,10 +23,11 @@ from tests.integration.observe import wait_until
 MODEL = "toy_model"
 SYSTEM_LINES = 60
 NUM_CHATS = 16
-NUM_PICTURES = 6
 NUM_PICTURE_BYTES = 20_000
 IMAGE_BYTES = 64 * 2**10
-"""That a replica is to have for images: three of them."""
+"""Memory for images that a replica is to have: three pictures."""
+NUM_PICTURES = 2 * (IMAGE_BYTES // NUM_PICTURE_BYTES) + 1
+"""One more than two replicas have room for: however they are divided, one replica forgets some."""
 HEARTBEATS_SECONDS = 5.0
 """Until a heartbeat is given up."""
 
