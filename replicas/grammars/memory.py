@@ -115,5 +115,11 @@ class GrammarMemory:
             self.num_kept_bytes -= grammar.num_bytes
 
     def _keep_within_bounds(self) -> None:
-        while self._num_kept > MAX_KEPT or self.num_kept_bytes > MAX_KEPT_BYTES:
-            self._drop(next(each for each in self._latest.values() if not each.num_users))
+        """The tenant that keeps most, in number or in bytes, loses its least recently used."""
+        while (are_too_many := self._num_kept > MAX_KEPT) or self.num_kept_bytes > MAX_KEPT_BYTES:
+            kept = [each for each in self._latest.values() if not each.num_users]
+            size_of = Counter[bytes]()
+            for grammar in kept:
+                size_of[grammar.tenant] += 1 if are_too_many else grammar.num_bytes
+            ((largest, _),) = size_of.most_common(1)
+            self._drop(next(grammar for grammar in kept if grammar.tenant == largest))

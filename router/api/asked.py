@@ -25,6 +25,11 @@ class Asked:
     def caller(self) -> Caller:
         return caller_of(self.scope)
 
+    @property
+    def share_owner(self) -> str:
+        """The owner of its share of what requests take in turns: the tenant, or the address without keys."""
+        return self.caller.owner or self.address or ""
+
 
 Prepare = Callable[[ApiContext, Asked], Awaitable[ApiRequest]]
 """Raises a RouterError."""

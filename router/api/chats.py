@@ -103,7 +103,7 @@ async def _encode(context: ApiContext, kind: str, asked: Asked) -> _Read:
             chat,
             shown,
             kept,
-            grammar=await context.grammars.checked(wished, (namespace, salt), asked.caller.tenant.name),
+            grammar=await context.grammars.checked(wished, (namespace, salt), asked.share_owner),
             history=encoded_history(request) if context.history.is_on else None,
         )
     return _Read(request, encoded, kept, partial(encoded_tail, model, chat))

@@ -1,12 +1,14 @@
 """GrammarChecks: what answers are to be held to, checked beside the event loop, and remembered.
 
 Owns how many grammars are worked out at once and for whom, how many wait for that and how long, and which are
-known. A check takes milliseconds, for the worst that a client can ask seconds: each tenant's wait for its own
-(`replicas/process/fair_line.py`). Where it is worked out is given.
+known. A check takes milliseconds, for the worst that a client can ask seconds: owners take turns
+(`replicas/process/fair_line.py`). An owner is a tenant, or without keys an address. Where it is worked out is
+given.
 """
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -29,7 +31,7 @@ MAX_CHARACTERS = 64 * 1024
 """Of a grammar that is checked here. Longer ones come with large bodies, and are checked where those are."""
 
 NUM_PLACES = 3
-"""Of which a tenant has two at most."""
+"""Of which an owner has two at most."""
 MAX_WAITING = 64
 WAIT_SECONDS = 30.0
 RETRY_SECONDS = 2.0
@@ -96,6 +98,16 @@ class _Waiting:
         self.is_lost = False
 
 
+class _Known(NamedTuple):
+    """`owner` is whose request was the first with it."""
+
+    grammar: CheckedGrammar
+    owner: str
+
+
+_Key = tuple[WishedGrammar, Hashable]
+
+
 class GrammarChecks:
     """`work_out` does it elsewhere, and raises InvalidRequest and RouterBusy."""
 
@@ -107,43 +119,52 @@ class GrammarChecks:
         self._work_out = work_out
         self._clock = clock
         self._line: FairLine[_Waiting] = FairLine(num_places=NUM_PLACES, most_waiting=MAX_WAITING)
-        self._known: BoundedCache[tuple[WishedGrammar, Hashable], CheckedGrammar] = BoundedCache(MAX_KNOWN)
+        self._known: BoundedCache[_Key, _Known] = BoundedCache(MAX_KNOWN)
 
     async def checked(
-        self, wished: WishedGrammar, owner: Hashable = None, tenant: str = ""
+        self, wished: WishedGrammar, namespace: Hashable = None, owner: str = ""
     ) -> CheckedGrammar:
-        """Each owner's are remembered apart: how soon it is checked would tell others that it was asked for
-        before. Raises InvalidRequest for what cannot be followed, RouterBusy, and TooMuchWork for what is to
-        be checked elsewhere."""
+        """Each namespace's are remembered apart: how soon it is checked would tell others that it was asked
+        for before. Raises InvalidRequest for what cannot be followed, RouterBusy, and TooMuchWork for what is
+        to be checked elsewhere."""
         if not wished.text:
             return ANY_TEXT
-        key = (wished, owner)
+        key = (wished, namespace)
         known = self._known.get(key)
         if known is not None:
-            return known
+            return known.grammar
         if len(wished.text) > MAX_CHARACTERS:
             raise TooMuchWork
-        async with self._place(tenant):
+        async with self._place(owner):
             known = self._known.get(key)  # the same one may have been before it in the line
             if known is not None:
-                return known
+                return known.grammar
             grammar = await self._work_out(wished)
-        self._known.put(key, msgspec.structs.replace(grammar, seconds=0.0))
+        self._remember(key, _Known(msgspec.structs.replace(grammar, seconds=0.0), owner))
         return grammar
 
+    def _remember(self, key: _Key, known: _Known) -> None:
+        """Of a full store, the owner with most loses its least recently used."""
+        if len(self._known) >= self._known.max_size:
+            num_of = Counter(each.owner for _, each in self._known.items())
+            num_of[known.owner] += 1
+            ((largest, _),) = num_of.most_common(1)
+            self._known.pop(next(kept for kept, each in self._known.items() if each.owner == largest))
+        self._known.put(key, known)
+
     @asynccontextmanager
-    async def _place(self, tenant: str) -> AsyncIterator[None]:
+    async def _place(self, owner: str) -> AsyncIterator[None]:
         """Raises RouterBusy."""
-        await self._wait_for_place(tenant)
+        await self._wait_for_place(owner)
         started = self._clock()
         try:
             yield
         finally:
-            self._give_back(tenant, self._clock() - started)
+            self._give_back(owner, self._clock() - started)
 
-    async def _wait_for_place(self, tenant: str) -> None:
+    async def _wait_for_place(self, owner: str) -> None:
         waiting = _Waiting()
-        lost = self._line.enter(tenant, waiting)
+        lost = self._line.enter(owner, waiting)
         if lost is not None:
             lost.is_lost = True
             lost.called.set()
@@ -152,16 +173,16 @@ class GrammarChecks:
             async with asyncio.timeout(WAIT_SECONDS):
                 await waiting.called.wait()
         except BaseException as error:
-            if not self._line.leave(tenant, waiting) and not waiting.is_lost:
-                self._give_back(tenant, 0.0)
+            if not self._line.leave(owner, waiting) and not waiting.is_lost:
+                self._give_back(owner, 0.0)
             if isinstance(error, TimeoutError):
                 raise _busy() from error
             raise
         if waiting.is_lost:
             raise _busy()
 
-    def _give_back(self, tenant: str, seconds: float) -> None:
-        self._line.ends(tenant, seconds)
+    def _give_back(self, owner: str, seconds: float) -> None:
+        self._line.ends(owner, seconds)
         self._call_next()
 
     def _call_next(self) -> None:

@@ -4,7 +4,7 @@ Owns the entries and their total size. Pure.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView
 from typing import Generic, TypeVar
 
 K = TypeVar("K")
@@ -36,6 +36,10 @@ class BoundedCache(Generic[K, V]):
         if value is not None:
             self._entries.move_to_end(key)
         return value
+
+    def items(self) -> ItemsView[K, V]:
+        """The least recently used first."""
+        return self._entries.items()
 
     def peek(self, key: K) -> V | None:
         return self._entries.get(key)

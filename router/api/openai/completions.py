@@ -71,12 +71,12 @@ async def _read(context: ApiContext, asked: Asked) -> _Read:
     if is_light_completion(asked.body):
         read, unknown = COMPLETION.read(asked.body)
         request = COMPLETION.without_hints(read)
-        owner = asked.caller.namespace, request.cache_salt
-        model = context.catalog.get(request.model).within(*owner).bounded(asked.caller.max_context)
+        namespace = asked.caller.namespace, request.cache_salt
+        model = context.catalog.get(request.model).within(*namespace).bounded(asked.caller.max_context)
         with about_model(request.model), contextlib.suppress(TooMuchWork):
             check_completion(request, context.config.max_choices)
             wished = text_grammar(output_format_of(request, request.response_format))
-            grammar = await context.grammars.checked(wished, owner, asked.caller.tenant.name)
+            grammar = await context.grammars.checked(wished, namespace, asked.share_owner)
             prompts = prompts_of(request.prompt, context.config.max_prompts)
             return _Read(request, _encode(model, request, prompts), grammar, unknown)
     prepared = await context.offload.prepare("completion", asked.body, asked.address)

@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from replicas.grammars.memory import MAX_KEPT, MAX_KEPT_BYTES, MAX_SHARED_TOKENS, GrammarMemory, SharedGrammar
 
 MIB = 1 << 20
@@ -52,6 +54,20 @@ def test_one_that_is_exhausted_is_nobody_elses() -> None:
     assert memory.take(key(1), b"", MIB) is not first
     memory.give_back(first)
     assert memory.num_bytes == MIB
+
+
+@pytest.mark.parametrize(("quiet_bytes", "flood_bytes"), [(MIB, 2 * MIB), (100 * MIB, MIB), (MIB, 200 * MIB)])
+def test_a_tenant_that_keeps_most_loses_its_own(quiet_bytes: int, flood_bytes: int) -> None:
+    memory = GrammarMemory(10_000 * MIB)
+    quiet = memory.take(key(0), b"quiet", quiet_bytes)
+    assert quiet is not None
+    memory.give_back(quiet)
+    for number in range(1, 2 * MAX_KEPT):
+        grammar = memory.take(key(number), b"flood", flood_bytes)
+        assert grammar is not None
+        memory.give_back(grammar)
+    assert memory.take(key(0), b"quiet", quiet_bytes) is quiet
+    assert memory.take(key(2 * MAX_KEPT - 1), b"flood", flood_bytes) is grammar, "the latest is kept"
 
 
 def test_bytes_are_what_is_in_use_and_what_is_kept_is_bounded() -> None:

@@ -9,9 +9,11 @@ import httpx
 import pytest
 
 from router.api import grammar_checks
+from router.api.asked import Asked
 from router.api.grammar_checks import GrammarChecks, WishedGrammar
 from router.api.prepared import Bounds, CheckedGrammar
 from router.errors import InvalidRequest, RouterBusy
+from router.tenants.caller import CALLER, OPEN_CALLER, Caller, Tenant
 from tests.router import thinking_model, tiny_model
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says
@@ -115,10 +117,48 @@ async def test_a_checked_grammar_is_remembered_and_only_so_many_are(monkeypatch:
     for text in ("a", "b", "a", "c", "a", "b"):
         assert text in (await checks.checked(_wished(text))).text
     assert worked_out == [_wished(text).text for text in ("a", "b", "c", "b")]
-    assert (await checks.checked(_wished("b"), owner=("tenant:acme", None))).seconds > 0
-    assert len(worked_out) == 5, "whose it is counts"
-    known = await checks.checked(_wished("b"), owner=("tenant:acme", None))
+    assert (await checks.checked(_wished("b"), namespace=("tenant:acme", None))).seconds > 0
+    assert len(worked_out) == 5, "whose namespace it is counts"
+    known = await checks.checked(_wished("b"), namespace=("tenant:acme", None))
     assert known.seconds == 0 and known.num_bytes > 0
+
+
+async def test_a_flood_of_grammars_pushes_out_its_own_whatever_its_salts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammar_checks, "MAX_KNOWN", 4)
+    checks = GrammarChecks(_worked_out)
+    await checks.checked(_wished("quiet"), ("default", None), "10.0.0.1")
+    for salt in range(8):
+        await checks.checked(_wished("flood"), ("default", str(salt)), "10.0.0.2")
+    again = await checks.checked(_wished("quiet"), ("default", None), "10.0.0.1")
+    latest = await checks.checked(_wished("flood"), ("default", "7"), "10.0.0.2")
+    assert again.seconds == latest.seconds == 0
+
+
+async def test_a_request_without_a_key_takes_the_share_of_its_address(
+    server: HttpServer, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owners: list[str] = []
+
+    async def checked(self: GrammarChecks, wished: WishedGrammar, _: object, owner: str) -> CheckedGrammar:
+        owners.append(owner)
+        return wished.checked()
+
+    monkeypatch.setattr(GrammarChecks, "checked", checked)
+    for body in (CHAT, PLAIN | {"prompt": "Hello"}):
+        await grammars(server, http, body | {"guided_choice": ["yes", "no"]})
+    assert owners == ["127.0.0.1"] * 2
+
+
+def test_without_keys_addresses_take_turns_and_with_keys_tenants() -> None:
+    keyed = Caller(tenant=Tenant(name="acme"), key_id="k1")
+    for caller, address, owner in (
+        (OPEN_CALLER, "10.0.0.1", "10.0.0.1"),
+        (OPEN_CALLER, None, ""),
+        (keyed, "10.0.0.1", "tenant:acme"),
+    ):
+        assert Asked(b"", address, {CALLER: caller}).share_owner == owner
 
 
 class Gate:
@@ -157,14 +197,14 @@ async def test_a_tenant_that_floods_waits_behind_itself_and_nobody_else_does() -
     gate = Gate()
     checks = GrammarChecks(gate.work_out)
     flood = [
-        asyncio.create_task(checks.checked(_wished(f"f{number}"), tenant="flood"))
+        asyncio.create_task(checks.checked(_wished(f"f{number}"), owner="flood"))
         for number in range(2 * grammar_checks.MAX_WAITING)
     ]
     await asyncio.sleep(0)
-    other = asyncio.create_task(checks.checked(_wished("other"), tenant="other"))
+    other = asyncio.create_task(checks.checked(_wished("other"), owner="other"))
     await asyncio.sleep(0)
     assert gate.begun == [_wished(text).text for text in ("f0", "f1", "other")]
-    next_other = asyncio.create_task(checks.checked(_wished("next"), tenant="other"))
+    next_other = asyncio.create_task(checks.checked(_wished("next"), owner="other"))
     await asyncio.sleep(0)
     gate.opened.set()
     await asyncio.wait([other, next_other])
