@@ -22,7 +22,7 @@ from router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
-    *("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "helm/README.md"),
+    *("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "loadtests/RESULTS.md", "helm/README.md"),
     *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").glob("*.md"))),
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)

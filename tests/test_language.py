@@ -17,7 +17,7 @@ BANNED_WORDS = re.compile(
 BANNED_BEGINNINGS = re.compile(
     r"(Of|What|Who|Which|That which|For which|By which|In which|To which|With which) "
 )
-ALLOWED = {"docs": 34, "loadtests": 243, "replicas": 372, "router": 533}
+ALLOWED = {"docs": 34, "loadtests": 204, "replicas": 372, "router": 533}
 """Findings that a package may still have. The numbers only ever shrink; a package without one has none."""
 
 

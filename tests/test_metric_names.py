@@ -17,6 +17,7 @@ WITH_METRICS = re.compile(r"`((?:(?:router|replica|fleet)_|vllm:)[a-z_:]+)(?:\{[
 
 DOCUMENTS = [
     *("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "loadtests/RESULTS.md", "helm/README.md"),
+    *(f"loadtests/log/{page.name}" for page in sorted((ROOT / "loadtests/log").glob("*.md"))),
     *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))),
 ]
 

@@ -11,7 +11,7 @@ once; so the least wait of a while tells an overload from a burst, as in CoDel (
 
 TARGET_SECONDS = 2.0
 """Of prompts, at the idlest replica. Fleets that carry recorded and generated traffic stay below it, but for
-fractions of a second (`loadtests/RESULTS.md`)."""
+fractions of a second (`loadtests/log/2026-11.md`)."""
 
 LEAST_INTERVAL_SECONDS = 1.0
 

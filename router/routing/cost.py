@@ -13,7 +13,7 @@ gather where they disturb few, and short ones pass them by. The last is the pric
 what is computed there evicts something else, the more surely the fuller the cache is. So a full fleet
 pays for copies of what another replica holds, and while there is room, sessions spread into it. The price
 is the same where what is evicted could be fetched back: a lower one spreads prompts that share a prefix
-over so many devices that requests which run have no room (`loadtests/RESULTS.md` has the figures).
+over so many devices that requests which run have no room (`loadtests/log/2026-11.md` has the figures).
 
 How much of the prompt is *ready* when its turn comes is a choice, and the cheapest counts: what lies on
 the device alone, or also what lies in host memory, on disk, or deeper at a peer. KV moves while the request
