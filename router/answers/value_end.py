@@ -76,9 +76,7 @@ class ValueEnd:
         """Within a line only the last marks of an answer end a value."""
         if mark not in _OPENED_BY:
             return False
-        rest = _after_space(text, at + len(mark))
-        if mark == FUNCTION_END and rest.startswith(CALL_END):
-            rest = _after_space(rest, len(CALL_END))
+        rest, _ = _after_mark(mark, text, at)
         if rest and not (mark == FUNCTION_END and CALL_END.startswith(rest)):
             return False
         return is_over or None
@@ -93,9 +91,8 @@ class ValueEnd:
         if self._num_open[_OPENED_BY[mark]]:
             self._num_open[_OPENED_BY[mark]] -= 1
             return False
-        rest = _after_space(text, at + len(mark))
-        if mark == FUNCTION_END and rest.startswith(CALL_END):
-            rest = _after_space(rest, len(CALL_END))
+        rest, ends_call = _after_mark(mark, text, at)
+        if ends_call:
             if rest.startswith(PARAMETER_END):
                 return False
             return is_over or not PARAMETER_END.startswith(rest) or None
@@ -105,6 +102,14 @@ class ValueEnd:
         if any(each.startswith(rest) for each in following):
             return is_over or None
         return False
+
+
+def _after_mark(mark: str, text: str, at: int) -> tuple[str, bool]:
+    """What follows the mark; whether `</tool_call>` follows a `</function>`, then what follows that."""
+    rest = _after_space(text, at + len(mark))
+    if mark == FUNCTION_END and rest.startswith(CALL_END):
+        return _after_space(rest, len(CALL_END)), True
+    return rest, False
 
 
 def _after_space(text: str, at: int) -> str:
