@@ -215,6 +215,16 @@ async def test_reasoning_that_is_cut_off_says_all_of_itself_whatever_the_stop_st
     assert (choice["finish_reason"], choice["matched_stop"]) == ("length", None)
 
 
+async def test_a_stop_token_ends_an_answer_that_is_in_its_reasoning(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    *thinks, stop = token_ids("<think>\nOne. Two. Three", end=False)
+    server.dispatcher.script = says([*thinks, stop])
+    (choice,) = (await whole(http, stop_token_ids=[stop]))["choices"]
+    assert (choice["finish_reason"], choice["matched_stop"]) == ("stop", stop)
+    assert "One. Two." in choice["message"]["reasoning_content"] and not choice["message"]["content"]
+
+
 async def test_a_stop_string_counts_in_a_call_and_one_that_it_cuts_is_not_to_be_run(
     server: HttpServer, http: httpx.AsyncClient
 ) -> None:
