@@ -1,12 +1,14 @@
 """How `pytest -n` shares the tests out: a file to one worker, what takes longest first, some not at all.
 
-Also which files have failed, so that `./kvasir test` can run them again.
+A worker loads a file when it runs it, so no file is loaded twice. Also lists which files have failed, so that
+`./kvasir test` can run them again.
 
 The `--dist loadgroup` of xdist does not share out: it writes groups into the names of tests, which pytest 9
 ignores without a word. So groups are made of the names that tests have anyway.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 CLIENTS = "tests/clients/"
+OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 FILES_WITH_IMAGES = ("test_images.py", "test_compose_runs.py", "test_cuda_image.py")
 
 
@@ -38,6 +41,61 @@ def group_of(nodeid: str) -> str:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Groups:
     config.option.loadscopereorder = False  # in the order below, not by the number of tests
     return Groups(config, log)
+
+
+class LazyFile(pytest.File):
+    """A file of tests of which only the name is known yet."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        tests = LazyTests.from_parent(self, name=self.name, nodeid=self.nodeid)
+        tests.add_marker(pytest.mark.timeout(0))  # each test in it has its own
+        yield tests
+
+
+class LazyTests(pytest.Item):
+    """All tests of a file, as the one item that a worker is given."""
+
+    def runtest(self) -> None:
+        raise NotImplementedError("its tests run one by one")
+
+    def run_each(self, nextitem: pytest.Item | None) -> None:
+        """Load the file and run its tests, as pytest would have done it."""
+        session, hook = self.session, self.config.hook
+        assert self.parent is not None and self.parent.parent is not None
+        file = pytest.Module.from_parent(self.parent.parent, path=self.path)
+        items = list(session.genitems(file))
+        hook.pytest_collection_modifyitems(session=session, config=self.config, items=items)
+        place = session.items.index(self)
+        for item, following in zip(items, [*items[1:], nextitem], strict=False):
+            session.items[place] = item  # xdist expects reports of the item that it finds there
+            hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if session.shouldfail or session.shouldstop:
+                break
+        session.items[place] = self
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.File | None:
+    """Arguments that name single tests need the files loaded."""
+    if not _is_worker() or any("::" in argument for argument in parent.config.args):
+        return None
+    return LazyFile.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    if not isinstance(item, LazyTests):
+        return None
+    item.run_each(nextitem)
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """xdist has counted files, of which all tests may have been deselected."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    is_shared_out = reporter is not None and session.config.getoption("numprocesses", None)
+    if is_shared_out and exitstatus == 0 and not any(reporter.getreports(each) for each in OUTCOMES):
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,23 +128,35 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     Path(file).write_text("".join(f"{name}\n" for name in names))
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """What is selected by mark or name are tests; a file that is not loaded yet is left as it is."""
     wanted = _wanted_files(config)
     if wanted is not None:
         items[:] = [item for item in items if item.path in wanted]
-    is_worker = "PYTEST_XDIST_WORKER" in os.environ
-    if not is_worker and not config.getoption("--alone"):
+    lazy = [item for item in items if isinstance(item, LazyTests)]
+    if lazy:
+        items.clear()
+        yield
+        items[:] = _longest_first(lazy)
         return
-    config.hook.pytest_deselected(items=[item for item in items if _is(item, "alone") == is_worker])
-    items[:] = [item for item in items if _is(item, "alone") != is_worker]
-    turns: dict[str, int] = {}
+    yield
+    if not _is_worker() and not config.getoption("--alone"):
+        return
+    config.hook.pytest_deselected(items=[item for item in items if _is(item, "alone") == _is_worker()])
+    items[:] = [item for item in items if _is(item, "alone") != _is_worker()]
     for item in items:
-        group = group_of(item.nodeid)
         for mark in ("vllm", "images"):
-            if _is(item, mark) and group != mark:
+            if _is(item, mark) and group_of(item.nodeid) != mark:
                 raise pytest.UsageError(f"{item.nodeid} is marked {mark}, and its name does not say so")
-        turns[group] = min(_turn(item), turns.get(group, _turn(item)))
-    items.sort(key=lambda item: turns[group_of(item.nodeid)])
+
+
+def _longest_first(files: list[LazyTests]) -> list[LazyTests]:
+    turns: dict[str, int] = {}
+    for file in files:
+        group, turn = group_of(file.nodeid), _turn(file.path.read_text())
+        turns[group] = min(turn, turns.get(group, turn))
+    return sorted(files, key=lambda file: turns[group_of(file.nodeid)])
 
 
 def _wanted_files(config: pytest.Config) -> set[Path] | None:
@@ -94,9 +164,13 @@ def _wanted_files(config: pytest.Config) -> set[Path] | None:
     return {config.rootpath / name for name in Path(listed).read_text().split()} if listed else None
 
 
-def _turn(item: pytest.Item) -> int:
+def _turn(text: str) -> int:
     marks = ("images", "vllm", "slow", "cluster")
-    return next((turn for turn, mark in enumerate(marks) if _is(item, mark)), len(marks))
+    return next((turn for turn, mark in enumerate(marks) if f"mark.{mark}" in text), len(marks))
+
+
+def _is_worker() -> bool:
+    return "PYTEST_XDIST_WORKER" in os.environ
 
 
 def _is(item: pytest.Item, mark: str) -> bool:

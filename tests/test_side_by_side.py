@@ -21,27 +21,24 @@ def test_alone(): ...
 MARKS = "[pytest]\nmarkers =\n" + "".join(f"    {mark}: \n" for mark in ("alone", "slow"))
 
 
+def ran(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    options = ("-v", "-c", "pytest.ini", "-p", "tests.side_by_side", "--color=no")
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "-p", "no:cacheprovider", "-p", "xdist.plugin", *words],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 def run(folder: Path, *words: str) -> list[tuple[str, str]]:
     """Worker, or nothing, and test, in the order in which they passed."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-v",
-        "-c",
-        "pytest.ini",
-        "-p",
-        "tests.side_by_side",
-        "--color=no",
-    ]
-    environment = {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    ran = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "-p", "xdist.plugin", *words],
-        **{"cwd": folder, "env": environment, "capture_output": True, "text": True, "check": False},
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    side_by_side = re.findall(r"^\[(gw\d)\].* PASSED (\S+)", ran.stdout, re.M)
-    return side_by_side or [("", name) for name in re.findall(r"^(\S+) PASSED", ran.stdout, re.M)]
+    done = ran(folder, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    side_by_side = re.findall(r"^\[(gw\d)\].* PASSED (\S+)", done.stdout, re.M)
+    return side_by_side or [("", name) for name in re.findall(r"^(\S+) PASSED", done.stdout, re.M)]
 
 
 def test_a_file_has_one_worker_a_slow_one_is_first_and_what_runs_alone_is_left_out(tmp_path: Path) -> None:
@@ -71,6 +68,31 @@ def test_all_tests_of_clients_share_one_cluster_and_so_one_worker(tmp_path: Path
         (folder / f"test_{name}.py").write_text(FILE)
     passed = run(tmp_path, "-n", "2")
     assert len(passed) == 4 * 6 and len({worker for worker, _ in passed}) == 1
+
+
+LOADED = """
+from pathlib import Path
+
+with Path("loaded").open("a") as log:
+    log.write(f"{__name__}\\n")
+
+def test_one(): ...
+def test_two(): ...
+"""
+
+
+def test_a_file_is_loaded_by_the_one_worker_that_runs_it(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text(MARKS)
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / f"test_{name}.py").write_text(LOADED)
+    assert len(run(tmp_path, "-n", "2", "-k", "one")) == 4
+    assert sorted((tmp_path / "loaded").read_text().split()) == ["test_a", "test_b", "test_c", "test_d"]
+
+
+def test_that_no_test_is_meant_has_a_status_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text(MARKS)
+    (tmp_path / "test_a.py").write_text(FILE)
+    assert ran(tmp_path, "-n", "2", "-k", "nothing").returncode == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 FAILS_ONCE = """
