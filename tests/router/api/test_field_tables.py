@@ -23,7 +23,7 @@ from tests.router import tiny_model
 from tests.router.http_server import HttpServer
 from tests.router.scripted_dispatch import says
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "api.md"
+DOCUMENTS = sorted((Path(__file__).parents[3] / "docs").glob("api*.md"))
 HELLO = [{"role": "user", "content": "Hello"}]
 LARGE = "Hello " * 50_000
 Reads = Callable[[dict[str, Any]], ChatRequest]
@@ -273,7 +273,7 @@ def test_the_log_names_a_field_once_and_not_without_end(caplog: pytest.LogCaptur
 
 
 def test_every_field_that_is_a_hint_or_refused_is_documented() -> None:
-    text = DOCUMENT.read_text()
+    text = "".join(page.read_text(encoding="utf-8") for page in DOCUMENTS)
     for table, _ in TABLES:
         names = {name for name in (*table.hints, *table.refused) if f"`{name}`" not in text}
         assert not {name for name in names if not _is_other_spelling(name, text)}
