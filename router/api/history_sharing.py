@@ -1,8 +1,8 @@
-"""HistorySharing: what other routers tell of a conversation's answers, and this one before it was restarted.
+"""HistorySharing: a conversation's answers from other routers, or from this one before a restart.
 
-Owns what is believed of it. An answer's tokens have to say the very message that the conversation has at its
-place, read as the answer was; all others are this router's own, found again in the prompt as its template
-writes it. What does not fit is passed over and counted, and the conversation is then as good as unknown.
+Owns the check of such a record. Its answer's tokens must read as the very message that the conversation has
+at that place. All other tokens are this router's own, found in the prompt that its template renders. A record
+that does not fit is skipped and counted; the conversation then counts as unknown.
 """
 
 import time
@@ -24,14 +24,14 @@ from router.tenants.caller import Caller
 from router.turns import LongWork
 
 MOST_ANSWERS = 256
-"""Of one conversation, the last of which are asked for."""
+"""Per conversation; the last ones are asked for."""
 RENEW_SHARE = 0.5
-"""Of the time for which a record is there, after which one that is used is told again."""
+"""A record in use is told again after this part of its lifetime."""
 
 
 class Sought(NamedTuple):
-    """A conversation of which not all is known: `tenant` is whose memory it takes here, `num_known` are the
-    messages through the last answer that is remembered."""
+    """A conversation that is partly known. `tenant` is the one whose memory it takes here; `num_known` counts
+    the messages through the last remembered answer."""
 
     model: ServedModel
     caller: Caller
@@ -48,7 +48,7 @@ class _Heard:
     told: Told
     mark: Mark
     parent: int | None
-    """The position of the answer that it went on from."""
+    """Position of the answer before it."""
 
 
 class HistorySharing:
@@ -66,8 +66,8 @@ class HistorySharing:
         self._clock, self._wall_clock = clock, wall_clock
 
     def tell(self, tenant: str, key: ConversationKey) -> None:
-        """Of an answer that has just been remembered, and of those before it of which others were told long
-        ago. `tenant` is whose room in Redis it takes."""
+        """Tell others of an answer that was just remembered, and again of those before it that were told long
+        ago. `tenant` is the one whose room in Redis it takes."""
         now = self._clock()
         since = max(self.exchange.lost_at, now - RENEW_SHARE * self.exchange.seconds)
         chain = self._remembered.chain(key)
@@ -83,7 +83,7 @@ class HistorySharing:
             before = record.mark
 
     async def fetch(self, sought: Sought, work: LongWork) -> bool:
-        """Remember what others tell of it. Whether there is more to know than before."""
+        """Fetch and remember records of it. Whether more is known than before."""
         history = sought.encoded.history
         assert history is not None
         tenant = sought.caller.tenant.name
@@ -109,7 +109,7 @@ class HistorySharing:
     def _linked(
         self, sought: Sought, positions: Sequence[int], answers: Sequence[Told | None]
     ) -> dict[int, _Heard]:
-        """Those that go on from nothing, from each other, or from what is remembered here, by position."""
+        """By position: records that continue nothing, each other, or an answer that is remembered here."""
         assert sought.encoded.history is not None
         heard: dict[int, _Heard] = {}
         by_mark: dict[bytes, int] = {}
@@ -134,7 +134,7 @@ class HistorySharing:
         return None
 
     def _longest(self, heard: dict[int, _Heard]) -> list[_Heard]:
-        """The last that was heard and those that it needs, the earliest first."""
+        """The last record and those that it needs, earliest first."""
         place = max(heard, default=None)
         chain: list[_Heard] = []
         while place is not None and place in heard:
@@ -143,7 +143,7 @@ class HistorySharing:
         return chain[::-1]
 
     def _adopt(self, sought: Sought, heard: _Heard, retracing: Retracing) -> bool:
-        """Whether it fits the conversation, and there is room for it."""
+        """Remember the record. False if it does not fit the conversation, or there is no room."""
         told, model = heard.told, sought.model
         assert sought.encoded.history is not None
         thought = said_thought(model, told, sought.encoded.history.digests[heard.position + 1], sought.tools)
@@ -164,7 +164,7 @@ class HistorySharing:
 
 
 def said_thought(model: ServedModel, told: Told, digest: bytes, tools: Tools) -> Thought | None:
-    """What the answer was thought of with, if its tokens say the message of this digest; else None."""
+    """The answer's reasoning, if its tokens read as the message of this digest; else None."""
     token_ids = unpack_token_ids(told.said)
     if max(token_ids) >= model.card.vocab_size or len(token_ids) > model.card.context_length:
         return None

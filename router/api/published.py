@@ -1,7 +1,7 @@
 """POST, GET and DELETE /v1/published: beginnings of prompts that an operator publishes for every tenant.
 
-Owns the routes. A prefix is prepared as a request with the same body would be, up to its last whole block; it
-is computed by whoever first asks with it.
+Owns the routes. A prefix is prepared as a request with the same body would be, up to its last whole block.
+The first request that begins with it computes it.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ MAX_NAME_CHARACTERS = 200
 
 
 class NewPrefix(msgspec.Struct):
-    """Of a body, the rest of which is read where those of chats and completions are."""
+    """The fields that are read here; chats and completions read the rest."""
 
     model: str
     name: str | None = None

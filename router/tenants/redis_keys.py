@@ -1,9 +1,9 @@
-"""RedisKeys: tenants and keys in Redis, sealed, where routers follow them and replicas may not read.
+"""RedisKeys: tenants and keys in Redis, sealed; routers follow them, replicas may not read them.
 
-Owns the form: one text under a name outside of what replicas may read, AES-256-GCM over a version number and
-the document. The number only goes up: a router that has seen one refuses what is older, so who can write to
-Redis but lacks the secret can bring back no key that was revoked, as long as one router has run since then.
-Redis away, or without keys, leaves those before in force.
+Owns the format: one text, AES-256-GCM over a version number and the document. The number only goes up, and a
+router refuses a document older than one it has seen. So a writer to Redis without the secret cannot bring
+back a revoked key, as long as one router has run since. While Redis is away or has no keys, the last ones
+stay in force.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ READ_SECONDS = 20.0
 MAX_TRIES = 64
 
 _HEAD_BYTES = len(VERSION) + KEY_ID_BYTES + NONCE_BYTES
-"""They differ from one writing to the next, so the rest need not be read to see that it is the same."""
+"""The head differs with every write, so it is enough to see that the document is the same."""
 _NUMBER_BYTES = 8
 
 
@@ -52,7 +52,7 @@ def open_document(seal: Seal, sealed: bytes) -> Numbered:
 
 
 class RedisKeys:
-    """Until it has found keys, nobody is let in."""
+    """Until it has found keys, every request is refused."""
 
     def __init__(
         self, redis_url: str, secret: ClusterSecret, keys: KeysInForce, *, poll_seconds: float = POLL_SECONDS
@@ -122,14 +122,14 @@ def _opened(seal: Seal, sealed: bytes) -> tuple[int, KeySet]:
 
 
 async def read_keys(redis_url: str, seal: Seal) -> Numbered | None:
-    """What is there. Raises RedisError, OSError, NotOurs or BadKeys."""
+    """The document in Redis. Raises RedisError, OSError, NotOurs or BadKeys."""
     async with plain_redis(redis_url) as redis:
         sealed = await _document(redis)
     return None if sealed is None else open_document(seal, sealed)
 
 
 async def replace_keys(redis_url: str, seal: Seal, old: Numbered | None, new: Numbered) -> bool:
-    """Whether `old` still was what is there. Raises as `read_keys` does."""
+    """Write `new`, unless Redis no longer has `old`; says whether it did. Raises as `read_keys` does."""
     async with plain_redis(redis_url) as redis, redis.pipeline(transaction=True) as pipeline:
         await pipeline.watch(DOCUMENT_KEY)
         sealed = await _document(pipeline)
@@ -146,7 +146,7 @@ async def replace_keys(redis_url: str, seal: Seal, old: Numbered | None, new: Nu
 
 
 def next_number(old: Numbered | None, now_ms: int) -> int:
-    """Above that of the last one, and above that of one that Redis has lost: as high as the time is late."""
+    """Above the last one, and above one that Redis has lost: at least the current time."""
     return max(now_ms, 0 if old is None else old.number + 1)
 
 
