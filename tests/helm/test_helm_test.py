@@ -40,7 +40,7 @@ def test_the_chart_runs_the_script_as_it_is() -> None:
 
 
 def test_it_passes_again_and_again_where_a_second_user_finds_what_the_first_has_computed() -> None:
-    settings = {"engine": "torch", "model_name": "toy", "num_threads": 1}
+    settings = {"engine": "simulated", "model_name": "toy", "simulated_hardware": "instant"}
     with local_stack(num_replicas=2, replica_settings=settings) as stack:
         for _ in range(2):
             status, output = check(stack.url)

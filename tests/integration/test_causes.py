@@ -5,7 +5,7 @@ import pytest
 from loadtests.benches.causes import SCENES, what_is_said
 
 EACH = 4
-AT_ONCE = ("evicted", "expired", "lost_in_transfer", "lease_broken_elsewhere")
+AT_ONCE = ("expired", "lost_in_transfer")
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -19,7 +19,7 @@ def test_misses_of_our_own_engine_have_their_cause_named(cause: str) -> None:
     assert said.share == 1, said
 
 
-@pytest.mark.parametrize("cause", ["held_elsewhere", "not_yet_written", "replica_restarted"])
+@pytest.mark.parametrize("cause", ["evicted", "held_elsewhere", "not_yet_written", "replica_restarted"])
 def test_so_have_those_of_simulated_replicas(cause: str) -> None:
     said = what_is_said(cause, "simulated", EACH)
     assert said.share == 1, said

@@ -20,7 +20,7 @@ SETTLE_SECONDS = 0.4
 SYSTEM = "You are a patient assistant who explains how caches work. " * 4
 
 
-@pytest.mark.parametrize("fixture", ["toy_stack", "simulated_stack"])
+@pytest.mark.parametrize("fixture", [pytest.param("toy_stack", marks=pytest.mark.slow), "simulated_stack"])
 def test_each_turn_is_cached_up_to_the_last_block_of_the_turn_before(
     request: pytest.FixtureRequest, fixture: str
 ) -> None:
@@ -28,7 +28,7 @@ def test_each_turn_is_cached_up_to_the_last_block_of_the_turn_before(
     talk([stack.url])
 
 
-@pytest.mark.parametrize("fixture", ["toy_stack", "simulated_stack"])
+@pytest.mark.parametrize("fixture", [pytest.param("toy_stack", marks=pytest.mark.slow), "simulated_stack"])
 def test_so_it_is_where_turns_alternate_between_routers(request: pytest.FixtureRequest, fixture: str) -> None:
     stack: LocalStack = request.getfixturevalue(fixture)
     with another_router(stack, history_wait_seconds=10) as other:

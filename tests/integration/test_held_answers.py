@@ -37,7 +37,7 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=["torch", "simulated"])
+@pytest.fixture(scope="module", params=[pytest.param("torch", marks=pytest.mark.slow), "simulated"])
 def stack(request: pytest.FixtureRequest) -> Iterator[LocalStack]:
     settings = {"engine": request.param, "model_name": "toy", "num_blocks": 1024, "num_threads": 1}
     with local_stack(num_replicas=2, replica_settings=settings) as running:

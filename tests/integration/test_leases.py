@@ -77,8 +77,3 @@ def test_what_cannot_be_kept_is_refused_aloud_and_served(tiered_stack: LocalStac
     details, headers = ask(tiered_stack, "Hi", prompt_cache_options={"ttl": "30m"})
     assert details["cache_leases"] == [{"status": "refused", "reason": "no_whole_chunk"}]
     assert headers["x-kvasir-cache-lease"] == "refused; reason=no_whole_chunk"
-
-
-def test_where_there_are_no_tiers_the_answer_says_that_nothing_keeps_it(simulated_stack: LocalStack) -> None:
-    details, _ = ask(simulated_stack, LEASED, prompt_cache_retention="24h")
-    assert details["cache_leases"] == [{"status": "refused", "reason": "no_tier"}]

@@ -27,7 +27,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 NUM_STORIES = int(os.environ.get("KVASIR_STORIES", "3"))
 """Of each way of breaking a prompt."""
-ENGINE = os.environ.get("KVASIR_STORIES_ENGINE", "torch")
+ENGINE = os.environ.get("KVASIR_STORIES_ENGINE", "simulated")
+ENGINES = [ENGINE] if ENGINE != "simulated" else [ENGINE, pytest.param("torch", marks=pytest.mark.slow)]
 BETWEEN_SECONDS = 0.0 if NUM_STORIES < 10 else 0.3
 """A router gives a part of its processor to looking for places, and many stories come as many requests."""
 
@@ -38,12 +39,12 @@ CLIENT = httpx.Client(verify=False, timeout=120)
 
 PATHS = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "responses": "/v1/responses"}
 LENGTHS = {"chat": "max_tokens", "messages": "max_tokens", "responses": "max_output_tokens"}
-BLOCK_SIZE = {"torch": 16, "vllm": 32}[ENGINE]
+BLOCK_SIZE = {"torch": 16, "simulated": 16, "vllm": 32}[ENGINE]
 
 
-@pytest.fixture(scope="module")
-def story_stack() -> Iterator[LocalStack]:
-    settings = {"engine": ENGINE, "model_name": "toy", "num_threads": 1}
+@pytest.fixture(scope="module", params=ENGINES)
+def story_stack(request: pytest.FixtureRequest) -> Iterator[LocalStack]:
+    settings = {"engine": request.param, "model_name": "toy", "num_threads": 1}
     with local_stack(num_replicas=2, replica_settings=settings) as stack:
         yield stack
 

@@ -27,7 +27,7 @@ def cached(usage: CompletionUsage) -> tuple[int, int]:
     return details.cached_tokens, details.cross_user_cached_tokens  # type: ignore[attr-defined, return-value]
 
 
-@pytest.mark.parametrize("fixture", ["toy_stack", "simulated_stack"])
+@pytest.mark.parametrize("fixture", [pytest.param("toy_stack", marks=pytest.mark.slow), "simulated_stack"])
 def test_usage_tells_what_another_user_had_computed_from_what_one_had_oneself(
     request: pytest.FixtureRequest, fixture: str
 ) -> None:
@@ -44,3 +44,11 @@ def test_usage_tells_what_another_user_had_computed_from_what_one_had_oneself(
     assert num_of_others == 0
     total = metric(stack, "router_cross_user_cached_tokens_total")
     assert total == metric(stack, "router_cached_tokens_total") - 2 * num_cached
+
+
+def test_where_there_are_no_tiers_the_answer_says_that_nothing_keeps_a_prompt(
+    simulated_stack: LocalStack,
+) -> None:
+    details = ask(simulated_stack, "What is a block?", prompt_cache_retention="24h").prompt_tokens_details
+    assert details is not None
+    assert details.cache_leases == [{"status": "refused", "reason": "no_tier"}]  # type: ignore[attr-defined]

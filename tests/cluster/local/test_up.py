@@ -244,6 +244,7 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
     assert "cannot listen on 127.0.0.1 port" in up.stderr
 
 
+@pytest.mark.slow
 def test_kv_on_disk_is_found_by_the_next_cluster_in_the_same_directory(tmp_path: Path) -> None:
     command = KvasirCommand(tmp_path / "run")
     text = "A prompt that is long enough to make some chunks of KV. " * 30
