@@ -54,10 +54,6 @@ def proportional_set_bytes(pids: Sequence[int]) -> int:
     return total
 
 
-def resident_bytes(pid: int) -> int:
-    return int(psutil.Process(pid).memory_info().rss)
-
-
 def print_header(title: str) -> None:
     """What makes a figure reproducible: command, commit, machine."""
     print(f"## {title}")

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from loadtests.benches.harness import WORDS
 from loadtests.stacks.local_stack import LocalStack
 
 MODEL = "toy_model"
@@ -145,9 +146,7 @@ class Asker:
         request_ids = [self._request_id() for _ in prompts]
 
         async def post() -> None:
-            async with httpx.AsyncClient(
-                verify=False, timeout=PATIENCE_SECONDS, headers=self._headers
-            ) as client:
+            async with self._async_client() as client:
                 await asyncio.gather(
                     *(
                         client.post(
@@ -174,9 +173,7 @@ class Asker:
                 await client.post(f"{self.stack.url}/v1/completions", json=self._body(prompt, fields))
 
         async def keep_all_on() -> None:
-            async with httpx.AsyncClient(
-                verify=False, timeout=PATIENCE_SECONDS, headers=self._headers
-            ) as client:
+            async with self._async_client() as client:
                 await asyncio.gather(*(keep_on(client, prompt) for prompt in prompts))
 
         thread = threading.Thread(target=lambda: asyncio.run(keep_all_on()))
@@ -187,6 +184,9 @@ class Asker:
         finally:
             has_ended.set()
             thread.join()
+
+    def _async_client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(verify=False, timeout=PATIENCE_SECONDS, headers=self._headers)
 
     def _request_id(self) -> str:
         return f"{id(self):x}-{next(self._ids)}"
@@ -217,9 +217,3 @@ class Asker:
                 f"{self.stack.url}/v1/completions", json=self._body(self.tokens(each), {})
             ).raise_for_status()
         self.settle()
-
-
-WORDS = (
-    "read write the file of a city weather path list user name date time unit where string number object and"
-    " then describe it in one short line before you go on with what comes after"
-).split()

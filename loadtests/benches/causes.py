@@ -10,7 +10,6 @@ the replica that had it, and what the client has changed. `--least` is the share
     python -m loadtests.benches.causes [--engine torch|simulated|vllm] [--each 100] [--only CAUSE]
 """
 
-import argparse
 import shutil
 import sys
 import tempfile
@@ -21,9 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from loadtests.benches.cause_asker import MODEL, Asker, Said, Story
+from loadtests.benches.harness import bench_options
 from loadtests.figures import print_header
 from loadtests.stacks.key_file import write_key_file
-from loadtests.stacks.local_stack import LocalStack, local_stack, python_command
+from loadtests.stacks.local_stack import local_stack
 from replicas.toy_model import checkpoint_directory
 from router.tenants.caller import Tenant
 
@@ -328,28 +328,21 @@ def scene(name: str, engine: str) -> Iterator[Asker]:
     if "disk_kv_bytes" in own:
         settings["kv_folder"] = folder / "kv"
     key = write_key_file(folder / "keys.json", [Tenant(name="asker")], operators=["asker"])["asker"]
-    num_begun = 1 if name == "other_model" else num_replicas
+    each = [settings] * num_replicas
+    if name == "other_model":
+        each[1] = {**settings, "model_name": OTHER_MODEL}
     try:
         with local_stack(
-            num_replicas=num_begun,
-            replica_settings=settings,
+            replica_settings=each,
             router_settings={"index_stride": CHUNK_TOKENS, "keys_file": folder / "keys.json", **of_router},
         ) as stack:
             if "disk_kv_bytes" in own:
                 (stack.run_directory / "kv").symlink_to(folder / "kv")
-            if num_begun < num_replicas:
-                _start_other_model(stack, settings)
             asker = Asker(stack, key, BLOCK_SIZES[engine], seed=len(name))
             yield asker
             asker.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _start_other_model(stack: LocalStack, settings: Settings) -> None:
-    own = {**settings, **stack.shared, "replica_id": "replica-1", "model_name": OTHER_MODEL}
-    stack.start("replica-1", python_command("replicas", own))
-    stack.wait_ready(2)
 
 
 def what_is_said(name: str, engine: str, each: int) -> Said:
@@ -359,14 +352,12 @@ def what_is_said(name: str, engine: str, each: int) -> Said:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--engine", default="torch", choices=sorted(BLOCK_SIZES))
-    parser.add_argument("--each", type=int, default=100)
-    parser.add_argument("--least", type=float, default=0.99)
-    parser.add_argument("--only", nargs="*", choices=sorted(SCENES))
-    arguments = parser.parse_args()
+    options = bench_options(__doc__)
+    options.add_argument("--engine", default="torch", choices=sorted(BLOCK_SIZES))
+    options.add_argument("--each", type=int, default=100)
+    options.add_argument("--least", type=float, default=0.99)
+    options.add_argument("--only", nargs="*", choices=sorted(SCENES))
+    arguments = options.parse_args()
     print_header(f"Causes of misses that were made in known ways, {arguments.each} each, {arguments.engine}")
     print("  scene               place   cause   of")
     wrong = []

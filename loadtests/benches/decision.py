@@ -6,18 +6,13 @@ all of it back. Times are CPU seconds of the thread, so that other work on the m
 Prompts are cold (no replica holds any of them), warm (one replica holds seven eighths) or hot (besides,
 every replica holds the first half). Blocks that a replica holds were hashed by this router before. First
 with memory below the device and without it, in turns; then without for every size of fleet, the rate at
-which the index takes in changes, how long the event loop stands still when a replica comes or goes, and the
-index's memory in fresh processes.
+which the index takes in changes, and how long the event loop stands still when a replica comes or goes. The
+index's memory is a row of the ratchet.
 
     python -m loadtests.benches.decision
 """
 
-import argparse
-import gc
-import os
 import random
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +20,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from loadtests.figures import percentiles, print_header, resident_bytes
+from loadtests.benches.harness import bench_options
+from loadtests.figures import percentiles, print_header
 from replicas.protocol.blocks import HASH_BYTES, BlockHash, hash_blocks, pack_token_ids
 from replicas.protocol.events import Tier
 from replicas.protocol.frames import LoadSnapshot
@@ -347,62 +343,22 @@ def measure_stalls(num_hashes: int) -> None:
     show(f"read {HASHES_PER_SCAN} hashes that no replica has", read(index.stage(), fresh))
 
 
-def measure_memory_here(num_hashes: int, num_replicas: int, num_holders: int) -> None:
-    """In a process that does nothing else: RSS of the hashes, each at `num_holders` replicas."""
-    rng = random.Random(5)
-    index = PrefixIndex(16, INDEX_STRIDE)
-    replica_ids = [ReplicaId(f"replica-{number}") for number in range(num_replicas)]
-    for replica_id in replica_ids:
-        index.replace(replica_id, EPOCH, ())
-    gc.collect()
-    before = resident_bytes(os.getpid())
-    num_changes = [0] * num_replicas
-    for _ in range(num_hashes // HASHES_PER_CHANGE):
-        packed = rng.randbytes(HASHES_PER_CHANGE * HASH_BYTES)
-        for holder in rng.sample(range(num_replicas), num_holders):
-            num_changes[holder] += 1
-            fields = {b"replica": replica_ids[holder].encode(), b"epoch": EPOCH.encode(), b"removed": b""}
-            fields |= {b"number": b"%d" % num_changes[holder], b"added": packed, b"cleared": b"0"}
-            index.apply(decode_change(fields))
-    gc.collect()
-    print((resident_bytes(os.getpid()) - before) / 1e6)
-
-
-def measure_memory(num_hashes: int) -> None:
-    print(f"\nmemory of {num_hashes:,} hashes")
-    for num_replicas, num_holders in ((8, 1), (8, 2), (8, 8), (64, 1), (1000, 1), (1000, 4)):
-        arguments = ["--memory-of", str(num_hashes), str(num_replicas), str(num_holders)]
-        command = [sys.executable, "-m", "loadtests.benches.decision", *arguments]
-        megabytes = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        print(
-            f"{num_replicas:8} replicas, each hash at {num_holders}: {megabytes:6.0f} MB,"
-            f" {megabytes * 1e6 / num_hashes / num_holders:5.0f} bytes per entry"
-        )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--batches", type=int, default=300)
-    parser.add_argument("--hashes", type=int, default=200_000, help="in the index besides the prompts'")
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--changes", type=int, default=20_000)
-    parser.add_argument("--memory-hashes", type=int, default=1_000_000)
-    parser.add_argument("--only-tiers", action="store_true", help="what memory below the device costs, alone")
-    parser.add_argument("--memory-of", type=int, nargs=3, metavar=("HASHES", "REPLICAS", "HOLDERS"))
-    arguments = parser.parse_args()
-    if arguments.memory_of:
-        measure_memory_here(*arguments.memory_of)
-        return
+    options = bench_options(__doc__)
+    options.add_argument("--batches", type=int, default=300)
+    options.add_argument("--hashes", type=int, default=200_000, help="in the index besides the prompts'")
+    options.add_argument("--block-size", type=int, default=16)
+    options.add_argument("--changes", type=int, default=20_000)
+    options.add_argument("--held-hashes", type=int, default=1_000_000, help="when a replica comes or goes")
+    options.add_argument("--only-tiers", action="store_true", help="only memory below the device")
+    arguments = options.parse_args()
     print_header("Routing decision")
     measure_tiers(arguments.batches, arguments.hashes, arguments.block_size)
     if arguments.only_tiers:
         return
     measure_decisions(arguments.batches, arguments.hashes, arguments.block_size)
     measure_apply(arguments.hashes, arguments.changes)
-    measure_stalls(arguments.memory_hashes)
-    measure_memory(arguments.memory_hashes)
+    measure_stalls(arguments.held_hashes)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from loadtests.benches.harness import bench_options
 from loadtests.figures import cpu_seconds, print_header, proportional_set_bytes
 from loadtests.stacks.local_stack import LocalStack, local_stack
 from loadtests.workloads.worst_bodies import WorstBody, worst_bodies
@@ -221,20 +222,20 @@ async def run(stack: LocalStack, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--size", type=int, default=BIGGEST, help="bytes of each body")
-    parser.add_argument("--only", default="", help="bodies with this in `route name`")
-    parser.add_argument("--at-once", type=int, default=4)
-    parser.add_argument("--worst", type=int, default=5, help="how many bodies are sent several at a time")
-    parser.add_argument("--pictures", type=Path, help="a model that takes images: send hostile ones")
-    parser.add_argument("--engine", default="simulated", help="simulated, or vllm with --pictures")
-    options = parser.parse_args()
+    options = bench_options(__doc__)
+    options.add_argument("--size", type=int, default=BIGGEST, help="bytes of each body")
+    options.add_argument("--only", default="", help="bodies with this in `route name`")
+    options.add_argument("--at-once", type=int, default=4)
+    options.add_argument("--worst", type=int, default=5, help="how many bodies are sent several at a time")
+    options.add_argument("--pictures", type=Path, help="a model that takes images: send hostile ones")
+    options.add_argument("--engine", default="simulated", help="simulated, or vllm with --pictures")
+    arguments = options.parse_args()
     print_header("worst bodies, and another client's stream")
-    replica: dict[str, object] = {"engine": options.engine, "model_name": MODEL}
-    if options.pictures is not None:
-        replica["model"] = options.pictures.absolute()
+    replica: dict[str, object] = {"engine": arguments.engine, "model_name": MODEL}
+    if arguments.pictures is not None:
+        replica["model"] = arguments.pictures.absolute()
     with local_stack(replica_settings=replica) as stack:
-        asyncio.run(run(stack, options))
+        asyncio.run(run(stack, arguments))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the router costs: added latency, requests per second and core, memory over many requests.
+"""What the router costs: added latency, requests per second and core.
 
 The replica runs the simulated engine with a cost of zero, so all time that passes is the router's and
 the transport's. The router has core 0 to itself; replica, Redis and this client share core 1. Requests
@@ -6,35 +6,24 @@ per second *per core* are what the router's own CPU time allows (1 / CPU seconds
 two cores the other processes set the pace; the pace itself is printed beside it. *Added* latency is the
 difference of the medians to the same prompts sent straight to the replica over gRPC, in the same run.
 
-    python -m loadtests.benches.router                  latency and throughput
-    python -m loadtests.benches.router --soak 100000    memory over that many requests
-    python -m loadtests.benches.router --traces 1       with spans of every request sent to a sink
+    python -m loadtests.benches.router
 """
 
-import argparse
 import asyncio
-import contextlib
 import json
 import random
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from loadtests.figures import cpu_seconds, milliseconds, percentiles, print_header, resident_bytes
+from loadtests.benches.harness import WORDS, bench_options
+from loadtests.figures import cpu_seconds, milliseconds, percentiles, print_header
 from loadtests.load.streaming import Answer, Connection
 from loadtests.stacks.local_stack import LocalStack, local_stack
 from replicas.protocol.blocks import BlockHash, pack_token_ids
 from replicas.protocol.call_tokens import Caller
 from replicas.protocol.frames import SamplingParams, Submit
 from router.fleet.replica_client import ReplicaClient
-
-WORDS = (
-    "cache block prefix replica router prompt token answer question engine memory the a of to and in "
-    "for with that this when which holds keeps reads writes sends finds waits serves long short first "
-    "last next same other shared private recent old new fast slow large small"
-).split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +36,12 @@ class PromptMix:
     user_words: int
 
 
+REPLICA = {
+    "engine": "simulated",
+    "simulated_hardware": "instant",
+    "num_blocks": 65536,
+    "model_name": "toy",
+}
 WORKLOADS = (
     PromptMix("shared system prompts (50 tenants, 80 % of the prompt)", 50, 800, 190),
     PromptMix("no reuse at all", 0, 0, 990),
@@ -128,7 +123,7 @@ async def straight_loop(
 
 
 async def measure(
-    stack: LocalStack, workload: PromptMix, *, concurrency: int, stream: bool, max_tokens: int, count: int
+    stack: LocalStack, workload: PromptMix, concurrency: int, *, stream: bool, max_tokens: int, count: int
 ) -> None:
     requests = bodies(workload, count + count // 5, stream=stream, max_tokens=max_tokens, seed=concurrency)
     await closed_loop(stack, requests[count:], concurrency)
@@ -158,100 +153,27 @@ async def measure(
     )
 
 
-async def soak(stack: LocalStack, count: int) -> None:
-    """Memory of the router after every tenth of `count` streamed requests."""
-    workload = WORKLOADS[0]
-    print(f"- {count} streamed requests x 8 tokens, {workload.name}; router RSS in MiB after each tenth:")
-    sizes = []
-    for tenth in range(10):
-        requests = bodies(workload, count // 10, stream=True, max_tokens=8, seed=tenth)
-        await closed_loop(stack, requests, 32)
-        sizes.append(resident_bytes(stack.pid("router")) / 2**20)
-        print(f"    {(tenth + 1) * count // 10:7d}  {sizes[-1]:7.1f}")
-    slope = (sizes[9] - sizes[4]) / (count / 2) * 1e5
-    print(f"    slope of the second half: {slope:+.2f} MiB per 100,000 requests")
-
-
-@contextlib.contextmanager
-def trace_sink() -> Iterator[str]:
-    """A collector that takes spans and forgets them."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-async def run(arguments: argparse.Namespace, stack: LocalStack) -> None:
-    if arguments.soak:
-        await soak(stack, arguments.soak)
-        return
+async def run(num_requests: int, stack: LocalStack) -> None:
     for workload in WORKLOADS:
         for stream, max_tokens in ((False, 1), (False, 32), (True, 32)):
-            await measure(
-                stack,
-                workload,
-                concurrency=1,
-                stream=stream,
-                max_tokens=max_tokens,
-                count=arguments.requests // 5,
-            )
-            await measure(
-                stack,
-                workload,
-                concurrency=64,
-                stream=stream,
-                max_tokens=max_tokens,
-                count=arguments.requests,
-            )
+            for concurrency, count in ((1, num_requests // 5), (64, num_requests)):
+                await measure(
+                    stack,
+                    workload,
+                    concurrency=concurrency,
+                    stream=stream,
+                    max_tokens=max_tokens,
+                    count=count,
+                )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--requests", type=int, default=4000, help="requests per measurement at concurrency 64"
-    )
-    parser.add_argument("--soak", type=int, default=0, help="measure memory over this many requests instead")
-    parser.add_argument("--traces", type=float, help="share of requests that are traced; none: no traces")
-    parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--hardware", default="instant", help="cost model of the simulated engine")
-    arguments = parser.parse_args()
+    options = bench_options(__doc__)
+    options.add_argument("--requests", type=int, default=4000, help="per measurement at concurrency 64")
+    arguments = options.parse_args()
     print_header("Router cost, simulated engine with zero compute")
-    settings = {
-        "engine": "simulated",
-        "simulated_hardware": arguments.hardware,
-        "num_blocks": 65536,
-        "model_name": "toy",
-    }
-    with trace_sink() as sink:
-        traces = (
-            {}
-            if arguments.traces is None
-            else {"otlp_endpoint": sink, "trace_sample_ratio": arguments.traces}
-        )
-        with local_stack(
-            num_replicas=arguments.replicas,
-            replica_settings=settings | traces,
-            router_settings=traces,
-            router_core=0,
-            other_core=1,
-        ) as stack:
-            asyncio.run(run(arguments, stack))
+    with local_stack(replica_settings=REPLICA, router_core=0, other_core=1) as stack:
+        asyncio.run(run(arguments.requests, stack))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from pathlib import Path
 import httpx
 
 from loadtests.arguments import count, positive, share
+from loadtests.benches.harness import bench_options, settings_of
 from loadtests.benches.soak_figures import Memory, errors_by_kind, growth, memory_of, raised_gauges
 from loadtests.figures import milliseconds, print_header
 from loadtests.load.cluster_samples import parse_metrics
@@ -40,7 +41,7 @@ from loadtests.load.streaming import Connection, StreamCut
 from loadtests.named.named_tests import NAMED_TESTS, SIMULATED_SETTINGS
 from loadtests.reports.report import RequestRecord
 from loadtests.reports.run_file import Run
-from loadtests.stacks.local_stack import LocalStack, free_port, local_stack, python_command
+from loadtests.stacks.local_stack import LocalStack, free_port, local_stack
 from loadtests.workloads import GENERATORS, Workload, without_longer_than
 from loadtests.workloads.chat_bodies import ChatBodies
 from replicas.config import DEFAULT_BLOCK_SIZE, DEFAULT_VLLM_BLOCK_SIZE
@@ -129,15 +130,11 @@ def cluster_of(arguments: argparse.Namespace) -> Iterator[Cluster]:
     num_blocks = NAMED_TESTS[WORKLOAD].cache_tokens // block_size + 1
     settings: dict[str, object] = {"engine": arguments.engine, "model_name": MODEL, "num_blocks": num_blocks}
     settings |= SIMULATED_SETTINGS if arguments.engine == "simulated" else {"num_threads": 1}
-    settings |= SHORT_STREAM | dict(setting.split("=", 1) for setting in arguments.set)
-    router_settings = SMALL_CACHES | dict(setting.split("=", 1) for setting in arguments.router_set)
+    settings |= SHORT_STREAM | settings_of(arguments.set)
+    router_settings = SMALL_CACHES | settings_of(arguments.router_set)
     ports = tuple(free_port() for _ in range(arguments.replicas))
-    first = {**settings, "metrics_port": ports[0]}
-    with local_stack(replica_settings=first, router_settings=router_settings) as stack:
-        for number, port in enumerate(ports[1:], 1):
-            own = {"replica_id": f"replica-{number}", **stack.shared, "metrics_port": port}
-            stack.start(f"replica-{number}", python_command("replicas", {**settings, **own}))
-        stack.wait_ready(len(ports))
+    each = [{**settings, "metrics_port": port} for port in ports]
+    with local_stack(replica_settings=each, router_settings=router_settings) as stack:
         (model,) = httpx.get(f"{stack.url}/v1/models").json()["data"]
         yield Cluster(stack, ports, int(model["max_model_len"]))
 
@@ -358,10 +355,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    options = bench_options(__doc__)
+    add = options.add_argument
     add("--minutes", type=positive, default=10.0)
     add("--engine", choices=("torch", "vllm", "simulated"), default="torch")
     add("--replicas", type=count, default=2)
@@ -372,7 +367,7 @@ def main() -> int:
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the replicas")
     add("--router-set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the router")
     add("--output", type=Path, help="samples of memory, as JSON")
-    arguments = parser.parse_args()
+    arguments = options.parse_args()
     print_header("Soak")
     with tempfile.TemporaryDirectory(prefix="kvasir-soak-") as folder:
         return 0 if measure(arguments, Path(folder)) else 1

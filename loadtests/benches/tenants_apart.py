@@ -12,7 +12,6 @@ With `--pictures` the replica is vLLM with a model that takes images: prompts di
     python -m loadtests.benches.tenants_apart --pictures DIRECTORY    of replicas.toy_model.make_image_model
 """
 
-import argparse
 import base64
 import http.client
 import json
@@ -25,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from loadtests.benches.harness import bench_options
 from loadtests.figures import percentiles, print_header
 from loadtests.stacks.key_file import write_key_file
 from loadtests.stacks.local_stack import LocalStack, local_stack
@@ -124,14 +124,12 @@ def tell(who: str, samples: Samples) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--probes", type=int, default=200, help="how often each prober asks for either")
-    parser.add_argument("--words", type=int, default=300, help="length of a prompt")
-    parser.add_argument("--pictures", type=Path, help="a model that takes images, for vLLM")
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
+    options = bench_options(__doc__)
+    options.add_argument("--probes", type=int, default=200, help="how often each prober asks for either")
+    options.add_argument("--words", type=int, default=300, help="length of a prompt")
+    options.add_argument("--pictures", type=Path, help="a model that takes images, for vLLM")
+    options.add_argument("--seed", type=int, default=1)
+    arguments = options.parse_args()
     print_header("tenants apart")
     rng = random.Random(arguments.seed)
     settings = {"model_name": MODEL, "num_threads": 1, "host_kv_bytes": 64 * 2**20}

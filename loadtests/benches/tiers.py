@@ -20,6 +20,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from loadtests.benches.harness import bench_options
 from loadtests.benches.tier_peer import TierPeer, settle, tier_peer
 from loadtests.figures import milliseconds, percentiles, print_header
 from replicas.config import ReplicaConfig
@@ -137,15 +138,13 @@ def measure(arguments: argparse.Namespace, chosen: dict[str, Any]) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--engine", choices=tuple(TOKEN_BYTES), default="torch")
-    parser.add_argument("--tokens", type=int, default=2048, help="of a prompt, at most 8000")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--peer", action="store_true", help="and what another engine has computed, pulled")
-    parser.add_argument("--folder", type=Path, help="where the disk's folder is made")
-    arguments = parser.parse_args()
+    options = bench_options(__doc__)
+    options.add_argument("--engine", choices=tuple(TOKEN_BYTES), default="torch")
+    options.add_argument("--tokens", type=int, default=2048, help="of a prompt, at most 8000")
+    options.add_argument("--rounds", type=int, default=9)
+    options.add_argument("--peer", action="store_true", help="and what another engine has computed, pulled")
+    options.add_argument("--folder", type=Path, help="where the disk's folder is made")
+    arguments = options.parse_args()
     if arguments.engine == "vllm":
         os.environ.update(vllm_environment(None))
     with tempfile.TemporaryDirectory(prefix="kvasir-tiers-", dir=arguments.folder) as folder:

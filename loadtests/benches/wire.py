@@ -7,11 +7,11 @@ least of several rounds; reading includes all checks, and unpacking the tokens w
     python -m loadtests.benches.wire
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from functools import partial
 
+from loadtests.benches.harness import bench_options
 from loadtests.figures import print_header
 from replicas.protocol.blocks import BlockHash, pack_token_ids
 from replicas.protocol.frames import (
@@ -83,11 +83,9 @@ def microseconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=5000, help="of the smallest; the others take fewer")
-    repeats: int = parser.parse_args().repeats
+    options = bench_options(__doc__)
+    options.add_argument("--repeats", type=int, default=5000, help="of the smallest; the others take fewer")
+    repeats: int = options.parse_args().repeats
     print_header(f"Frames between router and replica, the least of {ROUNDS} rounds")
     print("| | bytes | written, µs | read, µs |\n|---|---|---|---|")
     for num_deltas in (1, 32, 64):

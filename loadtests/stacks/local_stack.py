@@ -107,16 +107,26 @@ class LocalStack:
         self.poll(answers, "Redis")
         client.close()
 
-    def wait_ready(self, num_replicas: int) -> None:
-        """Until the router counts `num_replicas` ready replicas."""
+    def wait_ready(self, num_replicas: int, url: str | None = None) -> None:
+        """Until the router, or another one at `url`, counts `num_replicas` ready replicas."""
 
         def ready() -> bool:
             with contextlib.suppress(httpx.HTTPError):
-                answer = httpx.get(self.url + "/ready")
+                answer = httpx.get((url or self.url) + "/ready")
                 return answer.status_code == 200 and answer.json()["num_replicas"] == num_replicas
             return False
 
         self.poll(ready, f"the router with {num_replicas} replicas")
+
+    def wait_answers(self, url: str) -> None:
+        """Until a GET of `url` is answered with 200."""
+
+        def answers() -> bool:
+            with contextlib.suppress(httpx.HTTPError):
+                return httpx.get(url).status_code == 200
+            return False
+
+        self.poll(answers, url)
 
     def replica_address(self, model: str, replica_id: str) -> str:
         client = redis.Redis.from_url(self.redis_url, protocol=2)
@@ -158,19 +168,21 @@ class LocalStack:
 def local_stack(
     *,
     num_replicas: int = 1,
-    replica_settings: Mapping[str, object],
+    replica_settings: Mapping[str, object] | Sequence[Mapping[str, object]],
     router_settings: Mapping[str, object] | None = None,
     router_core: int | None = None,
     other_core: int | None = None,
-    replica_module: str = "replicas",
     checkout: Path | None = None,
 ) -> Iterator[LocalStack]:
     """Start everything, wait until the router knows every replica, stop everything at the end.
 
+    `replica_settings` hold for each of `num_replicas`; a sequence has one item for each replica instead.
     `router_core` and `other_core` pin the router, and the rest with this process, to one core each.
-    `replica_module` is what runs as `python -m` with a replica's flags. `checkout` is another state of this
-    repository, whose router and replicas run instead.
+    `checkout` is another state of this repository, whose router and replicas run instead.
     """
+    each = (
+        [replica_settings] * num_replicas if isinstance(replica_settings, Mapping) else list(replica_settings)
+    )
     if other_core is not None:
         os.sched_setaffinity(0, {other_core})
     prefix = [] if checkout is None else ["env", f"PYTHONPATH={checkout}"]
@@ -181,14 +193,14 @@ def local_stack(
         try:
             stack.start("redis", _redis_command(stack.redis_port))
             stack.wait_redis()
-            for number in range(num_replicas):
+            for number, settings in enumerate(each):
                 own = {"replica_id": f"replica-{number}", **stack.shared}
-                command = python_command(replica_module, {**own, **replica_settings})
+                command = python_command("replicas", {**own, **settings})
                 stack.start(f"replica-{number}", [*prefix, *command])
             router = {"port": stack.port, **stack.shared}
             command = python_command("router", {**router, **(router_settings or {})})
             stack.start("router", [*prefix, *command])
-            stack.wait_ready(num_replicas)
+            stack.wait_ready(len(each))
             yield stack
         finally:
             stack.stop()
