@@ -310,19 +310,19 @@ class ReplicaConfig:
 
     @property
     def tokens_per_chunk(self) -> int:
-        """What was set, or the default, for blocks that are no larger."""
+        """The setting, or the default for blocks that are no larger."""
         if self.chunk_tokens is not None:
             return self.chunk_tokens
         return max(DEFAULT_CHUNK_TOKENS, self.tokens_per_block)
 
     @property
     def seconds_to_spill(self) -> float:
-        """What its end may take longer because of what is still to be written to its disk."""
+        """Seconds that stopping may take longer, to write unwritten KV to disk."""
         return 0.0 if self.disk_kv_bytes is None else self.spill_seconds
 
     @property
     def has_engine_process(self) -> bool:
-        """What was set, or the engine's default."""
+        """The setting, or the engine's default."""
         return self.engine == "vllm" if self.engine_process is None else self.engine_process
 
     @property

@@ -66,7 +66,7 @@ def with_layout(card: ModelCard, shared: SharedKv | None) -> ModelCard:
 
 
 class Engine(Protocol):
-    """What `loop.py` drives. Not thread-safe: one thread calls everything but `card`."""
+    """The engine as `loop.py` drives it. Not thread-safe: one thread calls everything but `card`."""
 
     @property
     def card(self) -> ModelCard: ...
@@ -76,9 +76,8 @@ class Engine(Protocol):
         """None if nothing below the device is there for others to read."""
 
     def begin(self) -> None:
-        """Requests follow, and what came before were proofs: what an earlier life has left below the device
-        counts from now on. The first call of whoever drives it, and the only one of its kind.
-        """
+        """Start serving: earlier calls were proofs, and KV of an earlier life below the device counts from
+        now on. The driver calls this once, first."""
 
     def add(self, request: EngineRequest) -> None:
         """Take a request. Raises RequestRefused if it can never run (too long, bad token id, …)."""
@@ -116,5 +115,5 @@ def expand(submit: Submit, serial: int) -> list[EngineRequest]:
 
 
 def keys_of(serial: int, submit: Submit) -> list[RequestKey]:
-    """Of its choices."""
+    """Return the key of each choice."""
     return [RequestKey(serial, choice) for choice in range(submit.num_choices)]

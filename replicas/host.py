@@ -92,7 +92,7 @@ class ReplicaHost:
         self._secret: ClusterSecret | None = None
         self._parts: _Parts | None = None
         self.metrics_port: int | None = None
-        """Of its Prometheus endpoint, if it has one."""
+        """Port of the Prometheus endpoint, if any."""
 
     @property
     def state(self) -> ReplicaState:
@@ -151,7 +151,7 @@ class ReplicaHost:
             raise self._failure
 
     def record(self) -> ReplicaRecord:
-        """What the next heartbeat says."""
+        """The record for the next heartbeat."""
         assert self._parts is not None
         return ReplicaRecord(
             replica_id=ReplicaId(self._config.replica_id),
@@ -354,7 +354,7 @@ class _Parts:
         shared: SharedKv | None,
         secret: ClusterSecret | None,
     ) -> HandOver | None:
-        """None where nobody could pull from here, or where it is not wanted."""
+        """Build the hand-over; None if peers cannot pull from here, or if it is off."""
         if shared is None or config.hand_over_bytes == 0:
             return None
         replica_id, seal = ReplicaId(config.replica_id), None if secret is None else LeaseSeal(secret)

@@ -35,7 +35,7 @@ def complaint(config: ReplicaConfig) -> str | None:
 
 
 def files_complaint(config: ReplicaConfig) -> str | None:
-    """What the model's folder itself makes impossible, found in milliseconds: one sentence, or None."""
+    """Check a model's folder in milliseconds; returns one sentence about a defect, or None."""
     if config.model is None:
         return None
     try:
@@ -95,7 +95,7 @@ def _check_for_vllm(config: ReplicaConfig, directory: Path) -> None:
 
 
 def _has_vllm(architecture: str) -> bool:
-    """What vLLM has no code of its own for it takes from transformers."""
+    """Whether vLLM has code of its own for the architecture; otherwise it uses transformers'."""
     import transformers
     from vllm import ModelRegistry
 

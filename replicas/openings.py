@@ -1,6 +1,6 @@
-"""What a replica opens before it starts, if its settings say so: TLS files, cluster secret, traces.
+"""Opens what the settings name before a replica starts: TLS files, cluster secret, traces.
 
-Owns what is said where a setting is missing.
+Owns the warnings for missing settings.
 """
 
 import logging

@@ -94,7 +94,7 @@ def _prove_images(engine: Engine, rng: random.Random, rule: ImageRule) -> int:
 
 
 def _take_image(engine: Engine, root: BlockHash, content: bytes) -> bytes:
-    """What the engine names it by."""
+    """Return the engine's name for an image."""
     engine.take_media(MediaQuestion(1, root, content))
     ends_at = time.monotonic() + PROBE_IMAGE_SECONDS
     while time.monotonic() < ends_at:

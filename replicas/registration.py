@@ -47,7 +47,7 @@ MOST_REGISTRATIONS = MAX_NUMBER // 2
 
 
 class Index(Protocol):
-    """What the heartbeat needs of the index writer."""
+    """The part of the index writer that the heartbeat uses."""
 
     @property
     def set_key(self) -> str: ...

@@ -1,11 +1,11 @@
-"""StepWatch: whether an engine that has work still ends its steps.
+"""StepWatch: whether a busy engine still ends its steps.
 
-Owns how long it has been silent, and how long it may be. Its caller says what time it is, and whether there
-is work.
+Owns how long it has been silent, and how long it may be. The caller supplies the time, and whether there is
+work.
 
-An engine that hangs (its process stopped, a GPU that does not answer, a deadlock) raises nothing and ends
-nothing; all that can be seen of it is that time goes by. Time counts only as far as looks were taken in
-it: a machine that sleeps, or has no processor to spare, has not waited for its engine.
+A hanging engine (its process stopped, a GPU that does not answer, a deadlock) raises nothing; only passing
+time reveals it. Time counts only between looks: a machine that sleeps, or has no processor to spare, has not
+waited for its engine.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ MAX_UNMEASURED_FLOORS = 20.0
 """And it is believed no further than this."""
 
 STEP_MEMORY = 0.999
-"""What is left of the longest step after another one."""
+"""Decay of the longest step with each further step."""
 
 MAX_LOOK_INTERVALS = 2.0
 """A look that comes later than this is counted as if it had not."""

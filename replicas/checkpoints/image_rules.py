@@ -161,7 +161,7 @@ class _Words:
 def _pieces(
     tokenizer: tokenizers.Tokenizer, text: str, placeholder: int, num_images: int
 ) -> list[tuple[int, ...]]:
-    """What stands before, between and behind the image tokens of a text."""
+    """Split a text's tokens at the image tokens: before, between and after them."""
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     places = [at for at, token in enumerate(ids) if token == placeholder]
     if len(places) != num_images:
@@ -182,7 +182,7 @@ def _check_pieces(rule: TileRule, tokenizer: tokenizers.Tokenizer, words: _Words
 
 
 def _processor_fields(directory: Path, family: _Family) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Of the processor, and of the image processor that may be nested in it."""
+    """Return the fields of the processor, and those of the image processor, which may be nested in it."""
     processor: Mapping[str, Any] = {}
     if (directory / "processor_config.json").is_file():
         processor = read_json(directory / "processor_config.json")

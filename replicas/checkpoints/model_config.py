@@ -135,8 +135,8 @@ class TextSizes(NamedTuple):
 
 
 def read_text_sizes(directory: Path) -> TextSizes:
-    """Of the part that reads text, also of a model with a vision part, whose network we cannot run. Raises
-    CheckpointError as `read_model_config` does."""
+    """Read the sizes of the text part, also for a model with a vision part, whose network we cannot run.
+    Raises CheckpointError as `read_model_config` does."""
     path = directory / "config.json"
     fields = read_json(path) if path.is_file() else {}
     if "vision_config" not in fields:

@@ -37,7 +37,7 @@ _TEXT_FILES = (
     "chat_template.json",
 )
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""What a model makes of an image follows from them: its number of tokens, and their KV."""
+"""Files that determine an image's tokens and their KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,8 @@ class Checkpoint:
         return tokenizer_bundle(self.directory)
 
     def fingerprint(self) -> str:
-        """What makes the KV of two models differ, as a hex digest. Raises CheckpointError."""
+        """Return a hex digest of everything that makes the KV of two models differ. Raises
+        CheckpointError."""
         return files_fingerprint(self.directory)
 
     def _path(self, name: str) -> Path:

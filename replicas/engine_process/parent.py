@@ -34,7 +34,7 @@ CLOSE_SECONDS = 5.0
 OBITUARY_SECONDS = 1.0
 
 STARTUP_ERRORS: tuple[type[Exception], ...] = (SettingsError, CheckpointError, StartupError)
-"""What `build_engine` raises for people to read; each arrives as itself."""
+"""Errors of `build_engine` that are meant for people; each crosses the pipe as itself."""
 
 
 class Build(msgspec.Struct, frozen=True, tag=True):

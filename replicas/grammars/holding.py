@@ -32,7 +32,7 @@ from replicas.protocol.frames import RefusalCode
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 3
-"""Of which a tenant has two at most."""
+"""Compiling threads; a tenant may use two."""
 MAX_HELD = 1024
 """Choices that are held to a grammar at once; of a tenant, half as many."""
 
@@ -171,7 +171,7 @@ class GrammarHolder:
             self._has_news.clear()
 
     def masks(self, choices: Sequence[HeldChoice]) -> Masks:
-        """What each of them may say next, a row for each."""
+        """Compute the next token masks, a row per choice."""
         vocabulary = self._vocabulary
         assert vocabulary is not None, "a choice is ready and no vocabulary"
         if self._executor is None:

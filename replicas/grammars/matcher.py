@@ -20,7 +20,7 @@ from replicas.protocol.grammar_bounds import PARSER_LIMITS, why_not_followed
 LIMITS = LLParserLimits(**PARSER_LIMITS)  # type: ignore[arg-type]
 
 _FORBIDDEN = re.compile(r"doesn't satisfy the grammar|parser stopped")
-"""What llguidance says of a token that may not come. Whatever else it says is one of its limits."""
+"""llguidance's message for a forbidden token. Any other message is one of its limits."""
 
 Masks = npt.NDArray[np.int32]
 """A row for each choice: a bit for each token of the vocabulary, the lowest first."""
@@ -110,9 +110,7 @@ class Matcher:
 
 
 def fill_masks(matchers: Sequence[Matcher], executor: LLExecutor, masks: Masks) -> None:
-    """What each may say next, in a row of `masks`, which has as many. One that fails finds out when it takes
-    its next token.
-    """
+    """Fill `masks`, a row per matcher. A matcher that fails reports it at its next token."""
     fill_next_token_bitmask_par(
         executor, [(matcher.inner, row) for row, matcher in enumerate(matchers)], masks
     )

@@ -12,14 +12,14 @@ from llguidance import LLMatcher
 from replicas.grammars.constraint import ConstraintFailed
 
 MAX_BYTES = 4 << 30
-"""Of grammars in use. A tenant has half of it."""
+"""For grammars in use. A tenant may have half."""
 MAX_KEPT = 32
 MAX_KEPT_BYTES = 512 << 20
-"""Of grammars that nobody uses."""
+"""For grammars that are kept without a user."""
 UNKNOWN_BYTES = 64 << 20
-"""Of one that nobody has measured."""
+"""Assumed size of a grammar without a measurement."""
 MAX_SHARED_TOKENS = 4096
-"""Of the answers to one grammar; then the next gets it anew, with automata that have no states yet."""
+"""Tokens of all answers to one grammar; the next answer gets new automata without states."""
 
 GrammarKey = tuple[bytes, str]
 """The namespace's root, and the text. Tenants do not share what was worked out: how soon it is there would
@@ -47,13 +47,13 @@ class GrammarMemory:
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._latest: OrderedDict[GrammarKey, SharedGrammar] = OrderedDict()
-        """What the next choice of a key gets, the least recently used first."""
+        """The grammar for the next choice of a key, least recently used first."""
         self._bytes_of: Counter[bytes] = Counter()
         """By tenant, of those in use."""
         self.num_bytes = 0
-        """Of those in use."""
+        """Bytes in use."""
         self.num_kept_bytes = 0
-        """Of those that nobody uses."""
+        """Bytes kept without a user."""
         self._num_kept = 0
 
     def take(self, key: GrammarKey, tenant: bytes, num_bytes: int) -> SharedGrammar | None:
@@ -89,7 +89,7 @@ class GrammarMemory:
             self._keep_within_bounds()
 
     def exhausted(self, grammar: SharedGrammar) -> None:
-        """It can have no more states: nobody else gets it."""
+        """Mark a grammar that can have no more states; later choices get another."""
         if not grammar.is_exhausted:
             grammar.is_exhausted = True
             if self._latest.get(grammar.key) is grammar:

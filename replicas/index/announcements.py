@@ -40,7 +40,7 @@ class Announcements:
             self._ended[announcement_id] = None
 
     def take_change(self) -> tuple[tuple[Announcement, ...], tuple[int, ...]]:
-        """What began and what ended since the last take."""
+        """Return the announcements that began and the ids that ended since the last call."""
         announced = tuple(Announcement(begun, self._live[begun]) for begun in self._begun)
         ended = tuple(self._ended)
         self._begun.clear()

@@ -47,7 +47,7 @@ from replicas.protocol.status import Epoch, ModelCard, ReplicaId
 logger = logging.getLogger(__name__)
 
 ENTRY_BYTES = 128
-"""What an entry of the stream takes besides its hashes, about."""
+"""Approximate bytes of a stream entry, besides its hashes."""
 
 LAST_MILLISECONDS = b"18446744073709551615-"
 """After an entry with such an id a stream takes no other."""
@@ -57,7 +57,7 @@ HASHES_PER_CHANGE = 4096
 readers. (One announcement is not cut: it is as long as its prompt.)"""
 
 TIMEOUT_SECONDS = 5.0
-"""Of one command or transaction."""
+"""For one command or transaction."""
 
 MIN_BACKOFF_SECONDS = 0.05
 MAX_BACKOFF_SECONDS = 1.0
@@ -65,7 +65,7 @@ MAX_BACKOFF_SECONDS = 1.0
 STREAM_BYTES = 64 << 20
 
 REWRITE_SPREAD_SECONDS = 3.0
-"""What is lost is lost for all replicas at once: each writes its set again at a moment of its own."""
+"""After a loss in Redis all replicas rewrite their sets, each at a random moment within this time."""
 
 
 class IndexWriter:
@@ -125,12 +125,12 @@ class IndexWriter:
 
     @property
     def block_hashes(self) -> frozenset[BlockHash]:
-        """What the index should hold for this replica now."""
+        """Hashes that the index should hold for this replica now."""
         return frozenset(self._residency.kept)
 
     @property
     def is_settled(self) -> bool:
-        """Whether Redis holds all that was observed, as far as the writer knows."""
+        """Whether Redis holds everything observed, to the writer's knowledge."""
         return not (self._must_rewrite or self._is_writing or self._has_change)
 
     async def wait_settled(self) -> None:
@@ -377,7 +377,7 @@ class IndexWriter:
 
 
 def _held(change: IndexChange | NetChange) -> dict[BlockHash, Tier]:
-    """What the set has after the change, of what it names."""
+    """Return the tier of each hash in the change that the set holds afterwards."""
     return {
         **dict.fromkeys(change.added, Tier.DEVICE),
         **dict.fromkeys(change.in_host, Tier.HOST),

@@ -22,7 +22,7 @@ from replicas.observation.metrics import ReplicaMetrics
 logger = logging.getLogger(__name__)
 
 HOLD_RATIO = 0.85
-"""Of `maxmemory`: above, the index is not written."""
+"""Share of `maxmemory` above which the index is not written."""
 
 RESUME_RATIO = 0.7
 """Below, it is written again."""
@@ -31,7 +31,7 @@ LOOK_SECONDS = 3.0
 LOOKS_PER_BOUND = 16
 MOST_TRIMS = 16
 TRIM_RATIO = 0.75
-"""Of the bound: what a trim aims at, so that not every write is followed by one."""
+"""Target of a trim as a share of the bound, so that not every write is followed by one."""
 
 
 class NoRoom(Exception):

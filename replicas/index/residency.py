@@ -26,11 +26,11 @@ from replicas.protocol.keys import is_indexed
 
 @dataclass(frozen=True, slots=True)
 class NetChange:
-    """What turned one state of the kept hashes into another; each hash is in one part at most.
+    """The difference between two states of the kept hashes; each hash is in at most one part.
 
-    `added`, `in_host` and `on_disk` name those whose fastest copy lies now on the device, in host memory or
-    on disk, and did not before. `before` says where it lay, of all hashes named here that were kept before.
-    `reasons` has a byte, a `Removal`, for each hash in `removed`; where all of them were evicted it is empty.
+    `added`, `in_host` and `on_disk` name hashes whose fastest copy moved to the device, host memory or disk.
+    `before` has the earlier tier of all hashes named here that were kept before. `reasons` has a byte, a
+    `Removal`, per hash in `removed`; it is empty if all were evicted.
     """
 
     added: tuple[BlockHash, ...]
@@ -96,7 +96,7 @@ class Residency:
         return self.take_change()
 
     def take_change(self) -> NetChange:
-        """What has become of the kept hashes since the last take: one that came and went is nowhere in it."""
+        """Return the changes since the last call. A hash that came and went does not appear."""
         now: dict[Tier | None, list[BlockHash]] = {tier: [] for tier in (None, *Tier)}
         before: dict[BlockHash, Tier] = {}
         for block_hash in self._changed:

@@ -189,7 +189,7 @@ class BlockPool:
         return True
 
     def take_events(self) -> list[CacheEvent]:
-        """What has changed since the last call, in order."""
+        """Return the changes since the last call, in order."""
         events = self._events
         self._events = []
         return events

@@ -1,20 +1,19 @@
-"""TenantOrder: whose cached blocks are forgotten first, where several tenants share one device.
+"""TenantOrder: the eviction order of cached blocks where several tenants share a device.
 
-Owns who holds how many blocks of a pool, and each tenant's free cached blocks by themselves, oldest first.
-Pure, and without a clock: time is counted in blocks that were handed out.
+Owns the number of blocks that each tenant holds of a pool, and each tenant's free cached blocks, oldest
+first. Pure, without a clock: time is counted in blocks handed out.
 
-A tenant is *about* while a request of it has come or ended within one turnover, which is as many blocks
-handed out as the pool has. Those that are about have equal shares of the pool. When a cached
-block must go for a new one::
+A tenant is *active* if a request of it came or ended within one turnover, which is as many blocks handed out
+as the pool has. Active tenants have equal shares of the pool. When a cached block must be evicted::
 
-    a tenant is not about any more     its oldest goes: without shares it would have gone by now
-    the largest holds more than        its oldest goes
+    a tenant is inactive                its oldest block: without shares it would be gone by now
+    the largest holds more than         its oldest block
       1.25 times its share
-    else                               the pool's oldest, whose it may be
+    else                                the pool's oldest block
 
-So one that is alone fills the pool, one that floods evicts itself, and tenants that are about equally large
-are one queue, as if there were no shares. A block is held by the tenant that used it first, and by another
-that finds it while nobody uses it: what several share belongs to who used it last.
+So a tenant alone fills the pool, a flood evicts itself, and tenants of about equal size share one LRU queue.
+A block is held by its first user, and by another tenant that finds it free: a shared block belongs to its
+last user.
 """
 
 from collections import OrderedDict
@@ -38,7 +37,7 @@ class _Holding:
     def __init__(self, tag: bytes) -> None:
         self.tag = tag
         self.free: OrderedDict[int, None] = OrderedDict()
-        """Its cached blocks that nobody uses, oldest first."""
+        """Its free cached blocks, oldest first."""
         self.num_held = 0
         """These, and those that requests use."""
         self.is_about = True
@@ -48,21 +47,21 @@ class _Holding:
 
 
 class TenantOrder:
-    """Of a pool with so many usable blocks, all of which are still nobody's."""
+    """The order for a pool with that many usable blocks, all of them unheld."""
 
     def __init__(self, num_usable: int) -> None:
         self._num_usable = num_usable
         self._num_handed_out = 0
         self._holdings: dict[bytes, _Holding] = {}
-        """Of those that are about or hold something."""
+        """Tenants that are active or hold blocks."""
         self._holder: dict[int, _Holding] = {}
-        """By block; those that hold no prefix and that nobody uses have none."""
+        """By block; a free block without a prefix has no holder."""
         self._about: OrderedDict[bytes, _Holding] = OrderedDict()
-        """Who came longest ago first."""
+        """Active tenants, least recent first."""
         self._gone: OrderedDict[bytes, _Holding] = OrderedDict()
         """Those not about of whom something can go, who left longest ago first."""
         self._heap: list[tuple[int, bytes, int]] = []
-        """Of those of whom something can go; what they hold has only shrunk since."""
+        """Tenants with evictable blocks; their holdings have only shrunk since they were pushed."""
 
     @property
     def num_tenants(self) -> int:
@@ -91,7 +90,7 @@ class TenantOrder:
         self._see(holding)
 
     def takes(self, block_ids: Iterable[int], tag: bytes) -> None:
-        """These blocks, which nobody used until now, are used by the tenant that has just come."""
+        """The tenant of a new request starts to use these free blocks."""
         holding, holder = self._holdings[tag], self._holder
         num_before = holding.num_held
         for block_id in block_ids:
@@ -107,7 +106,7 @@ class TenantOrder:
             self._note(holding)
 
     def handed_out(self, num_blocks: int) -> None:
-        """So many blocks were, and time has gone on."""
+        """Advance the clock by blocks handed out."""
         self._num_handed_out += num_blocks
         horizon = self._num_handed_out - self._num_usable
         while self._about:
@@ -122,8 +121,8 @@ class TenantOrder:
                 del self._holdings[tag]
 
     def is_free(self, block_id: int) -> None:
-        """Nobody uses it any more, and it holds a prefix. Whose request has run for longer than a turnover is
-        about still: what it leaves is its newest."""
+        """A block with a prefix becomes free. The tenant of a request that ran longer than a turnover is
+        still active: the block is its newest."""
         holding = self._holder[block_id]
         holding.free[block_id] = None
         if holding.seen_at != self._num_handed_out:
@@ -132,13 +131,13 @@ class TenantOrder:
             self._note(holding)
 
     def is_empty(self, block_id: int) -> None:
-        """Nobody uses it any more, and it holds nothing; or what it held is forgotten."""
+        """A block without a prefix becomes free, or a free block loses its prefix."""
         holding = self._holder.pop(block_id)
         self._unfree(holding, block_id)
         self._drop(holding)
 
     def clear(self) -> None:
-        """Every block is nobody's."""
+        """Release every block from its holder."""
         self._holdings = dict(self._about)
         self._holder.clear()
         self._gone.clear()
@@ -181,7 +180,7 @@ class TenantOrder:
             del self._holdings[holding.tag]
 
     def _largest(self) -> _Holding | None:
-        """Of those of whom something can go."""
+        """Return the tenant that holds most among those with evictable blocks."""
         heap = self._heap
         while heap:
             value, tag, stamp = heap[0]

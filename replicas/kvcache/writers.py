@@ -16,7 +16,7 @@ from replicas.protocol.frames import NO_USER, UserTag
 
 
 class Shares(NamedTuple):
-    """Of what a request has hit: what its own user computed before, and what another user did."""
+    """A request's hit, divided into tokens that its own user computed and tokens of other users."""
 
     own: int
     cross_user: int
@@ -54,7 +54,7 @@ class BlockWriters:
         self._writers.clear()
 
     def tags(self, block_hashes: Iterable[BlockHash]) -> tuple[UserTag, ...]:
-        """Who wrote each of these blocks."""
+        """Return the user who wrote each block."""
         return tuple(map(self._writers.get, block_hashes, repeat(NO_USER)))
 
     def writer(self, block_hash: BlockHash) -> UserTag | None:
@@ -72,7 +72,7 @@ class BlockWriters:
     def token_shares(
         self, block_hashes: Sequence[BlockHash], user: UserTag, *, block_size: int, num_prompt_tokens: int
     ) -> Shares:
-        """Of a prompt whose leading blocks are these: its tokens in the user's own blocks and in others'.
+        """Divide the tokens of a prompt with these leading blocks by user.
 
         A resumed request hits blocks beyond its prompt, and one in which the prompt ends.
         """

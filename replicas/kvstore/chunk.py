@@ -44,7 +44,7 @@ class Chunk:
     """It could not be written when it was tried last, and was not used since."""
     num_uses: int = 1
     tenant: StoreTenant | None = None
-    """Whose share it takes room of; None is nobody's."""
+    """The tenant that is charged; None is unowned."""
 
     @property
     def may_leave_host(self) -> bool:

@@ -1,29 +1,26 @@
-"""Directory: which chunks of KV lie in host memory and on disk, and which one goes when room is short.
+"""Directory: which chunks of KV lie in host memory and on disk, and which is evicted when room is short.
 
-Owns every decision about both tiers, for real engines and for the simulation alike. Pure: it moves no
-bytes, opens no file, starts no thread and asks no clock. Its caller does what it says and tells it how
-that ended.
+Decides everything about both tiers, for real engines and the simulation. Pure: it moves no bytes, opens no
+file, starts no thread and reads no clock. Its caller executes the decisions and reports the outcomes.
 
 A chunk (`chunk.py`) may lie in a *slot* of host memory, in a file on disk, or in both::
 
     host    absent ──offer, fetch──> filling ──filled──> ready ──evicted──> absent
     disk    absent ──take_writes──> writing ──written──> ready ──evicted──> absent
 
-**Host memory** has a hot and a cold part, each in the order of last use; the oldest quarter is cold. What
-becomes cold is written to disk, as far as the write budget goes, so that eviction, which takes the oldest
-that is not being read, written or filled, finds it there already. A disk that has nothing else to do may be
-given what is still hot. **The disk** evicts the oldest. Whatever happens to a chunk happens to those before
-it in its chain a moment later, so the end of a chain goes before its beginning; and a chunk is written
-after those before it. What lies behind a hole is of no use.
+**Host memory** has a hot and a cold part, each in LRU order; the oldest quarter is cold. Cold chunks are
+written to disk within the write budget. Eviction takes the oldest chunk that is not being read, written or
+filled, which by then is usually on disk. An idle disk may be given hot chunks. **The disk** evicts its
+oldest. Children are evicted before their parents, and written after them: chunks behind a hole are useless.
 
-A chunk that is *leased* (`leases.py`) has a copy somewhere until its lease ends. While it has no file it is
-kept apart from hot and cold, and its slot is taken when no other can be; the lease is broken then. Its file
-goes only if the disk itself gets too small. What is leased for an hour or more is written as soon as it is
-in host memory, before all else. When a lease ends nothing is deleted: the chunk is then the oldest.
+A *leased* chunk (`leases.py`) has a copy somewhere until its lease ends. Without a file it is kept apart from
+hot and cold, and evicted only as a last resort, which breaks the lease. Its file goes only if the disk itself
+becomes too small. A lease of an hour or more is written first, as soon as the chunk is in host memory. When a
+lease ends nothing is deleted: the chunk becomes the oldest.
 
-What is filled, read or written stays where it is until its caller says that this has ended. A slot whose
-filling was given up may still be written to by a thread that hangs: it is *quarantined*, and no chunk's,
-until it is given back.
+A chunk being filled, read or written stays until the caller reports the end. A slot whose filling was
+abandoned may still be written by a hanging thread: it is *quarantined*, without a chunk, until it is
+returned.
 """
 
 import enum
@@ -42,7 +39,7 @@ from replicas.protocol.prefix_leases import LeaseBreak, LeaseRefusal
 from replicas.protocol.status import Epoch
 
 COLD_SHARE = 0.25
-"""Of host memory: the part that is written to disk and evicted from."""
+"""Share of host memory that is written to disk and evicted from."""
 
 
 class Place(enum.Enum):
@@ -62,7 +59,7 @@ class Write(NamedTuple):
 
 
 class Directory:
-    """Of `host_chunks` slots and at most `disk_chunks` files, each of `chunk_bytes`.
+    """Directory of `host_chunks` slots and at most `disk_chunks` files, each of `chunk_bytes`.
 
     Without `leases` none is ever granted.
     """
@@ -138,7 +135,8 @@ class Directory:
         return self._to_write.num_waiting
 
     def on_disk(self) -> list[ChunkName]:
-        """What has been written, oldest use first, what is leased last: what `restore` takes."""
+        """Return the written chunks, least recently used first and leased ones last, as `restore` takes
+        them."""
         return [chunk.name for chunk in (*self._disk, *self._disk_leased) if chunk.is_on_disk]
 
     def place(self, key: BlockHash) -> Place | None:
@@ -169,7 +167,7 @@ class Directory:
         return chunk.slot, self._generations[chunk.slot]
 
     def name(self, key: BlockHash) -> ChunkName:
-        """Of a chunk that is somewhere."""
+        """Return the name of a present chunk."""
         return self._chunks[key].name
 
     def generation(self, slot: int) -> int:
@@ -380,10 +378,10 @@ class Directory:
     # Onto disk.
 
     def take_writes(self, now: float, max_writes: int) -> list[Write]:
-        """What to write next, at most `max_writes`; each ends with `written` or `not_written`.
+        """Return up to `max_writes` chunks to write; each ends with `written` or `not_written`.
 
-        What is leased goes first. While the budget is short, of the others only chunks that were used again
-        after they were made.
+        Leased chunks go first. While the budget is short, of the others only chunks that were used again are
+        written.
         """
         writes: list[Write] = []
         while len(writes) < max_writes:
@@ -404,10 +402,10 @@ class Directory:
         return writes
 
     def take_early_writes(self, now: float, max_writes: int) -> list[Write]:
-        """What may be written before it becomes cold, the oldest first, where the disk has nothing else to
-        do: then a replica that is killed loses only what is newest. Each ends like those of `take_writes`.
+        """Return hot chunks for an idle disk to write, oldest first, so that a killed replica loses only the
+        newest. Each ends as in `take_writes`.
 
-        None while the budget is short, and none in place of another file.
+        None while the budget is short, and none that would replace another file.
         """
         writes: list[Write] = []
         while len(writes) < max_writes and self.num_on_disk < self.max_disk_chunks:
@@ -460,9 +458,7 @@ class Directory:
             self._leave_disk(chunk, LeaseBreak.LOST)
 
     def limit_files(self, most: int) -> None:
-        """The disk has room for so many files from now on: what is too much goes for the next that is
-        written.
-        """
+        """Shrink the disk to that many files; the excess goes with the next writes."""
         self.max_disk_chunks = most
 
     def take_removals(self) -> list[BlockHash]:
@@ -471,9 +467,8 @@ class Directory:
         return list(removals)
 
     def restore(self, names: Iterable[ChunkName], leases: Iterable[LeaseRecord] = ()) -> None:
-        """What an earlier life has left on disk, oldest use first, and what is leased of it. What does not
-        fit is to be removed.
-        """
+        """Restore the files and leases of an earlier life, least recently used first. Chunks without room are
+        removed."""
         assert not self._chunks, "a directory is restored before it is used"
         for name in names:
             if name.key in self._chunks:
@@ -543,7 +538,7 @@ class Directory:
         return bool(self._events)
 
     def take_events(self) -> list[CacheEvent]:
-        """What became ready or went since the last call, in order."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -556,7 +551,7 @@ class Directory:
         return chunk
 
     def _end_newest(self) -> None:
-        """What comes next is used by itself, or goes."""
+        """Close the newest chain; later chunks are used and evicted by themselves."""
         self._newest_in_host.end()
         self._newest_on_disk.end()
 
@@ -575,7 +570,7 @@ class Directory:
         return tenant
 
     def _charge(self, chunk: Chunk, tenant: StoreTenant) -> None:
-        """It was nobody's. There is no newest chain."""
+        """Charge an unowned chunk to a tenant. There must be no newest chain."""
         orders = [*self._host_shares.orders, *self._disk_shares.orders]
         held_by = [order for order in orders if order.take(chunk.name.key)]
         chunk.tenant = tenant
@@ -698,7 +693,7 @@ class Directory:
         self._events.append(BlockRemoved((key,), Tier.DISK, reason))
 
     def _forget_if_nowhere(self, chunk: Chunk, cause: LeaseBreak) -> Removal:
-        """What its going is called."""
+        """Forget a chunk without copies, and return the reason for its removal."""
         if chunk.slot is not None or chunk.has_file:
             return Removal.EVICTED
         del self._chunks[chunk.name.key]

@@ -60,7 +60,7 @@ class Layout:
     model: str
     """Fingerprint of its files. Hashes have it, too; here it keeps one model's files out of another's way."""
     engine_arguments: str
-    """What the engine was given besides: some of it (rope, quantisation) makes other KV of equal tokens."""
+    """Other arguments of the engine, since some (rope, quantisation) change the KV of equal tokens."""
 
     def digest(self) -> LayoutId:
         """Every field with its name, both prefixed with their lengths, so that no two layouts look alike."""
@@ -152,7 +152,7 @@ _NO_HASH = bytes(HASH_BYTES)
 
 
 def file_bytes(payload_bytes: int) -> int:
-    """Of a file, and at least of a slot, for a chunk with so many bytes of KV."""
+    """Bytes of a file, and at least of a slot, for that much KV."""
     return HEADER_BYTES + -(-payload_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -179,7 +179,7 @@ def encode_label(header: ChunkHeader) -> bytes:
 
 
 def decode_header(header: memoryview, layout: LayoutId, key: BlockHash) -> ChunkHeader:
-    """What the first `HEADER_BYTES` of a file say; whether the payload is right stays open.
+    """Decode the first `HEADER_BYTES` of a file, without checking the payload.
 
     Raises ChunkError.
     """

@@ -1,7 +1,7 @@
-"""What a request with these chunks should have brought to the device, and from where.
+"""Plans which of a request's chunks to bring to the device, and from where.
 
-Owns that plan, for real replicas and simulated ones alike. Pure: the directory says what is there, the
-caller what moving and computing take.
+Used by real replicas and the simulation. Pure: the directory says what is present, the caller what moving and
+computing cost.
 """
 
 from collections.abc import Callable, Sequence
@@ -99,9 +99,8 @@ def left_below(
     num_findable_tokens: int,
     num_planned_tokens: int,
 ) -> tuple[int, int]:
-    """For a request that starts with so many tokens on the device: how many more were to be brought there and
-    did not come, and how many of those after them lie below it all the same.
-    """
+    """For a request that starts with that many tokens on the device: count tokens that were planned and did
+    not come, and later tokens that are below the device anyway."""
     first = num_found_tokens // chunk_tokens
     num_below = len(directory.find(name.key for name in names[first:]))
     end = min((first + num_below) * chunk_tokens, num_findable_tokens)

@@ -17,7 +17,7 @@ Writers = tuple[UserTag, ...]
 
 
 class SlotBooks:
-    """Of an arena, whose chunks have this layout and so many tokens."""
+    """Records of an arena whose chunks have this layout and that many tokens."""
 
     def __init__(self, arena: Arena, num_tokens: int, layout: LayoutId | None) -> None:
         self._arena = arena
@@ -51,7 +51,7 @@ class SlotBooks:
         self._names[slot], self._writers[slot], self._transfers[slot] = name, writers, None
 
     def came(self, slot: int, header: ChunkHeader, transfer: int | None = None) -> None:
-        """What was read into it."""
+        """Record a chunk that was read into the slot."""
         self._names[slot], self._writers[slot], self._transfers[slot] = header.name, header.writers, transfer
 
     def filled(self, slot: int) -> None:
@@ -60,7 +60,7 @@ class SlotBooks:
             self._table.publish(slot, self.header(slot, self._layout, created_seconds=0))
 
     def header(self, slot: int, layout: LayoutId, *, created_seconds: int) -> ChunkHeader:
-        """Of the chunk that a full slot holds, for whoever gets a copy."""
+        """Return the header of the chunk in a full slot, for a copy."""
         name = self._names[slot]
         assert name is not None, "a slot that is full holds a chunk with a name"
         return ChunkHeader(

@@ -132,7 +132,7 @@ class ChunkStore:
             clock=clock,
         )
         self._host_rate = Rate()
-        """Of loading: seconds per token from host memory to the device."""
+        """Rate of loading: seconds per token from host memory to the device."""
         self._reads: dict[int, tuple[BlockHash, int]] = {}
         """By job: the chunk, and the slot that it is read into."""
         self._overdue: dict[int, int] = {}
@@ -151,7 +151,7 @@ class ChunkStore:
         return self._books.shared
 
     def begin(self) -> None:
-        """What the disk has of an earlier life counts from now on. What was here before was only a trial."""
+        """Let the disk's earlier content count from now on; earlier activity here was a trial."""
         self._has_begun = True
         self._learns_until = self._clock() + MAX_LEARNING_SECONDS
         self._tally, self._told = Tally(), None
@@ -250,7 +250,7 @@ class ChunkStore:
         )
 
     def load_seconds(self, num_tokens: int) -> float:
-        """What loading that many tokens from host memory should take, once their turn has come."""
+        """Expected seconds to load that many tokens from host memory, once their turn has come."""
         return HOST_MOVE_SECONDS + num_tokens * (self._host_rate.seconds_per_unit or 0.0)
 
     def pin(self, keys: Sequence[BlockHash]) -> list[int]:
@@ -304,7 +304,7 @@ class ChunkStore:
 
     @property
     def has_news(self) -> bool:
-        """Whether there are events or answers to take, or nobody knows yet what tiers there are."""
+        """Whether there are events or answers to take, or the tiers have not been reported yet."""
         is_unknown = self._has_begun and self._told is None
         has_events = bool(self._events) or self.directory.has_events
         return is_unknown or has_events or self.take_overs.has_answers
@@ -336,7 +336,7 @@ class ChunkStore:
             self._disk.wait(seconds)
 
     def speeds(self) -> MoveSpeeds:
-        """None is what there is no way for, or nobody has measured."""
+        """Speeds of the moves; None for one that does not exist or was never measured."""
         host = self._host_rate.seconds_per_unit
         pull, pull_backlog = None, 0.0
         if self._pulls is not None:
@@ -387,7 +387,7 @@ class ChunkStore:
         return figures != was_told
 
     def take_events(self) -> list[CacheEvent]:
-        """What became ready or went since the last call, in order."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events + self.directory.take_events()
 

@@ -29,7 +29,7 @@ def failure(reason: str) -> MoveFailure:
 
 @dataclass(slots=True)
 class MoveTally:
-    """Of one way between two tiers."""
+    """Counts of one way between two tiers."""
 
     num: int = 0
     num_tokens: int = 0

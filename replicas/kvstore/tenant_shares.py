@@ -1,11 +1,10 @@
-"""TierShares: whose chunks take the room of a tier, and whose go when it is short.
+"""TierShares: which tenant's chunks use a tier, and which are evicted when room is short.
 
-Owns who holds how much. Pure. A tenant with a share may hold so much of a tier whatever others do: while it
-holds no more, nothing of it goes for another's sake. It may hold more while there is room. When there is
-none, one that wants more than its share gives its own oldest chunk for it; for everybody else what is held
-beyond shares goes first, then what is nobody's share, and only if there is nothing of either the oldest of
-all. A chunk is charged to the tenant whose request brought it; one that an earlier life has left is charged
-to who uses it first. Chunks of tenants that have no share are all alike.
+Owns the amounts. Pure. A tenant with a share may always hold that much: no chunk within it is evicted for
+others. It may hold more while there is room. Without room, a tenant beyond its share replaces its own oldest
+chunk. For everyone else, chunks beyond shares are evicted first, then chunks without a share, and only then
+the oldest of all. A chunk is charged to the tenant whose request brought it; a restored one to its first
+user. All tenants without a share are treated as one.
 """
 
 from collections import OrderedDict
@@ -57,7 +56,7 @@ class TenantShares:
         return tenant
 
     def known(self, tenancy: Tenancy) -> Tenancy:
-        """What a record says of a tenant, unless its requests have said here which share it has."""
+        """Return a tenancy from a record with the share that its own requests have set here."""
         tenant = self._tenants.get(tenancy.tag)
         return tenancy if tenant is None else tenancy._replace(store_share=tenant.share)
 
@@ -80,7 +79,7 @@ class SharedOrder(UseOrder):
         self._parts: dict[StoreTenant | None, UseOrder] | None = None
 
     def begin_parts(self) -> None:
-        """What is here so far is of no tenant with a share."""
+        """Start with chunks that belong to no tenant with a share."""
         common = UseOrder()
         for chunk in self._older.values():
             common.put_newest(chunk)
@@ -142,7 +141,7 @@ class SharedOrder(UseOrder):
 
 
 class TierShares:
-    """Of a tier of so many chunks, each of which lies in one of so many orders."""
+    """Shares of a tier of that many chunks, each of which is in one of several orders."""
 
     def __init__(self, num_chunks: int, num_orders: int) -> None:
         self.num_chunks = num_chunks
@@ -179,8 +178,8 @@ class TierShares:
             self._over.pop(tenant, None)
 
     def victims(self, asking: StoreTenant | None, orders: Sequence[SharedOrder]) -> Iterator[Chunk]:
-        """What may go for one more chunk of this tenant, what is to go first first; of these orders, whose
-        chunks go in this order."""
+        """Yield chunks that may be evicted for one more chunk of this tenant, in order of preference;
+        `orders` are given in that order too."""
         has_its_share = asking is not None and self.num_held(asking) >= self.room_of(asking)
         if has_its_share:
             yield from _of(asking, orders)

@@ -21,7 +21,7 @@ class UseOrder:
     def __init__(self) -> None:
         self._older: OrderedDict[BlockHash, Chunk] = OrderedDict()
         self._members: dict[BlockHash, Chunk] = {}
-        """Of the newest chain."""
+        """Members of the newest chain."""
         self._is_sorted = True
         """Whether the members are in the order of the chain, its beginning first."""
 
@@ -84,7 +84,7 @@ class UseOrder:
 
 
 class NewestChain:
-    """Of these orders, each of which is told of members by it alone."""
+    """The newest chain of these orders; each order learns of members from it alone."""
 
     def __init__(self, *orders: UseOrder) -> None:
         self._orders = orders

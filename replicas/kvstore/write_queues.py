@@ -52,7 +52,7 @@ class WriteQueues:
         self._early.pop(key, None)
 
     def next_urgent(self) -> BlockHash | None:
-        """What is leased, or was used again."""
+        """Return the next chunk that is leased, or was used again."""
         return next(iter(self._leased), None) or next(iter(self._reused), None)
 
     def next_once(self) -> BlockHash | None:

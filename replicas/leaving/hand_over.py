@@ -1,13 +1,12 @@
-"""HandOver: a replica that drains has others keep what it has leased, and says what nobody keeps.
+"""HandOver: a draining replica hands its leases to others, and reports those that no replica keeps.
 
-Owns what became of each leased chunk. Its bounds are the seconds that the drain has left, the bytes that may
-be handed over, the chunks in one call, the calls at once and the seconds that one peer may take: a peer that
-lies or vanishes is asked once, one that hangs or is busy a few times (`pace.py`), and its chains go to the
-next.
+Owns the outcome of each leased chunk. Bounds: the drain's remaining seconds, the bytes to hand over, the
+chunks per call, the parallel calls, and the seconds per peer. A peer that lies or vanishes is asked once, a
+slow or busy one a few times (`pace.py`); then its chains go to the next.
 
     leased chunks ──Plan──▶ offers ──TakeOver──▶ a peer leases them, pulls them from here, and answers
                      ▲                    │
-                     └── not taken ───────┘      in the end: who misses them is to be told
+                     └── not taken ───────┘      at the end: report losses to the peer that will miss them
 """
 
 import asyncio
@@ -55,7 +54,7 @@ MAX_CALLS = 4
 """At once, each to another peer."""
 
 TELL_SECONDS = 1.0
-"""Of the time that is given: for saying what is lost."""
+"""Part of the given time that is reserved for reporting losses."""
 
 
 class HandOver:
@@ -85,7 +84,7 @@ class HandOver:
         self._at_once = asyncio.Semaphore(MAX_CALLS)
         self._paces: dict[PullHint, Pace] = {}
         self._outcomes: dict[BlockHash, HandOverOutcome] = {}
-        """Of earlier runs."""
+        """Outcomes of earlier runs."""
 
     async def run(self, seconds: float) -> None:
         """Hand over what is leased and was not offered before, for at most so long. Raises nothing."""
@@ -144,7 +143,7 @@ class HandOver:
             left = await self._offer_once(plan, offer._replace(chunks=left))
 
     async def _offer_once(self, plan: "Plan", offer: "Offer") -> list[LeasedChunk]:
-        """What the peer would have taken if it had come."""
+        """Make one offer; returns the chunks that the peer would have taken if they had arrived."""
         pace, left = self._pace(offer.peer), [*offer.chunks]
         not_sent: list[LeasedChunk] = []
         while left and pace.given_up is None:
@@ -169,7 +168,7 @@ class HandOver:
         are_lost: bool = False,
         are_elsewhere: bool = False,
     ) -> Sequence[HandOverOutcome] | None:
-        """What the peer says of each, or None if it says nothing: then its pace has changed."""
+        """Ask the peer about the chunks. None if it does not answer, which changes its pace."""
         pace = self._pace(peer)
         request = TakeOver(self._source(), self._layout, tuple(chunks), are_lost, are_elsewhere)
         try:
@@ -228,9 +227,8 @@ class HandOver:
             logger.warning("leases are broken, since no other replica has taken them over chunks=%s", lost)
 
     async def _tell_all(self, plan: "Plan", peers: Collection[PullHint]) -> None:
-        """Who has what is of use elsewhere, and who will miss what nobody has. Best effort: a request is
-        computed, told or not, and what is spare is leased until the end of its time.
-        """
+        """Tell peers which of their leases are of use elsewhere, and which chunks are lost. Best effort:
+        untold requests are computed anyway, and spare leases expire by themselves."""
         homes = plan.homes(self._asked(peers))
         for pace in self._paces.values():
             pace.recover()  # it may hold what it had no time to answer for

@@ -1,6 +1,6 @@
-"""LivePeers: the other replicas of a model that are ready, as their leases in Redis say.
+"""LivePeers: the other ready replicas of a model, by their leases in Redis.
 
-Owns nothing. A lease that is unreadable, or not signed where it should be, is nobody's.
+Owns nothing. Unreadable leases, and unsigned ones where they must be signed, are skipped.
 """
 
 import logging

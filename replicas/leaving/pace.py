@@ -40,7 +40,7 @@ class Pace:
         self._num_late = 0
 
     def failed(self, outcome: HandOverOutcome, num_asked: int) -> None:
-        """It was asked for so many, busy ones after all pauses."""
+        """Record a failed call for that many chunks; a busy peer has been retried after all pauses."""
         if outcome is HandOverOutcome.LATE:
             self.was_late = True
             self._num_late += 1

@@ -53,7 +53,7 @@ class PeerCalls:
     async def take_over(
         self, peer: PullHint, take_over: TakeOver, seconds: float
     ) -> tuple[HandOverOutcome, ...]:
-        """What became of each chunk. Raises CallFailed after `seconds` at the latest."""
+        """Ask a peer to take chunks over; returns the outcome of each. Raises CallFailed within `seconds`."""
         async with await self._channel(peer.address) as channel:
             call = channel.unary_unary(_METHOD, encode, None)
             try:

@@ -49,10 +49,10 @@ class Plan:
     ) -> None:
         self.chunks = {chunk.key: chunk for chunk in chunks}
         self.outcomes: dict[BlockHash, HandOverOutcome] = dict.fromkeys(taken, HandOverOutcome.TAKEN)
-        """Of each chunk the last one, unless it was taken before."""
+        """The last outcome of each chunk, or TAKEN if it was taken before."""
         self._taken_before = frozenset(taken)
         self._held: dict[ReplicaId, dict[BlockHash, bool]] = {}
-        """What each may hold of what it was offered, and whether it has said so."""
+        """For each peer the chunks that it may hold after an offer, and whether it has confirmed."""
         self._peers: dict[ReplicaId, PullHint] = {}
         self._max_chunks = max_chunks
         self._roots: dict[BlockHash, BlockHash] = {}
@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def left(self) -> list[LeasedChunk]:
-        """Whatever nobody has taken."""
+        """Return the chunks that no peer has taken."""
         return [chunk for key, chunk in self.chunks.items() if not self._is_taken(key)]
 
     @property
@@ -110,7 +110,7 @@ class Plan:
         return [Offer(by_id[target], [*chunks.values()]) for target, chunks in wanted.items() if chunks]
 
     def spare(self) -> list[Offer]:
-        """What each may hold that is of use elsewhere alone."""
+        """Return chunks that a peer may hold and that are of use only elsewhere."""
         if all(len(chain.tried) < 2 for chain in self._chains):
             return []
         needed: dict[ReplicaId, set[BlockHash]] = {}
@@ -140,7 +140,7 @@ class Plan:
         return [Offer(by_id[home], chunks) for home, chunks in told.items()]
 
     def _keeper(self, chain: _Chain) -> ReplicaId:
-        """Of those that were tried the one that has taken most of it, the first of several."""
+        """Return the peer that has taken most of the chain, the first of several."""
         whole = self._before(chain.last, ())
 
         def num_taken(replica_id: ReplicaId) -> int:
@@ -167,7 +167,7 @@ class Plan:
         return chain[::-1]
 
     def _whole_chains(self) -> list[_Chain]:
-        """What would be lost for good first: what the replica has no file of."""
+        """Return whole chains, those without files first: they would be lost for good."""
         roots = self._roots
         has_next: set[BlockHash] = set()
         is_unsafe: dict[BlockHash, bool] = {}

@@ -10,7 +10,8 @@ from replicas.protocol.ways import num_image_tokens_left
 
 
 class Encoding:
-    """Of one prompt. Until it is computed, its first `num_ready_tokens` are expected to be cached."""
+    """The images of one prompt to encode. Until it is computed, its first `num_ready_tokens` are expected to
+    be cached."""
 
     __slots__ = ("_has_begun", "_ready", "media")
 

@@ -92,7 +92,7 @@ class MediaShelf(Generic[Content]):
         self._forget_until(0)
 
     def _forget_until(self, num_bytes: int) -> None:
-        """The oldest that nobody holds, until no more than so many are left."""
+        """Evict unused images, oldest first, down to that many bytes."""
         for content_hash, kept in list(self._kept.items()):
             if self._num_bytes <= num_bytes:
                 return

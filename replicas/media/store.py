@@ -1,6 +1,6 @@
-"""MediaStore: a shelf of images, and the one thread that reads what is to lie there.
+"""MediaStore: an image cache and the one thread that decodes images for it.
 
-Owns that thread, beside the engine's, and the questions and answers between the two.
+Owns that thread, and the questions and answers between it and the engine's.
 """
 
 import logging
@@ -47,7 +47,7 @@ class MediaStore(Generic[Content]):
 
     @property
     def has_news(self) -> bool:
-        """Whether something is being read, or was, and nobody has been told."""
+        """Whether an image is being read, or was and has not been reported."""
         return self._num_unanswered > 0
 
     def put(self, question: MediaQuestion) -> None:

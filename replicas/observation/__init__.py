@@ -1,1 +1,1 @@
-"""What a replica tells of itself: metrics for Prometheus, and the spans of its requests."""
+"""Metrics of a replica for Prometheus, and the spans of its requests."""

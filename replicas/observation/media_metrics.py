@@ -8,7 +8,7 @@ from replicas.protocol.frames import StepFrame
 
 
 class MediaOutcome(enum.StrEnum):
-    """What became of an image that a router sent."""
+    """Outcome of an image that a router sent."""
 
     TAKEN = "taken"
     UNREADABLE = "unreadable"

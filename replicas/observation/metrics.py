@@ -115,7 +115,7 @@ class ReplicaMetrics:
         )
 
     def _add_engine_metrics(self, registry: CollectorRegistry) -> None:
-        """What it has been given, and whether it goes on."""
+        """Add metrics on the engine's input and progress."""
         self.arrived = Gauge(
             "replica_arrived_requests",
             "Requests that have arrived but are not yet in the engine's own counts",
@@ -215,7 +215,7 @@ class ReplicaMetrics:
         self.media = MediaMetrics(registry)
 
     def _add_lease_metrics(self, registry: CollectorRegistry) -> None:
-        """Of prefixes, not of the replica itself."""
+        """Add metrics on leases of prefixes, not of the replica itself."""
         self.granted_leases = Counter(
             "replica_prefix_leases_granted_total",
             "Leases on the KV of prompts that were granted",

@@ -101,7 +101,7 @@ class TierMetrics:
         )
 
     def count(self, usage: PromptUsage) -> None:
-        """What one prompt has read, by tier."""
+        """Count one prompt's tokens read, by tier."""
         self._cached[Tier.DEVICE].inc(usage.num_device_tokens)
         self._cached[Tier.HOST].inc(usage.num_host_tokens)
         self._cached[Tier.DISK].inc(usage.num_disk_tokens)

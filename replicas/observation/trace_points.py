@@ -16,7 +16,7 @@ class SubmitTrace:
         """The engine says that this step, of this duration, was the first to compute anything of it."""
 
     def delta(self, delta: TokenDelta, step: int) -> None:
-        """What one step added to one of its choices."""
+        """Record one step's tokens for one choice."""
 
     def end(self, step: int) -> None:
         """Every choice has ended, or was aborted. Called once, and last."""

@@ -1,8 +1,8 @@
-"""FairLine: whose work goes next into a few places, where several owners have some.
+"""FairLine: which owner's work goes next into a few places.
 
-Owns the order. Of the owners that wait, the one that was given least time goes next, and none has all places:
-one is left for whoever comes. If the line is full, the owner with most in it loses its last to one with less.
-Pure; it is told how long work took.
+Owns the order. The waiting owner with the least time used goes next, and none gets all places: one stays free
+for a newcomer. If the line is full, the owner with most items loses its last to one with fewer. Pure; the
+caller reports durations.
 """
 
 from collections import deque
@@ -25,9 +25,8 @@ class _Owner(Generic[Item]):
 
 
 class FairLine(Generic[Item]):
-    """An owner is known while it waits or works. One that comes begins with the least time of those known:
-    nobody saves up for later.
-    """
+    """An owner is known while it waits or works. A newcomer begins with the least time of those known, so
+    that pauses earn no credit."""
 
     def __init__(self, *, num_places: int, most_waiting: int) -> None:
         self._num_places = num_places
@@ -39,7 +38,7 @@ class FairLine(Generic[Item]):
         self.num_working = 0
 
     def enter(self, owner: Hashable, item: Item) -> Item | None:
-        """What has no place in the line any more, if it is full: another's item, or this one."""
+        """Add an item; returns the one that loses its place if the line is full, which may be this one."""
         lost: Item | None = None
         if self.num_waiting >= self._most_waiting:
             largest = max(self._owners, key=lambda name: len(self._owners[name].waiting))

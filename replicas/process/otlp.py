@@ -156,7 +156,7 @@ def child_context(span: Span) -> Context:
 
 
 def trace_parent_of(span: Span) -> TraceParent:
-    """What spans in another process are told about their parent."""
+    """Return the parent's identity for spans in another process."""
     context = span.get_span_context()
     return TraceParent(
         f"{context.trace_id:032x}",

@@ -11,7 +11,7 @@ from replicas.process.settings import SettingsError
 from replicas.protocol.cluster_secret import MAX_SECRET_BYTES, MIN_SECRET_BYTES, ClusterSecret
 
 _OTHERS = stat.S_IWGRP | stat.S_IRWXO
-"""What nobody but the owner should do. The group may read: so pods read Secrets."""
+"""Mode bits that only the owner should have. The group may read, as pods read Secrets."""
 
 
 def open_file_complaint(path: Path, mode: int) -> str | None:
@@ -33,7 +33,8 @@ def open_secret_complaint(secret_file: str | None) -> str | None:
 
 
 def read_secret(secret: str | None, secret_file: str | None) -> ClusterSecret | None:
-    """What the settings `secret` and `secret_file` say, None if neither is set; a file may begin with `~`.
+    """Read the secret from the settings `secret` and `secret_file`; None if neither is set. A file may begin
+    with `~`.
 
     Raises SettingsError.
     """

@@ -1,8 +1,7 @@
 """TLS between routers and replicas: PEM files, read, checked, and followed when they are renewed.
 
-Owns what a set of files must be, which of them are in force and for how long still, and what a failed
-handshake means in words.
-There are no roles: holders of a certificate of the CA are let in, as far as the usages in it say.
+Owns the required files, which of them are in force and until when, and the words for a failed handshake.
+There are no roles: holders of a certificate of the CA are let in, within its usages.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class Pems:
-    """What is in the files."""
+    """Contents of the files."""
 
     certificate: bytes | None
     key: bytes | None = field(repr=False)
@@ -49,7 +48,7 @@ class Pems:
 
     @property
     def validities(self) -> Mapping[str, Validity]:
-        """Of one's own certificate, and of the CA: of several it is the one that lasts longest."""
+        """Return the validity of our certificate, and of the CA: of several the longest."""
         found: dict[str, Validity] = {}
         if self.certificate is not None:
             found["certificate"] = validities(self.certificate)[0]
@@ -78,7 +77,7 @@ class FollowedFiles:
         self._warn()
 
     def current(self) -> Pems:
-        """What is in force now. What is broken is logged, once, and changes nothing."""
+        """Return the files in force. A broken update is logged once and changes nothing."""
         with self._lock:
             try:
                 pems = read_pems(self._files, self._clock(), known=self.pems)
@@ -129,8 +128,8 @@ def read_pems(files: TlsFiles, now: float, *, known: Pems | None = None) -> Pems
 
 
 def server_credentials(followed: FollowedFiles) -> grpc.ServerCredentials:
-    """What a server shows, and demands if the files name a CA; each handshake is made with the files as they
-    are then."""
+    """Return credentials for a server, which demands client certificates if the files name a CA; each
+    handshake uses the current files."""
 
     served = followed.pems
 
@@ -149,8 +148,8 @@ def server_credentials(followed: FollowedFiles) -> grpc.ServerCredentials:
 
 @dataclass(frozen=True, slots=True)
 class ChannelTls:
-    """What a new channel to a replica is made with. `name` is what the replica's certificate must be for,
-    wherever the replica is."""
+    """TLS for new channels to replicas. `name` is the name on every replica's certificate, wherever it
+    runs."""
 
     credentials: grpc.ChannelCredentials
     name: str

@@ -46,7 +46,7 @@ _NO_PARENT = bytes(HASH_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What a chain is rooted in. Prompts in different namespaces never share a block.
+    """The root of a chain. Prompts in different namespaces never share a block.
 
     `prompt_cache_key` is deliberately absent: it decides placement, never identity.
     """
@@ -182,7 +182,8 @@ def _extras(media: Sequence[MediaSpan], block_start: int, block_size: int) -> by
 
 
 def media_within(media: Sequence[MediaSpan], start: int, end: int) -> bytes:
-    """What the extra keys of the blocks in tokens `[start, end)` follow from, besides where these begin."""
+    """Return the media that determine the extra keys of the blocks in tokens `[start, end)`, besides their
+    starts."""
     return b"".join(
         _tagged(b"media", span.content_hash)
         + (span.start - start).to_bytes(8, "little", signed=True)

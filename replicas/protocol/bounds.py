@@ -17,7 +17,7 @@ MAX_BLOCKS = 1 << 32
 MAX_BYTES = 1 << 53
 MAX_SECONDS = 3600.0
 MAX_NUMBER = (1 << 63) - 1
-"""Of changes, heartbeats and registrations: what Redis can count to."""
+"""Bound on changes, heartbeats and registrations: Redis' largest integer."""
 
 MAX_ID_CHARACTERS = 253
 MAX_NAME_CHARACTERS = 512

@@ -30,7 +30,7 @@ METADATA_KEY = "kvasir-token"
 
 
 class Role(Enum):
-    """Who calls. A token says it, and the replica decides what that allows."""
+    """The caller's role. A token carries it, and the replica decides what it allows."""
 
     ROUTER = "router"
     CONTROLLER = "controller"
@@ -51,7 +51,7 @@ class Audience:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes tokens for calls to one incarnation of a replica."""
+    """Makes tokens for calls to one incarnation of a replica."""
 
     key: bytes = field(repr=False)
     role: Role
@@ -65,14 +65,14 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a token has proved. The nonce is as bytes: a token can be spelled in several ways."""
+    """Contents of a valid token. The nonce is in bytes, since a token can be spelled in several ways."""
 
     role: Role
     nonce: bytes
 
 
 def proof_of(token: str, keys: Sequence[bytes], audience: Audience, method: str) -> Proof:
-    """What the token proves for this call. Raises BadToken. Takes equally long for every wrong MAC."""
+    """Verify the token for this call. Raises BadToken. Takes equally long for every wrong MAC."""
     try:
         if len(token) > MAX_TOKEN_LENGTH:
             raise ValueError

@@ -14,8 +14,8 @@ KEY_BYTES = 32
 
 
 class Purpose(Enum):
-    """What a key is for. The values are part of the contract between versions. Namespace roots and digests of
-    users and tenants are made of the secret itself, under personalisations of their own."""
+    """The use of a key. The values are part of the contract between versions. Namespace roots and digests of
+    users and tenants come from the secret itself, under personalisations of their own."""
 
     LEASES = b"signatures of leases"
     CALLS = b"tokens of gRPC calls"

@@ -1,7 +1,7 @@
-"""What bounds a grammar that an answer is held to: its length, and what following it may take.
+"""Bounds on a grammar: its length, and the work of following it.
 
-Owns the numbers, which are llguidance's `LLParserLimits` by name: a router refuses by the same ones as the
-engine that would follow the grammar. Owns how both say why llguidance cannot follow one.
+The numbers are llguidance's `LLParserLimits` by name. Routers refuse by the same ones as the engine that
+would follow the grammar. Owns the words for why llguidance cannot follow one.
 """
 
 import re

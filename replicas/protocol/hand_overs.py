@@ -31,7 +31,7 @@ _Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
 class HandOverOutcome(enum.StrEnum):
-    """What became of one chunk's lease. All but the first two leave it where it was, or nowhere."""
+    """The outcome of one chunk's lease. All but the first two leave it where it was, or nowhere."""
 
     TAKEN = "taken"
     NOTED = "noted"
@@ -42,11 +42,11 @@ class HandOverOutcome(enum.StrEnum):
     NO_TIER = "no_tier"
     """Nothing there keeps KV for so long: it has no disk, or one that takes nothing now."""
     NO_ROOM = "no_room"
-    """Of host memory, or of the part that what one replica hands over may take of it."""
+    """No host memory, or the source's part of it is used up."""
     NOT_SENT = "not_sent"
     """It could not be pulled, whole and in time."""
     INCOMPLETE = "incomplete"
-    """What comes before it in its prompt is not leased any more, and of no use is the rest."""
+    """An earlier chunk of its prompt is not leased any more, so the rest is useless."""
     OVER = "over"
     """The lease has ended."""
     LATE = "late"
@@ -82,10 +82,10 @@ class LeasedChunk(Struct, frozen=True, array_like=True):
 
 
 class TakeOver(Struct, frozen=True, array_like=True):
-    """Keep these chunks, whose KV has this layout; `source` has them still. A chain's come in its order.
+    """Keep these chunks of KV in this layout, which `source` still has. A chain's chunks are in order.
 
-    With `are_lost` nobody has kept them: who misses them is to be told that they went before their time. With
-    `are_elsewhere` another replica keeps them: what is leased for the source's sake alone is leased no more.
+    With `are_lost` no replica kept them: requests that miss them are to be told that they went before their
+    time. With `are_elsewhere` another replica keeps them: leases held only for the source are dropped.
     """
 
     source: PullHint
@@ -102,7 +102,7 @@ class TakenOver(Struct, frozen=True, array_like=True):
 
 
 class ListLeases(Struct, frozen=True, tag=True):
-    """Asks an engine's store for its leased chunks, as far as it has them."""
+    """Ask an engine's store for its leased chunks that it has."""
 
     number: Uint64
 

@@ -22,12 +22,12 @@ from replicas.protocol.images import ImageError, ImageSize
 MIN_SIDE = 2
 MAX_PIXELS = 7680 * 4320
 MAX_SIDE = 65_535
-"""Of any image, which is a JPEG's most: to scale a strip of millions of pixels takes seconds."""
+"""Longest side of any image, as in JPEG: scaling a strip of millions of pixels takes seconds."""
 MAX_IMAGE_TOKENS = 1 << 16
-"""Of one image. The largest that a model of these kinds has by default is 16,384."""
+"""Per image. The largest default of these models is 16,384."""
 
 MAX_RULE_CHARACTERS = 1 << 18
-"""Of a rule as text: that of a grid of 16 by 16 tiles, with many tokens between them, has half as many."""
+"""Length of a rule as text: twice that of a grid of 16 by 16 tiles with many tokens between them."""
 
 MAX_GRID = 16
 MAX_PIECE_TOKENS = 64
@@ -45,10 +45,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CellRule:
-    """Of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: an image is scaled to whole cells, and each cell is one token.
+    """Rule of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: an image is scaled to whole cells, each of which is one
+    token.
 
-    `cell` is the side of a cell in pixels: that of a patch, times the number of patches that are merged.
-    Raises ValueError for numbers that cannot be.
+    `cell` is the side of a cell in pixels: a patch's, times the number of merged patches. Raises ValueError
+    for impossible numbers.
     """
 
     KIND: ClassVar[str] = "cells"
@@ -70,7 +71,7 @@ class CellRule:
         return _bounded(columns * rows)
 
     def tokens_of(self, size: ImageSize) -> tuple[int, ...]:
-        """What takes the place of one placeholder. Raises ImageError."""
+        """Return the tokens that replace one placeholder. Raises ImageError."""
         return (self.placeholder,) * self.num_tokens(size)
 
     def _grid(self, size: ImageSize) -> tuple[int, int]:
@@ -96,15 +97,16 @@ class CellRule:
 
 @dataclass(frozen=True, slots=True)
 class TileRule:
-    """Of Idefics3 and SmolVLM: an image is cut into tiles, with text between them; at last it comes whole.
+    """Rule of Idefics3 and SmolVLM: an image is cut into tiles with text between them, and follows once more
+    as a whole.
 
-    An image is scaled until its longer side is `longest_side` pixels, and cut into tiles of `tile_side`.
-    Each tile is `tile_tokens` placeholders. What stands before them is in `before_tile`, by row and column;
-    before those of the whole image, in `before_whole`; and behind these, in `end`. An image that is not cut
-    is `before_only`, its placeholders, `end`. If `before_tile` is empty, none is cut.
+    An image is scaled until its longer side is `longest_side` pixels, and cut into tiles of `tile_side`. Each
+    tile is `tile_tokens` placeholders, after the text `before_tile` by row and column; the whole image comes
+    after `before_whole`, then `end`. An uncut image is `before_only`, its placeholders, `end`. If
+    `before_tile` is empty, none is cut.
 
-    The pieces are what the model's tokenizer makes of the whole text: a piece may hold the end of a row and
-    the beginning of the next tile, which some tokenizers merge. Raises ValueError for what cannot be.
+    The pieces come from the model's tokenizer on the whole text: a piece may hold the end of a row and the
+    beginning of the next tile, which some tokenizers merge. Raises ValueError for impossible numbers.
     """
 
     KIND: ClassVar[str] = "tiles"
@@ -144,11 +146,11 @@ class TileRule:
         return self._num_tokens(*self.grid(size))
 
     def tokens_of(self, size: ImageSize) -> tuple[int, ...]:
-        """What takes the place of one placeholder. Raises ImageError."""
+        """Return the tokens that replace one placeholder. Raises ImageError."""
         return self.tokens_in(*self.grid(size))
 
     def tokens_in(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Of an image in so many tiles. Raises ImageError."""
+        """Return the tokens of an image in that many tiles. Raises ImageError."""
         self._num_tokens(rows, columns)
         tile = (self.placeholder,) * self.tile_tokens
         if not rows:
@@ -239,15 +241,14 @@ def written_rule(rule: ImageRule | None) -> str:
 
 
 def rule_on_card(text: str) -> ImageRule | None:
-    """What `written_rule` has made a text of. None for a kind that is not known here. Raises ValueError."""
+    """Parse a text of `written_rule`. None for an unknown kind. Raises ValueError."""
     return read_rule(json.loads(text)) if text else None
 
 
 def read_rule(value: object) -> ImageRule | None:
-    """What a card says of images. None if it says nothing, or names a kind that is not known here.
+    """Read a card's rule for images. None if it has none, or one of an unknown kind.
 
-    A model that cannot be given images is one of text only. Raises ValueError for a known kind of which
-    the fields are wrong.
+    A model without a rule is served for text only. Raises ValueError for a known kind with wrong fields.
     """
     if value is None:
         return None

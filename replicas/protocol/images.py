@@ -1,11 +1,11 @@
-"""Images by their bytes: the size that a header names, and the name that a content has.
+"""Images by their bytes: the size in a header, and the name of a content.
 
-Owns the reading of headers and the hash of a media item. It knows nothing about pixels: whoever decodes an
-image has to find the size that stands here, turned by `orientation` and by nothing else. Pillow reads XMP
-too, and joins several EXIF parts; here, XMP is not read, and of a JPEG's EXIF parts the first one counts.
+Owns the parsing of headers and the hash of a media item. Knows no pixels: a decoder must find the size in the
+header, turned by `orientation` and nothing else. Pillow reads XMP too, and joins several EXIF parts; here XMP
+is not read, and the first EXIF part of a JPEG counts.
 
-Headers come from strangers. What is looked at is bounded by the parts that a file of its length may have
-(`most_parts`) and `MAX_TAGS` tags of one EXIF part, a few bytes of each, whatever the lengths in them say.
+Headers are untrusted. Work is bounded by the parts that a file of its length may have (`most_parts`) and by
+`MAX_TAGS` tags of one EXIF part, a few bytes of each, whatever their lengths claim.
 """
 
 import hashlib
@@ -18,7 +18,8 @@ MAX_PARTS = 8192
 """Segments, chunks or blocks of a file. A PNG of 64 MiB in chunks of 8 KiB has as many."""
 
 FREE_PARTS = 256
-"""Of any file, however short. The padding of XMP in a GIF, 33 bytes a block, may follow in any number."""
+"""Parts allowed in any file, however short. XMP's padding in a GIF, 33 bytes a block, may follow in any
+number."""
 
 PART_BYTES = 32
 """A file may have one more part for each. Many short files in one body are then little work together, which
@@ -27,8 +28,8 @@ a router does on its event loop."""
 MAX_TAGS = 1000
 
 MAX_SCANS = 300
-"""Of a JPEG: a decoder works through the whole picture for each, and the smallest has 53 bytes. Cameras write
-one to ten; what follows a picture, such as a film, has the bytes of one in 65,536 by chance."""
+"""Scans of a JPEG: a decoder processes the whole picture for each, and the smallest has 53 bytes. Cameras
+write one to ten; data after a picture, such as a film, matches by chance one time in 65,536 bytes."""
 
 MEDIA_HASH_BYTES = 32
 
@@ -44,7 +45,7 @@ _WEBP_HAS_EXIF = 0x08
 
 
 class ImageError(ValueError):
-    """What a caller is told about images that cannot be read, or do not fit their prompt."""
+    """An error about an image, for the caller: unreadable, or inconsistent with its prompt."""
 
 
 class ImageFormat(StrEnum):
@@ -65,9 +66,9 @@ class ImageSize:
 
 
 def media_hash(root: BlockHash, content: bytes) -> bytes:
-    """What names a media item in one namespace: keyed, so that it is no fingerprint of the picture.
+    """Name a media item in one namespace. The hash is keyed, so it is no fingerprint of the picture.
 
-    Of the bytes as they came. The same picture in another file is another item.
+    Covers the bytes as received. The same picture in another file is another item.
     """
     return named_media(root, media_digest(content))
 
@@ -83,7 +84,7 @@ def named_media(root: BlockHash, digest: bytes) -> bytes:
 
 
 def read_size(content: bytes) -> ImageSize:
-    """What the header says. Raises ImageError."""
+    """Read the size in the header. Raises ImageError."""
     if content[:8] == _PNG:
         return _png(content)
     if content[:3] == b"\xff\xd8\xff":
@@ -189,7 +190,7 @@ def _webp_exif(content: bytes) -> tuple[int, int] | None:
 
 
 def _gif(content: bytes) -> ImageSize:
-    """Of the first picture's screen. A picture that reaches beyond it makes it larger."""
+    """Read the size of a GIF: the screen, enlarged by a first picture that exceeds it."""
     width, height = (_number(content, at, 2, "little") for at in (6, 8))
     at = 13 + _colours(_number(content, 10, 1, "little"))
     in_extension = False

@@ -39,7 +39,7 @@ BLOCKS_MARKER = b"\x00"
 """The member of every blocks set that is no hash."""
 
 TIER_MARKS = {Tier.DEVICE: b"", Tier.HOST: b"h", Tier.DISK: b"d"}
-"""What follows the hash in a member of a blocks set."""
+"""Suffix of the hash in a member of a blocks set."""
 
 _TIERS_BY_MARK = {mark: tier for tier, mark in TIER_MARKS.items()}
 
@@ -106,7 +106,7 @@ def is_indexed(block_index: int, block_size: int, index_stride: int) -> bool:
 
 
 def indexed_positions(num_blocks: int, stride: int) -> list[int]:
-    """Which of a prompt's blocks the index keeps, `stride` being its `blocks_per_stride`."""
+    """Return the positions of a prompt's blocks that the index keeps; `stride` is its `blocks_per_stride`."""
     positions = [*range(stride - 1, num_blocks, stride)]
     if num_blocks % stride:
         positions.append(num_blocks - 1)
@@ -119,11 +119,11 @@ def blocks_per_stride(block_size: int, index_stride: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRecord:
-    """What a replica says of itself with each heartbeat.
+    """A replica's report with each heartbeat.
 
-    `last_change` is the number of the newest IndexChange that it has written, so that a reader which
-    missed the end of the stream finds out. `order` says which incarnations registered before which others,
-    by a counter in Redis and no clock; 0 is not known. `beat` counts an incarnation's heartbeats.
+    `last_change` is the number of the newest IndexChange that it has written, so that a reader that missed
+    the end of the stream notices. `order` ranks incarnations by registration, by a counter in Redis and no
+    clock; 0 is unknown. `beat` counts an incarnation's heartbeats.
     """
 
     replica_id: ReplicaId
@@ -180,7 +180,7 @@ def _decode_load(encoded: bytes) -> LoadSnapshot:
 
 
 def record_fields(values: object) -> dict[bytes, bytes]:
-    """What HMGET of RECORD_FIELDS has answered, or HGETALL. Raises ValueError if that was an error."""
+    """Convert the answer of HMGET of RECORD_FIELDS, or of HGETALL. Raises ValueError for an error."""
     if isinstance(values, dict):
         return values
     if not isinstance(values, list):

@@ -9,9 +9,9 @@ No clock decides: a counter in Redis numbers incarnations as they register, and 
 A replica that finds another epoch in its own lease gives way only to a signed one with a higher number.
 
 A writer to Redis who cannot sign can still delete leases, copy back a dead replica's last one (routers then
-find nobody at its address, or another replica), and write wrong changes and sets into the index, which
-costs cache hits. After Redis has lost everything, an incarnation that registers before a living one has
-written its number again may count as older than it is.
+find no replica, or another, at its address), and write wrong changes and sets into the index, which costs
+cache hits. After Redis has lost everything, an incarnation that registers before a living one has written
+its number again may count as older than it is.
 """
 
 import hashlib

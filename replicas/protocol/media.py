@@ -13,7 +13,7 @@ from replicas.protocol.bounds import MAX_MESSAGE_CHARACTERS, Uint64
 from replicas.protocol.images import MEDIA_HASH_BYTES
 
 MAX_MEDIA_BYTES = 10 << 20
-"""Of one item."""
+"""Per item."""
 
 MAX_IMAGES = 20
 """In one prompt."""

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from replicas.protocol.bounds import MAX_TOKENS, Uint32
 
 MAX_LEASES = 16
-"""Of one request."""
+"""Per request."""
 
 MAX_LEASE_SECONDS = 86_400
 """A day: no longer lease is granted."""
@@ -42,7 +42,7 @@ class LeaseRefusal(enum.StrEnum):
     NO_TIER = "no_tier"
     """There is no memory below the device, or none that keeps anything for so long: disk, beyond an hour."""
     NO_WHOLE_CHUNK = "no_whole_chunk"
-    """What is to be kept is shorter than the unit in which KV moves."""
+    """The range is shorter than the unit in which KV moves."""
 
 
 class LeaseBreak(enum.StrEnum):
@@ -63,9 +63,9 @@ class LeaseBreak(enum.StrEnum):
 
 
 class LeaseAnswer(Struct, frozen=True, array_like=True):
-    """What became of one lease: its leading `num_tokens` are kept for `seconds`, or it was refused.
+    """The outcome of one lease: its leading `num_tokens` are kept for `seconds`, or it was refused.
 
-    Both numbers are 0 for one that was refused.
+    Both numbers are 0 for a refusal.
     """
 
     seconds: Uint32 = 0
@@ -74,9 +74,9 @@ class LeaseAnswer(Struct, frozen=True, array_like=True):
 
 
 class LeaseTotals(Struct, frozen=True):
-    """What an engine has made of leases since it began, and what is leased now.
+    """An engine's lease counters since its start, and the amounts leased now.
 
-    Granted and refused are counted as they were asked for, all else in tokens.
+    Granted and refused count requests, all else tokens.
     """
 
     num_granted: int = 0

@@ -13,7 +13,7 @@ from replicas.protocol.wire import SERVICE_NAME, encode
 
 
 class Replica(Protocol):
-    """What a router, and the controller, ask of a replica. What comes in is encoded, what goes out is not."""
+    """The calls that a router and the controller make. Input is encoded, output is not."""
 
     def serve(self, frames: AsyncIterator[bytes], context: Any) -> Any:
         """One stream per router process and replica carries every request between them: ClientFrames one way,

@@ -1,4 +1,4 @@
-"""What a replica is: its name, incarnation, state, and the card of the model that it serves.
+"""A replica's name, incarnation, state, and the card of its model.
 
 Owns the state table.
 """

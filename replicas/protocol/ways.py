@@ -14,7 +14,7 @@ from replicas.protocol.blocks import MediaSpan
 HOST_MOVE_SECONDS = 0.001
 DISK_MOVE_SECONDS = 0.004
 PULL_MOVE_SECONDS = 0.02
-"""What a move from there takes beside the bytes."""
+"""Seconds that a move from a peer takes besides the bytes."""
 
 
 class Reach(NamedTuple):
@@ -31,8 +31,8 @@ class Reach(NamedTuple):
 class MoveSpeeds(NamedTuple):
     """Seconds per token from host memory to the device, and to host memory from disk and from a peer.
 
-    None where there is no such way, or nobody has measured it: then it is never taken. `backlog_seconds` is
-    what moves already take.
+    None if the way does not exist or was never measured; it is then not used. `backlog_seconds` is the time
+    of moves under way.
     """
 
     host: float | None
@@ -75,9 +75,8 @@ def moves(reach: Reach, speeds: MoveSpeeds) -> Iterator[tuple[int, float]]:
 
 
 def num_image_tokens_left(media: Sequence[MediaSpan], num_ready_tokens: int) -> int:
-    """Of the images that have to be encoded if so many leading tokens of the prompt are ready: an image is
-    encoded whole if any of its tokens is computed.
-    """
+    """Count tokens of images to encode if that many leading tokens of the prompt are ready: an image is
+    encoded whole if any of its tokens is computed."""
     return sum(span.length for span in media if span.start + span.length > num_ready_tokens)
 
 
@@ -88,10 +87,10 @@ def cheapest_way(
     token_seconds: float,
     encode_seconds: Callable[[int], float] | None = None,
 ) -> Way:
-    """The way that costs least, if a token takes `token_seconds` to compute and the queue `wait_seconds`.
+    """Return the cheapest way, if a token takes `token_seconds` to compute and the queue `wait_seconds`.
 
-    KV moves while the request waits, and takes no time of the engine's. `encode_seconds` says what encoding
-    the prompt's images takes if so many tokens are ready.
+    KV moves while the request waits, and costs no engine time. `encode_seconds` returns the time for the
+    prompt's images by ready tokens.
     """
     device, host, local, peer = reach
     host_seconds, disk_seconds, pull_seconds, seconds = speeds

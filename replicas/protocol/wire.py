@@ -1,8 +1,8 @@
-"""What the gRPC service carries: the structs of `frames.py` and `status.py`, in msgpack.
+"""The messages of the gRPC service: the structs of `frames.py` and `status.py` in msgpack.
 
-Owns the encoder, the decoders, and the checks that a struct's annotations cannot say. Every decoder raises
-ValueError for a message that breaks the contract. A ServerFrame can be read whole, which is one call, or part
-by part, so that one wrong part costs no other.
+Owns the encoder, the decoders, and checks beyond a struct's annotations. Every decoder raises ValueError for
+a message that breaks the contract. A ServerFrame is read whole in one call, or part by part, so that one
+wrong part costs no other.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +75,7 @@ class Nothing(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class BrokenDelta:
-    """What stands where a delta would, if that is for this choice and breaks the contract."""
+    """Stands for a delta of this choice that breaks the contract."""
 
     key: RequestKey
     problem: str

@@ -1,1 +1,1 @@
-"""What engines share: which requests are taken, what the next step computes, which blocks they hold."""
+"""Shared by engines: which requests are admitted, what the next step computes, which blocks they hold."""

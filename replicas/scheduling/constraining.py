@@ -1,6 +1,6 @@
-"""What a scheduler does with requests whose output is held to a grammar.
+"""Requests whose output follows a grammar, in a scheduler.
 
-Owns which of them wait for their grammar, and what is said of those that cannot be held to it.
+Owns which of them wait for their grammar, and the answer for those whose grammar fails.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from replicas.scheduling.request import Request
 
 
 def constrain(request: EngineRequest, constraints: Constraints | None) -> Constraint | None:
-    """What the request is held to, if it asks for that. Raises RequestRefused."""
+    """Return the request's grammar, if it has one. Raises RequestRefused."""
     if not request.sampling.grammar:
         return None
     if constraints is None:

@@ -46,7 +46,7 @@ class KVCacheManager:
         return (request.num_tokens - 1) // self.block_size
 
     def token_shares(self, request: Request, num_cached_blocks: int) -> Shares:
-        """Which users' the prompt tokens in the leading blocks are that `find_cached` has just found."""
+        """Return the users of the prompt tokens in the leading blocks that `find_cached` has just found."""
         return self.pool.writers.token_shares(
             request.block_hashes[:num_cached_blocks],
             request.submit.user,

@@ -1,13 +1,13 @@
-"""LowerTiers: what becomes of a scheduler's requests where KV lies below the device, too.
+"""LowerTiers: KV below the device, for a scheduler's requests.
 
-Owns the chunks of each request, which of them it has had copied out, and the loads that are under way. Does
-not decide who is served next, and knows neither the bytes nor how they are copied: the store says what is
-where, the engine's copier moves it.
+Owns the chunks of each request, which of them were copied out, and the loads under way. It does not decide
+the order of requests, and knows neither the bytes nor the copying: the store says what is where, the engine's
+copier moves it.
 
 A chunk is copied to host memory when its last token has been computed. A request that finds more there than
-on the device gets all its blocks, waits for the copies in them, and is hashed only then: nobody shares a
-block that is not whole. While more is on its way into host memory, it waits without blocks, for as long
-as its plan says and not longer.
+on the device gets all its blocks, waits for the copies, and is hashed only then: a block is shared only when
+it is complete. While more is on its way into host memory, the request waits without blocks, at most as long
+as its plan says.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ LOOK_AGAIN_SECONDS = 0.001
 """While copies are under way."""
 
 UNMEASURED_TOKEN_SECONDS = 1e-4
-"""What a token takes to compute, as long as no step has shown it."""
+"""Seconds to compute a token until a step has shown it."""
 
 
 class Copy(Protocol):
@@ -117,7 +117,7 @@ class LowerTiers:
     # What a request finds.
 
     def arrived(self, request: Request, num_device_blocks: int, num_tokens_before: int) -> None:
-        """A request waits, behind others that will compute so many tokens."""
+        """A request waits behind others that will compute that many tokens."""
         names = chunk_names(request.block_hashes, self._store.shape.blocks_per_chunk)
         wait_seconds = num_tokens_before * self._token_seconds
         plan = self._store.arrived(
@@ -140,7 +140,7 @@ class LowerTiers:
         )
 
     def _lease(self, request: Request, names: "list[ChunkName]", num_device_blocks: int) -> LeaseOutcome:
-        """What it asks for is asked for once, by its first choice."""
+        """Request its leases, once, for its first choice."""
         of_prompt = names[: request.num_prompt_tokens // self._store.shape.tokens]
         leases = request.submit.leases if request.key.choice == 0 else ()
         tenancy, bucket = tenancy_of(request.submit), request.submit.bucket
@@ -294,7 +294,7 @@ class LowerTiers:
         self._store.poll()
 
     def fill(self, frame: StepFrame) -> StepFrame:
-        """What the tiers gained and lost in this step, what moving KV takes, and when to look again."""
+        """Add to the frame the tiers' changes in this step, the speeds of moves, and when to look again."""
         self.poll()
         frame = told(frame, self._store)
         look_again = LOOK_AGAIN_SECONDS if self._loads or self._offloads else frame.look_again_seconds

@@ -59,22 +59,22 @@ class Request:
         self.sampling: SamplingParams = self.submit.sampling
         self.seed: int = engine_request.seed
         self.rank: tuple[int, int] = (self.submit.priority, arrival)
-        """Who goes first, lowest rank first; who is preempted first, highest rank first."""
+        """Lower ranks go first; higher ranks are preempted first."""
         self.token_ids: list[int] = list(engine_request.token_ids)
         self.num_submitted_tokens: int = len(self.token_ids)
         self.num_prompt_tokens: int = self.num_submitted_tokens - self.submit.num_output_tokens
         self.block_hashes: list[BlockHash] = []
-        """Hashes of the leading full blocks of `token_ids`, as far as they were needed yet."""
+        """Hashes of the leading full blocks of `token_ids` needed so far."""
         self.block_ids: list[int] = []
         self.num_computed_tokens: int = 0
         self.num_cached_tokens: int = 0
         """Tokens found in the cache when the request was first scheduled."""
         self.num_cross_user_tokens: int = 0
-        """Of these, the prompt's tokens that another user's request had computed."""
+        """The part of these that another user's request computed."""
         self.num_own_tokens: int = 0
         """And those that an earlier request of the same user had."""
         self.num_slower_tier_tokens: int = 0
-        """Of the cached tokens, those that were copied to the device for it."""
+        """Cached tokens that were copied to the device for it."""
         self.num_disk_tokens: int = 0
         """And of these, those that were read from disk for it."""
         self.num_pulled_tokens: int = 0
@@ -84,12 +84,12 @@ class Request:
         self.num_unmoved_tokens: int = 0
         """Below the device, and sooner computed than moved."""
         self.lease_outcome: LeaseOutcome = without_tiers(self.submit.leases if self.key.choice == 0 else ())
-        """What became of the leases that it asks for, as its submit's first choice."""
+        """Outcome of its leases, for its submit's first choice."""
         self.num_expected_tokens: int = 0
         """While it waits: the tokens that it would have to compute, by what is cached when it queued."""
         self.num_preemptions: int = 0
         self.constraint: Constraint | None = constraint
-        """What its output is held to. It takes each output token once, however often that is computed."""
+        """The grammar of its output, which takes each output token once, even if its KV is computed again."""
         self.awaits_grammar: bool = constraint is not None
 
     @property
@@ -124,7 +124,7 @@ class Chunk(NamedTuple):
 
 
 class SampledToken(NamedTuple):
-    """What the sampler chose for one request in one step."""
+    """The sampler's choice for one request in one step."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None

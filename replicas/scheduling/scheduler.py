@@ -75,7 +75,7 @@ class Scheduler:
         """They hold all their blocks, and may run as soon as a step has a token for them."""
         self._constraints = constraints
         self._refused: list[TokenDelta] = []
-        """What the next frame says of requests whose grammar cannot be followed."""
+        """Refusals for the next frame: requests whose grammar cannot be followed."""
         self._num_added = 0
         self._started: list[RequestKey] = []  # of the step that is being made, like the next
         self._num_preemptions = 0
@@ -330,7 +330,7 @@ class Scheduler:
             request.num_disk_tokens, request.num_pulled_tokens = shares
 
     def _start_loaded(self, prefills: list[Chunk], budget: int) -> int:
-        """Start those whose KV has come, as far as the budget goes; what is left of it."""
+        """Start requests whose KV has arrived, within the budget; returns the rest of the budget."""
         if self._lower_tiers is None:
             return budget
         for request, num_blocks in self._lower_tiers.take_loaded():

@@ -57,9 +57,7 @@ class SpeedMeter:
         return self._prefill.seconds_per_unit or 0.0
 
     def encode_seconds(self, media: Sequence[MediaSpan]) -> Callable[[int], float] | None:
-        """What encoding these images of a prompt takes, by its leading tokens that are ready. None where
-        nothing is known of that.
-        """
+        """Return the time to encode these images by ready leading tokens; None if unknown."""
         rate = self._encode.seconds_per_unit
         if not media or not rate:
             return None

@@ -31,7 +31,7 @@ class Arrivals:
 
     @property
     def load(self) -> LoadSnapshot:
-        """Of the engine and of what is on its way to it."""
+        """Load of the engine and of requests on their way to it."""
         if self._load is None:
             counted = self._counted
             self._load = replace(
@@ -48,9 +48,8 @@ class Arrivals:
         return self._num_requests
 
     def add(self, serial: int, *, num_requests: int, num_tokens: int, num_image_tokens: int = 0) -> None:
-        """The engine has been given a request that would compute `num_tokens` of its prompt, and encode
-        images of so many.
-        """
+        """Record a request given to the engine that will compute `num_tokens` of its prompt, and encode
+        images of that many tokens."""
         self._arrivals[serial] = _Arrival(num_requests, num_tokens, num_image_tokens)
         self._num_requests += num_requests
         self._num_tokens += num_tokens

@@ -24,11 +24,11 @@ ONLY: Mapping[str, frozenset[Role]] = {
 """Methods of our service that not every role may call."""
 
 OTHERS = frozenset({Role.ROUTER, Role.CONTROLLER})
-"""Who may call all else."""
+"""Roles for all other methods."""
 
 MAX_KNOWN_NONCES = 65_536
-"""Of tokens that were believed, one for each call. A router makes two or three for each stream,
-so this is as good as for ever."""
+"""Accepted tokens that are remembered, one per call. A router makes two or three per stream, so this covers a
+long time."""
 
 logger = logging.getLogger(__name__)
 

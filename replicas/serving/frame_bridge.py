@@ -44,7 +44,7 @@ class FrameBridge:
                 self._loop.call_soon_threadsafe(callback)
 
     def close(self) -> None:
-        """What is still put is dropped, and all that wait are released."""
+        """Drop pending items and release all waiters."""
         with self._changed:
             self._is_closed = True
             self._frames.clear()

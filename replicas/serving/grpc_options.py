@@ -1,4 +1,4 @@
-"""What a replica's gRPC server allows and how it finds out that a router has gone."""
+"""Options of a replica's gRPC server, among them how it notices that a router is gone."""
 
 from collections.abc import Sequence
 

@@ -18,7 +18,7 @@ class _Held:
     num_sequences: int
     num_prompt_tokens: int
     num_output_tokens: int
-    """Of each sequence."""
+    """Per sequence."""
 
 
 class Intake:

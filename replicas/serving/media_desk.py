@@ -25,7 +25,7 @@ from replicas.protocol.wire import decode_media_part
 MAX_CALLS = 32
 
 MAX_BYTES = 128 << 20
-"""Of all images that are on their way, by what their first parts say."""
+"""For all images being received, by the sizes in their first parts."""
 
 GRACE_SECONDS = 5.0
 """More than the longest deadline allows, for clocks and for the way."""
@@ -34,7 +34,7 @@ FULL = "this replica has no room for more images now"
 
 
 class MediaInbox(Protocol):
-    """What is needed of the engine loop."""
+    """The part of the engine loop that is used here."""
 
     def take_media(self, question: MediaQuestion) -> None: ...
 
@@ -58,7 +58,7 @@ class MediaDesk:
 
     @property
     def num_bytes(self) -> int:
-        """That are on their way, be it that nobody waits for them any more: the engine has them."""
+        """Bytes being received, also without a waiter: the engine has them."""
         return self._num_bytes
 
     @property
@@ -66,7 +66,7 @@ class MediaDesk:
         return self._num_calls
 
     def take(self, answers: Sequence[MediaAnswer]) -> None:
-        """What the engine has said."""
+        """Record the engine's answers."""
         for answer in answers:
             asked = self._asked.pop(answer.number, None)
             if asked is not None:

@@ -55,7 +55,7 @@ class Ports:
         return bound
 
     async def set_serving(self, is_serving: bool) -> None:
-        """What grpc.health answers, for the whole server and for the service."""
+        """Set grpc.health's answer for the server and for the service."""
         status = health_pb2.HealthCheckResponse
         for name in ("", self._service_name):
             await self._health.set(name, status.SERVING if is_serving else status.NOT_SERVING)

@@ -18,7 +18,7 @@ from replicas.protocol.wire import decode_pull_request
 
 MAX_PULLS = 8
 MAX_BYTES = 256 << 20
-"""Pulls at once, of which each holds a chunk, and what these may take in memory. More wait, but for one."""
+"""Memory of parallel pulls, each of which holds a chunk. Beyond it pulls wait, but one is always served."""
 
 MAX_WAITING = 32
 WAIT_SECONDS = 1.0
@@ -47,7 +47,7 @@ class PullDesk:
         most = 0 if reader is None else MAX_BYTES // reader.image_bytes
         self._max_pulls = max(1, min(MAX_PULLS, most))
         self._places = asyncio.Semaphore(self._max_pulls)
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "kv-pull-desk")
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "kv-pull")
 
     async def serve(self, encoded: bytes, context: Any) -> None:
         reader = self._reader

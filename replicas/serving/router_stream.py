@@ -60,7 +60,7 @@ class RouterStream:
     _num_counted: int = 0
     """Submits that `load` counts."""
     _num_sent: int = 0
-    """Of them, those that the router knows to be counted."""
+    """The part of them that the router knows to be counted."""
     _sent_load: LoadSnapshot | None = None
     _sent_at: float = 0.0
     _timer: asyncio.TimerHandle | None = None

@@ -68,7 +68,7 @@ HASHES_PER_BLOCK_LIST = 65_536
 
 
 class EngineInbox(StoreInbox, MediaInbox, Protocol):
-    """What the server needs of the engine loop."""
+    """The part of the engine loop that the server uses."""
 
     def submit(self, serial: int, submit: Submit) -> bool: ...
 
@@ -76,7 +76,7 @@ class EngineInbox(StoreInbox, MediaInbox, Protocol):
 
 
 class Announcer(Protocol):
-    """What the server needs of the index writer."""
+    """The part of the index writer that the server uses."""
 
     def announce(self, announcement_id: int, block_hashes: tuple[BlockHash, ...]) -> bool: ...
 
@@ -85,7 +85,7 @@ class Announcer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What Describe answers."""
+    """The answer of Describe."""
 
     replica_id: ReplicaId
     epoch: Epoch
@@ -179,7 +179,7 @@ class ReplicaServer:
         return await self._ports.open(server, host, port, credentials, health_socket)
 
     async def set_serving(self, is_serving: bool) -> None:
-        """What grpc.health answers, for the whole server and for the service."""
+        """Set grpc.health's answer for the server and for the service."""
         await self._ports.set_serving(is_serving)
 
     async def tell_draining(self) -> None:

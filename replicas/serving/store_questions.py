@@ -21,7 +21,7 @@ from replicas.protocol.hand_overs import (
 
 
 class StoreInbox(Protocol):
-    """What is needed of the engine loop."""
+    """The part of the engine loop that is used here."""
 
     def ask_store(self, question: StoreQuestion) -> None: ...
 

@@ -67,7 +67,7 @@ class SimulatedEngine:
         self._constraints = constraints
         self._script = script
         self._answers: dict[RequestKey, Sequence[int]] = {}
-        """What the script has for requests that run or wait."""
+        """The script's answers for requests that run or wait."""
         self._card = card
         self._cost = cost if cost != FREE else None
         self._sleep = sleep

@@ -11,16 +11,16 @@ from replicas.scheduling.request import Chunk
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What a step costs in seconds on some hardware.
+    """Seconds of a step on some hardware.
 
-    A whole prompt alone costs `a + b·u + c·u·(cached + u/2)`, u being its uncached tokens; a step that
-    only decodes costs `d0 + d1·(context tokens of the batch)`. A step may do both, and part of a prompt::
+    A whole prompt alone costs `a + b·u + c·u·(cached + u/2)`, with u uncached tokens; a step that only
+    decodes costs `d0 + d1·(context tokens of the batch)`. A step may do both, and part of a prompt::
 
         max(d0, a · [a prompt ends in this step] + Σ chunks (b·u + c·u·(start + u/2))) + d1 · context
 
-    The weights are read once for the whole batch (d0), behind the arithmetic of a prefill if there is
-    enough of it. The sum over the chunks of one prompt is the sum for the prompt, so cutting it costs
-    nothing but the other requests' tokens in between, and `a` is paid when it ends.
+    The weights are read once for the whole batch (d0), hidden behind the arithmetic of a large enough
+    prefill. The sum over a prompt's chunks equals that of the whole prompt, so cutting it costs only the
+    other requests' tokens in between; `a` is paid when it ends.
     """
 
     a: float
@@ -29,7 +29,7 @@ class CostModel:
     d0: float
     d1: float
     encode: float = 0.0
-    """Of a token of an image, beside computing it."""
+    """Per token of an image, besides computing it."""
 
     def step_seconds(self, chunks: Iterable[Chunk]) -> float:
         compute = 0.0

@@ -1,11 +1,11 @@
 """ChunkCopier: copies KV between the blocks of a KVPool and the slots of host memory.
 
-Owns the layout of a chunk's payload: `[2, layers, blocks_per_chunk, block_size * kv_heads * head_dim]`, as
-the pool has it. Does not know which chunk is which.
+Owns the layout of a chunk's payload: `[2, layers, blocks_per_chunk, block_size * kv_heads * head_dim]`, as in
+the pool. Does not know which chunk is which.
 
 On a CPU a copy has ended when the call returns. On CUDA, copies run on a stream of their own, over pinned
-memory. What leaves the pool is first gathered on the stream that computes, so that the next step may
-overwrite the blocks at once; what comes in is written to blocks that nobody reads yet.
+memory. KV that leaves the pool is first gathered on the computing stream, so that the next step may overwrite
+the blocks at once; KV that arrives is written to blocks without readers.
 """
 
 import logging
@@ -26,13 +26,13 @@ PROBE_CHUNKS = 8
 
 
 def payload_bytes(blocks: KVBlocks, blocks_per_chunk: int) -> int:
-    """Of a chunk's KV."""
+    """Bytes of a chunk's KV."""
     stores, layers, _, width = blocks.tensor.shape
     return stores * layers * blocks_per_chunk * width * blocks.tensor.element_size()
 
 
 def chunk_layout(blocks: KVBlocks, chunk_tokens: int, model: str) -> Layout:
-    """What two torch engines must agree in to read each other's chunks."""
+    """Return everything in which two torch engines must agree to read each other's chunks."""
     return Layout(
         engine="torch",
         engine_version="1",
@@ -107,7 +107,7 @@ class ChunkCopier:
         return _OnStream(self._stream)
 
     def seconds_per_chunk(self, block_ids: Sequence[int]) -> float:
-        """What copying a chunk in takes, measured with blocks that hold nothing, one chunk's."""
+        """Measure the seconds to copy a chunk in, with one chunk's blocks that hold nothing."""
         slots = [slot % len(self._slots) for slot in range(PROBE_CHUNKS)]
         self._wait(slots, block_ids)  # the first time, the system still gives the memory
         started = time.perf_counter()

@@ -30,7 +30,7 @@ _HIDDEN = 2**30
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Arguments of the kernel but for queries, keys and values. Its first `num_rows` places are wanted."""
+    """Arguments of the kernel besides queries, keys and values. Its first `num_rows` rows are wanted."""
 
     rows: torch.Tensor
     num_rows: int

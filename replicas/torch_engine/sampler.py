@@ -194,7 +194,7 @@ def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
 def _logprobs(
     raw: torch.Tensor, requests: Sequence[Request], token_ids: Sequence[int]
 ) -> dict[RequestKey, TokenLogprobs]:
-    """Of the model's own distribution: before bias, penalties and temperature."""
+    """Compute log-probabilities of the model's own distribution: before bias, penalties and temperature."""
     if not requests:
         return {}
     chosen = raw.gather(1, torch.tensor(token_ids, device=raw.device).unsqueeze(1)).squeeze(1).tolist()

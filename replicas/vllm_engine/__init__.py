@@ -14,7 +14,7 @@ Tiers: with `host_kv_bytes` the tiers below vLLM are ours (`offloading.py`). vLL
 asks our store what is where, and our copier moves bytes between vLLM's blocks and chunks. A chunk is named
 from its request's tokens, as the router names it, so nothing waits for vLLM's events. The store's events,
 one per chunk, replace vLLM's own. A load may begin inside a chunk, at the first block that the device
-lacks; a load of less than a chunk is not made. Reads from disk start when a request arrives, as far as
-reading beats computing, and vLLM is told to ask again. A read that fails or takes too long is a miss; vLLM
-never sees a load fail.
+lacks; a load of less than a chunk is not made. Reads from disk start when a request arrives, if reading
+beats computing, and vLLM is told to ask again. A read that fails or takes too long is a miss; vLLM never
+sees a load fail.
 """

@@ -89,7 +89,7 @@ def _rank(config: Any) -> int | None:
 
 
 def _fingerprint(*files: Path) -> str:
-    """Of names and contents within the directory only, so that a copy elsewhere has the same."""
+    """Hash names and contents inside the directory only, so that a copy elsewhere is equal."""
     combined = hashlib.sha256(b"kvasir-adapter-v1")
     for path in files:
         try:

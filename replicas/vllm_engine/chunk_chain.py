@@ -40,7 +40,7 @@ class ChunkChain:
         self.num_planned_tokens = 0
         """To have on the device when it starts, where anything is read or pulled for it."""
         self.num_lost_tokens = 0
-        """Of these, those that did not come."""
+        """The part of these that did not come."""
         self.num_unmoved_tokens = 0
         """Below the device, and sooner computed than moved."""
         self._root = root
@@ -70,9 +70,8 @@ class ChunkChain:
         return [self.name(end) for end in range(start + size, len(self._token_ids) + 1, size)]
 
     def load(self, name: ChunkName, writers: Sequence[UserTag], transfer: int | None = None) -> None:
-        """The device gets this chunk back, which that transfer has brought. Without `writers`, nobody knows
-        them.
-        """
+        """Record that the transfer brought this chunk back to the device. Without `writers` its users are
+        unknown."""
         self._loaded.update(zip(self._blocks(name), writers, strict=False))
         if transfer is not None and transfer == self.transfer:
             self._loaded_from_peer.add(name.last_block)
@@ -80,7 +79,7 @@ class ChunkChain:
             self._loaded_from_disk.add(name.last_block)
 
     def num_disk_tokens(self, start: int, end: int) -> int:
-        """Of the tokens at positions `[start, end)`, those that were read from disk and loaded for it."""
+        """Count the tokens at positions `[start, end)` that were read from disk and loaded for it."""
         return self._num_tokens(self._loaded_from_disk, start, end)
 
     def num_pulled_tokens(self, start: int, end: int) -> int:
@@ -100,7 +99,7 @@ class ChunkChain:
         return self._loaded.get(block_hash)
 
     def writers(self, name: ChunkName, known: Callable[[BlockHash], UserTag | None]) -> tuple[UserTag, ...]:
-        """Of each block, as far as `known` says, or this request can tell."""
+        """Return the user of each block, if `known` or this request can tell."""
         first_block = name.last_block + 1 - self._blocks_per_chunk
         return tuple(
             self._writer(block_hash, block, known)
@@ -120,7 +119,7 @@ class ChunkChain:
         return self._hashes_up_to(end)[end - self._blocks_per_chunk : end]
 
     def _hashes_up_to(self, num_blocks: int) -> list[BlockHash]:
-        """At least so many, from the first on."""
+        """Return at least that many hashes, from the first."""
         num_known = len(self._hashes)
         if num_blocks > num_known:
             start = num_known * self._block_size

@@ -1,8 +1,8 @@
-"""CoreView: the one place that looks inside vLLM's engine core.
+"""CoreView: the only code that reads vLLM's engine core.
 
-Owns what is attached there: a publisher that keeps each step's cache events, a note of what was scheduled,
-and the root that is hashed behind what a prompt has published. Everything else reads, but for `reset_tiers`.
-Works with an engine core in the same process only.
+Owns what is attached there: a publisher that keeps each step's cache events, a note of the schedule, and the
+root that is hashed after a prompt's published beginning. All else reads, except `reset_tiers`. Works only
+with an engine core in the same process.
 """
 
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ def hash_second_roots() -> None:
 
 
 class _EventKeeper:
-    """vLLM's event publisher, as far as the scheduler calls it: what is published stays here."""
+    """Replaces vLLM's event publisher for the scheduler, and keeps what is published."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -141,7 +141,7 @@ class CoreView:
         return started
 
     def take_num_preemptions(self) -> int:
-        """Of the steps since the last call."""
+        """Return the preemptions since the last call."""
         num_preemptions, self._num_preemptions = self._num_preemptions, 0
         return num_preemptions
 

@@ -323,7 +323,7 @@ class VllmEngine:
         return frame if self._tier is None else self._tier.fill(frame, seconds)
 
     def _take_images(self, *, may_wait: bool) -> list[MediaAnswer]:
-        """What was read since. Where there is nothing else to do or to say, a little is waited for it."""
+        """Take the images read since the last call; if the engine is idle, wait briefly for one."""
         if self._images is None or not self._images.has_news:
             return []
         if may_wait:
@@ -431,7 +431,7 @@ class VllmEngine:
         return NO_USER if live is None else live.request.submit.user
 
     def _num_leading_tokens(self, inner: Any) -> int:
-        """Of a request that has just come: those that need not be computed."""
+        """Count the leading tokens of a new request that need not be computed."""
         num_tokens = self._num_device_tokens(inner)
         return (
             num_tokens if self._tier is None else self._tier.num_leading_tokens(inner.request_id, num_tokens)
@@ -442,7 +442,7 @@ class VllmEngine:
         return self._cache.hashes.num_leading(inner.block_hashes) * self._card.block_size
 
     def _lease(self, live: LiveRequest) -> LeaseOutcome:
-        """What it asks for is asked for once, by its first choice."""
+        """Request its leases, once, for its first choice."""
         submit, asks = live.request.submit, live.request.key.choice == 0
         if self._tier is None:
             return without_tiers(submit.leases if asks else ())

@@ -1,4 +1,4 @@
-"""What vLLM reads from the environment when it is imported.
+"""Environment variables that vLLM reads at import.
 
 Owns the values. Sets nothing: the process edges do, before anything imports vLLM. Imports nothing.
 """

@@ -1,8 +1,7 @@
-"""What of vLLM's engine arguments would run code that neither vLLM nor Kvasir ships.
+"""Finds engine arguments of vLLM that would run code shipped by neither vLLM nor Kvasir.
 
-Owns how such arguments are told from others: by their names at any depth, by values that name a class by its
-module, and by the formats of weights that are read without unpickling. Imports nothing of vLLM, whose own
-checks come later, when much has run already.
+Recognises them by name at any depth, by values that name a class by its module, and by weight formats that
+are unpickled. Imports nothing of vLLM, whose own checks come later, when much has already run.
 """
 
 import re

@@ -21,7 +21,7 @@ from replicas.grammars.holding import GrammarHolder, HeldChoice
 
 
 class HeldGrammar(StructuredOutputGrammar):  # type: ignore[misc]
-    """What vLLM sees of a choice that is held. `failure` is set once it cannot be followed any further."""
+    """vLLM's view of a choice that follows a grammar. `failure` is set once it cannot be followed further."""
 
     def __init__(self, holder: GrammarHolder, choice: HeldChoice) -> None:
         self._holder = holder
@@ -96,7 +96,7 @@ class HeldRequests:
         self._waiting.pop(name, None)
 
     def settle(self) -> Iterator[tuple[str, HeldGrammar | ConstraintFailed | ConstraintExhausted]]:
-        """What became of those whose grammar has been worked out."""
+        """Yield the requests whose grammar is ready or failed."""
         for name, (choice, inner) in list(self._waiting.items()):
             try:
                 if not choice.is_ready():

@@ -203,7 +203,7 @@ class HashMap:
 
 
 def _spans(media: Sequence[Sequence[PlacedMedia]], block_size: int) -> list[MediaSpan]:
-    """What the blocks of a run stand for, counted from its first token: an item may begin before it."""
+    """Return the media in the blocks of a run, counted from its first token; an item may begin before it."""
     ends: dict[tuple[int, bytes], int] = {}
     for block, items in enumerate(media):
         for content_hash, offset in items:

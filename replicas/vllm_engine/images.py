@@ -45,7 +45,7 @@ _TURNS = {
 """By EXIF's orientation."""
 
 _IMAGE = "image"
-"""What vLLM calls this kind of media."""
+"""vLLM's name for this kind of media."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class ReadImage:
 
 
 class ImageReader:
-    """`processor` is vLLM's for the model; nobody else calls it."""
+    """Reads images with vLLM's `processor` for the model, which has no other user."""
 
     def __init__(self, processor: Any, rule: ImageRule) -> None:
         self._processor = processor
@@ -90,7 +90,7 @@ class ImageReader:
 def prompt_with_images(
     token_ids: list[int], spans: Sequence[MediaSpan], items: Sequence[MediaItem[ReadImage]], salt: str
 ) -> Any:
-    """What vLLM takes as it stands: it checks nothing of it."""
+    """Build a prompt in the form that vLLM takes unchecked."""
     return mm_input(
         token_ids,
         MultiModalKwargsItems({_IMAGE: [item.content.data for item in items]}),
@@ -135,7 +135,7 @@ def _in_three_colours(opened: Image.Image) -> Image.Image:
 
 
 def _num_bytes(data: Any) -> int:
-    """Of all tensors in it."""
+    """Count the bytes of all its tensors."""
     if isinstance(data, torch.Tensor):
         return data.nbytes
     if isinstance(data, dict) or hasattr(data, "values"):

@@ -33,9 +33,9 @@ class LiveRequest:
     has_output: bool = False
     lease_outcome: LeaseOutcome = NO_OUTCOME
     choice: HeldChoice | None = None
-    """What holds it to its grammar."""
+    """The choice's grammar."""
     grammar: HeldGrammar | None = None
-    """What vLLM has of that, once it is worked out."""
+    """vLLM's view of the grammar, once it is compiled."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -82,7 +82,7 @@ class LiveRequest:
         )
 
     def _tier_tokens(self, chain: ChunkChain | None) -> tuple[int, int]:
-        """Of what was loaded, what was read from disk for it, and what was pulled from a peer."""
+        """Count the loaded tokens that were read from disk for it, and those pulled from a peer."""
         if chain is None:
             return 0, 0
         first = self.num_found_tokens - self.num_external_tokens

@@ -38,7 +38,7 @@ _tiers: "WeakValueDictionary[str, LowerTier]" = WeakValueDictionary()
 
 
 class Requests(NamedTuple):
-    """What the engine knows of requests. Those are vLLM's own, and `inner` finds one by its id there."""
+    """The engine's requests. They are vLLM's own; `inner` finds one by its id there."""
 
     inner: Callable[[str], Any]
     user: Callable[[Any], UserTag]
@@ -47,16 +47,15 @@ class Requests(NamedTuple):
     num_device_tokens: Callable[[Any], int]
     """How many of its leading tokens the device holds."""
     num_pending_tokens: Callable[[], int]
-    """What is to be computed before a request that comes now."""
+    """Tokens to compute before a request that comes now."""
     pull: Callable[[Any], PullHint | None]
     """From where a request that comes now may pull."""
     tenancy: Callable[[Any], Tenancy]
 
 
 class LowerTier:
-    """Of a vLLM with this id, which serves the model with this fingerprint. Its memory is taken when vLLM
-    says how large its blocks are.
-    """
+    """The lower tier of a vLLM with this id and model fingerprint. It allocates memory when vLLM reports its
+    block size."""
 
     def __init__(self, config: ReplicaConfig, engine_id: str, fingerprint: str) -> None:
         self.engine_id = engine_id
@@ -166,7 +165,7 @@ class LowerTier:
     # Beside requests.
 
     def fill(self, frame: StepFrame, seconds: float) -> StepFrame:
-        """What the store says of itself, and when to look again. The step took so long."""
+        """Add to the frame the store's report, and when to look again; the step took `seconds`."""
         self._meter.observe(frame, seconds)
         return told(frame, self.store)
 

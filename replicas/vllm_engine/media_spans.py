@@ -19,7 +19,7 @@ def identifier_of(content_hash: bytes) -> str:
 
 
 def spans_of(request: Any) -> list[MediaSpan]:
-    """What a request of vLLM's refers to, in order."""
+    """Return the media of a vLLM request, in order."""
     return [
         MediaSpan(_content_hash(feature.identifier), feature.mm_position.offset, feature.mm_position.length)
         for feature in request.mm_features or ()

@@ -55,7 +55,7 @@ def transfer_config(tier: LowerTier) -> dict[str, Any]:
 
 
 class TierSpec(OffloadingSpec):  # type: ignore[misc]
-    """What vLLM is given by name. Raises SettingsError and StartupError."""
+    """The specification that vLLM finds by name. Raises SettingsError and StartupError."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -76,7 +76,7 @@ class TierSpec(OffloadingSpec):  # type: ignore[misc]
 
 
 class TierManager(OffloadingManager):  # type: ignore[misc]
-    """What vLLM's scheduler asks. A key is vLLM's; a name is ours."""
+    """Answers vLLM's scheduler. A key is vLLM's; a name is ours."""
 
     def __init__(self, tier: LowerTier) -> None:
         self._tier = tier
@@ -192,7 +192,8 @@ def _name(key: Any, req_context: Any) -> ChunkName:
 
 
 def _layout(config: Any, tier: LowerTier) -> Layout:
-    """What two vLLMs must agree in to read each other's chunks. Of heads, vLLM tells only the bytes here."""
+    """Return everything in which two vLLMs must agree to read each other's chunks. For heads, vLLM tells only
+    the bytes here."""
     if len(config.groups) != 1:
         raise SettingsError(
             f"the model mixes {len(config.groups)} kinds of attention cache, and host_kv_bytes is for one"

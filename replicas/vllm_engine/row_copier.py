@@ -150,7 +150,7 @@ class _ArenaRegion:
         self.is_pinned = False
 
     def create_next_worker_view(self, num_bytes: int) -> torch.Tensor:
-        """Of every slot, the next so many bytes behind those of the call before."""
+        """Return a view of the next `num_bytes` of every slot, after those of the previous call."""
         start, self._end = self._end, self._end + num_bytes
         return self._base.as_strided((self._num_slots, num_bytes), (self._row_stride, 1), start)
 
@@ -168,9 +168,9 @@ def copier(
     on_failed: Callable[[Collection[int]], None],
     on_loaded: Callable[[int, float], None],
 ) -> Any:
-    """What copies on the platform that vLLM is installed for. Raises StartupError where nothing does.
+    """Return the copier for vLLM's platform. Raises StartupError if there is none.
 
-    `on_loaded` is told how many blocks came to the device, and the seconds that took.
+    `on_loaded` receives the number of blocks that came to the device, and the seconds.
     """
     num_bytes = blocks_per_chunk * sum(entry.page_size_bytes for entry in kv_caches.tensors)
     if num_bytes > arena.payload_bytes:

@@ -18,7 +18,7 @@ class PublishedSalt(str):
     num_blocks: int
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """What vLLM hashes is pickled: the published root, and nothing of whose prompt it is."""
+        """Pickle for vLLM's hash: only the published root, nothing about whose prompt it is."""
         return str, (str(self),)
 
 
@@ -32,7 +32,7 @@ def salt_of(submit: Submit) -> str:
 
 
 def roots_in(salt: str) -> tuple[BlockHash, PublishedBeginning | None]:
-    """What `salt_of` has made a salt of."""
+    """Parse a salt of `salt_of`."""
     first = BlockHash(bytes.fromhex(salt))
     if not isinstance(salt, PublishedSalt):
         return first, None

@@ -25,7 +25,7 @@ _SENSIBLE_CONTEXT = 256
 """A cache that cannot hold one sequence of this many tokens is a mistake in the settings."""
 
 _TOO_SMALL = ("KV cache is needed", "Cannot auto-fit max_model_len")
-"""What vLLM says when its cache cannot hold `context_length` tokens, or none at all."""
+"""vLLM's messages when its cache cannot hold `context_length` tokens, or none at all."""
 
 
 def check_environment() -> None:

@@ -84,7 +84,7 @@ class EventTranslator:
     def token_shares(
         self, hashes: Sequence[bytes], user: UserTag, *, num_cached_tokens: int, num_prompt_tokens: int
     ) -> Shares:
-        """Of a request with these blocks, as vLLM names them, that found `num_cached_tokens` in the cache."""
+        """Divide a hit of `num_cached_tokens` by user, for a request with these blocks in vLLM's names."""
         found = self.hashes.names(hashes[: num_cached_tokens // self._block_size])
         return self._writers.token_shares(
             found, user, block_size=self._block_size, num_prompt_tokens=num_prompt_tokens

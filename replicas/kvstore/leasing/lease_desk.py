@@ -22,7 +22,7 @@ from replicas.protocol.tier_figures import WriteStop
 
 
 class LeaseJournal(Protocol):
-    """What a disk does for leases. Ends are in seconds since 1970."""
+    """Storage for leases on a disk. Ends are in seconds since 1970."""
 
     restored_leases: Mapping[BlockHash, float]
     restored_lease_seconds: Mapping[BlockHash, int]
@@ -43,7 +43,7 @@ def leases_within(lease_share: float, num_slots: int, max_files: int) -> Leases:
 
 
 def restored_leases(journal: LeaseJournal, wall_clock: Callable[[], float]) -> Iterable[LeaseRecord]:
-    """What an earlier process had leased, as far as it is not over."""
+    """Read the unexpired leases of an earlier process."""
     now = wall_clock()
     for key, until in journal.restored_leases.items():
         if until > now:
@@ -81,7 +81,7 @@ class LeaseDesk:
         tenancy: Tenancy = NOBODYS,
         bucket: bytes = b"",
     ) -> LeaseOutcome:
-        """For a request with these chunks in its prompt, of whose blocks so many are on the device."""
+        """Request leases for a prompt with these chunks, of which that many blocks are on the device."""
         self.look()
         return ask_for_leases(
             self._directory,
@@ -95,7 +95,7 @@ class LeaseDesk:
         )
 
     def look(self) -> None:
-        """What time it is, and whether the disk takes anything."""
+        """Update the time, and whether the disk accepts writes."""
         journal = self._journal
         takes_nothing = journal is not None and (journal.is_off or journal.write_stop is not None)
         self._directory.leases.is_disk_off = takes_nothing

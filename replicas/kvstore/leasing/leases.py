@@ -1,25 +1,25 @@
-"""Leases: which chunks of KV are promised to be kept, for how long, and what became of each promise.
+"""Leases: which chunks of KV are promised to be kept, for how long, and the outcome of each promise.
 
-Owns the promises and their budget. Pure: it moves nothing, knows no slot and no file, and its caller says
-what time it is. That a promise is kept is the work of `directory.py`.
+Owns the promises and their budget. Pure: it moves nothing, knows neither slots nor files, and gets the time
+from its caller. `directory.py` keeps the promises.
 
-A lease is a chunk's: so many seconds after its last use. Of several the longest rules, and belongs to who
-asked for it. It is charged to the tier that is to keep it, to the disk if the chunk has a file or is leased
-for an hour or more, else to host memory; and what is charged to the disk takes host memory as well until it
-has its file. So neither tier ever owes more than its budget, whatever is written when::
+A lease belongs to a chunk and lasts for some seconds after its last use. The longest of several wins, and
+belongs to its requester. It is charged to the tier that keeps it: to disk if the chunk has a file or the
+lease is an hour or more, else to host memory. A lease on disk also takes host memory until its file is
+written. So neither tier ever owes more than its budget, in any order of writes::
 
     granted ──stored──> held ──its seconds are over──────> kept
        │                  └─────its last copy went───────> broken, a tombstone
        └────never stored, STORE_SECONDS are over─────────> broken, a tombstone
 
-A chunk that was *kept* may go from then on. That its lease ran out first is remembered of the last
-`MAX_KEPT`, until it is stored or leased again.
+A *kept* chunk may be evicted. The last `MAX_KEPT` are remembered as expired until they are stored or leased
+again.
 
-A *tombstone* stays until the lease would have ended or the chunk is stored again: so who misses the chunk
-can be told that it went before its time, and why. There are `MAX_TOMBSTONES`; more forget the oldest.
+A *tombstone* stays until the lease's end or until the chunk is stored again, so that a request that misses
+the chunk is told why it went before its time. At most `MAX_TOMBSTONES`; more forget the oldest.
 
-**Time** never goes back here: an earlier one counts as the latest that was told. It is that of a monotonic
-clock; what leaves the process is the seconds that are left.
+**Time** never goes back: an earlier time counts as the latest seen. It is a monotonic clock's; outside the
+process only remaining seconds are used.
 """
 
 import heapq
@@ -117,7 +117,7 @@ class _Lease:
     broken_by: LeaseBreak | None = None
     bucket: bytes = b""
     sources: tuple[Epoch, ...] | None = None
-    """Who has handed it over; None if a request has asked for it here."""
+    """The replica that handed it over; None for a request here."""
 
     @property
     def charge(self) -> Charge:
@@ -144,7 +144,7 @@ class Leases:
         self.charged = Charge()
         """In all."""
         self.is_disk_off = False
-        """Nothing is written any more: nobody is promised what only the disk could keep."""
+        """Nothing is written any more, so no lease that needs the disk is granted."""
         self.now = 0.0
         self._leases: dict[BlockHash, _Lease] = {}
         self._tombstones: OrderedDict[BlockHash, _Lease] = OrderedDict()
@@ -156,7 +156,7 @@ class Leases:
         self._charged: dict[TenantTag, Charge] = {}
         self._budgets: dict[TenantTag, Charge] = {}
         self._shares: dict[TenantTag, float] = {}
-        """Of tenants that have a share of their own, as long as something is charged to them."""
+        """Tenants with a share of their own, while charged with a lease."""
 
     @property
     def num_leased(self) -> int:
@@ -193,7 +193,7 @@ class Leases:
         return None if lease is None else lease.end
 
     def keys(self) -> list[BlockHash]:
-        """Of all that is leased, stored or not."""
+        """Keys of all leased chunks, stored or not."""
         return [*self._leases]
 
     def records(self, keys: Iterable[BlockHash]) -> list[LeaseRecord]:
@@ -201,7 +201,7 @@ class Leases:
         return [self._record(lease) for key in keys if (lease := self._leases.get(key)) is not None]
 
     def all_records(self) -> list[LeaseRecord]:
-        """Of all that is leased, stored or not."""
+        """Records of all leased chunks, stored or not."""
         return [*map(self._record, self._leases.values())]
 
     def _record(self, lease: _Lease) -> LeaseRecord:
@@ -304,9 +304,8 @@ class Leases:
         return True
 
     def lost_elsewhere(self, record: LeaseRecord, *, is_broken: bool) -> None:
-        """Its replica has left, and nobody keeps it: a tombstone, of what is not leased here. One whose copy
-        may come back with that replica is not counted as broken.
-        """
+        """Remember a tombstone for a chunk that a leaving replica leased and no replica keeps, unless it is
+        leased here. It does not count as broken if its copy may return with that replica."""
         left = min(record.seconds_left, float(MAX_LEASE_SECONDS))
         if record.key in self._leases or record.key in self._tombstones or not left > 0:
             return
@@ -320,9 +319,8 @@ class Leases:
         self._note_due(lease)
 
     def restore(self, records: Iterable[LeaseRecord]) -> None:
-        """What an earlier process had leased of chunks that are on disk. Those for which there is no time or
-        no budget are passed over, and so is time beyond what the lease began with.
-        """
+        """Restore an earlier process's leases on chunks that are on disk. Leases without time or budget are
+        skipped, and remaining time is bounded by the original."""
         for record in records:
             seconds = min(record.seconds, MAX_LEASE_SECONDS)
             left = min(record.seconds_left, float(seconds))

@@ -1,12 +1,10 @@
-"""ChunkFiles: chunks as files, straight from a slot and straight into one.
+"""ChunkFiles: chunks in files, read from and written to slots directly.
 
-Owns how a file is written so that it is there whole or not at all, and how it is read without being
-believed before its checksum is. Its methods block, and may be called by several threads, but for one key by
-one at a time.
+Owns atomic writes and verified reads. Its methods block; several threads may call them, but only one per key.
 
-A file is written under another name and renamed. It lies on the disk for certain only with `sync`: without,
-a power cut may leave anything under its name, which its checksum tells. Bytes go beside the page cache where
-the file system can do that; else the cache is told that they will not be read again.
+A file is written under another name and renamed. Only `sync` makes it durable: without it, a power cut may
+leave anything under the name, which the checksum detects. Bytes bypass the page cache if the file system
+allows it; otherwise the cache is told not to keep them.
 """
 
 import contextlib
@@ -52,7 +50,7 @@ class FileMissing(Exception):
 
 
 class ChunkFiles:
-    """Of one layout, in a folder that is open. Raises SettingsError."""
+    """Files of one layout in an open folder. Raises SettingsError."""
 
     def __init__(self, folder: Folder, layout: LayoutId) -> None:
         self.layout = layout
@@ -67,7 +65,7 @@ class ChunkFiles:
         self.of_layout.close()
 
     def free_bytes(self) -> int:
-        """Of the file system, for who is no superuser."""
+        """Free bytes of the file system for unprivileged users."""
         found = os.fstatvfs(self._folder.fd)
         return found.f_bavail * found.f_frsize
 
@@ -86,7 +84,7 @@ class ChunkFiles:
             raise
 
     def read(self, key: BlockHash, slot: memoryview) -> ChunkHeader:
-        """Read the file into the slot and verify it. What the slot holds if that fails is nobody's KV.
+        """Read the file into the slot and verify it. After a failure the slot's content is invalid.
 
         Raises FileMissing, ChunkError for bytes that are not this chunk, OSError.
         """
@@ -129,7 +127,7 @@ class ChunkFiles:
             pass
 
     def probe(self, num_bytes: int) -> tuple[float, float]:
-        """Seconds that it took to write so many bytes, onto the disk, and to read them. Raises OSError."""
+        """Measure the seconds to write that many bytes to the disk, and to read them. Raises OSError."""
         name = f".tmp-{next(self._temporary)}"
         with mmap.mmap(-1, min(num_bytes, _PROBE_PIECE)) as piece:
             piece.write(os.urandom(len(piece)))

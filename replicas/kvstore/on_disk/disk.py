@@ -65,7 +65,7 @@ class Disk:
                 ) from error
             self._opened = opened.pop_all()
         self.restored: Sequence[ChunkName] = self._journal.names()
-        """What the journal said was there, oldest use first."""
+        """Chunks by the journal, least recently used first."""
         self.restored_leases: Mapping[BlockHash, float] = dict(self._journal.leases)
         """Ends of leases of what was restored, in seconds since 1970, where they were noted."""
         self.restored_lease_seconds: Mapping[BlockHash, int] = dict(self._journal.lease_seconds)
@@ -167,12 +167,12 @@ class Disk:
 
     @property
     def bytes_used(self) -> int:
-        """Of all files of ours, other layouts' too as far as they were counted yet."""
+        """Bytes of all our files, including counted ones of other layouts."""
         return self._books.own_bytes() + self._files.others.num_bytes
 
     @property
     def other_bytes(self) -> int:
-        """Of files that other layouts and versions have left, as far as they were counted yet."""
+        """Counted bytes of other layouts' and versions' files."""
         return self._files.others.num_bytes
 
     @property
@@ -246,7 +246,7 @@ class Disk:
             self._die()
 
     def _die(self) -> None:
-        """What was raised in a thread is our own fault: nothing is believed any more."""
+        """Stop after an exception in a thread: it is a bug, and nothing is trusted any more."""
         if self._books.turn_off("off"):
             logger.exception(
                 "a thread of the disk has died: %s is neither read nor written any more", self._options.folder

@@ -32,7 +32,7 @@ MAX_REMOVED_AGAIN = 8192
 """How often, and how many at once of, files that could not be removed are to be removed again."""
 
 Note = Callable[[Journal], None]
-"""What the journal is to be told, by its own thread."""
+"""A note for the journal, executed by its own thread."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +65,7 @@ class DiskBooks:
         self._sizes = dict(sizes)
         self._own_bytes = sum(sizes.values())
         self._unremoved: OrderedDict[BlockHash, None] = OrderedDict()
-        """Of these files, those that were to go and could not be removed."""
+        """Files that were to be removed and could not be."""
         self._remove_again_at = 0.0
         self._next_number = 1
         self._workers: list[Worker] = []
@@ -188,7 +188,7 @@ class DiskBooks:
             return None
 
     def excess_bytes(self, job: Job, other_bytes: int, stuck_bytes: int) -> int:
-        """What other layouts have to give up for this job, of that which is not stuck."""
+        """Bytes that other layouts must give up for this job, besides those that are stuck."""
         if job.kind is not Kind.WRITE:
             return 0
         with self._lock:
@@ -249,7 +249,7 @@ class DiskBooks:
             self._has_news.notify_all()
 
     def look(self, free_bytes: int | None) -> None:
-        """What time alone brings; and what the file system has free, if it was asked."""
+        """Apply the passing of time, and the file system's free bytes if they were read."""
         with self._lock:
             self._look(self._clock())
             if free_bytes is not None:
@@ -300,7 +300,7 @@ class DiskBooks:
             self._remove_again(now)
 
     def _remove_again(self, now: float) -> None:
-        """What has a job already is left to it. No room is counted on before it is there."""
+        """Retry removals; keys with a job are left to it. Room counts only once it is free."""
         if self._off is not None or self._queue.is_erasing:
             return
         for key in [*itertools.islice(self._unremoved, MAX_REMOVED_AGAIN)]:

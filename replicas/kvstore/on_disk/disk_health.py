@@ -34,7 +34,7 @@ class DiskHealth:
         return WriteStop.FAILS if self._breaker.is_tripped else None
 
     def has_free(self, num_bytes: int) -> None:
-        """What the file system says that it has."""
+        """Record the file system's free bytes."""
         self._free_bytes = num_bytes
         is_full = num_bytes - self._reserve_bytes < self._slot_bytes
         if is_full and not self._is_full:

@@ -1,6 +1,6 @@
-"""What a thread of the disk does: one job, start to end, without a lock.
+"""Runs one disk job from start to end, without a lock.
 
-Owns how each way to fail is called, and which of them says that the file is worth nothing.
+Owns the name of each failure, and which failures mean that the file is worthless.
 """
 
 import errno
@@ -30,14 +30,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What jobs are done on."""
+    """Files that jobs work on."""
 
     chunks: ChunkFiles
     others: OtherLayouts
 
 
 def perform(files: Files, job: Job, *, excess_bytes: int = 0) -> Outcome:
-    """Of the bytes that other layouts have, `excess_bytes` have to go first."""
+    """Run the job; `excess_bytes` of other layouts are removed first."""
     try:
         if excess_bytes > 0:
             files.others.make_room(excess_bytes)

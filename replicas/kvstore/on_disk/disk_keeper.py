@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 TICK_SECONDS = 0.25
 BUSY_TICK_SECONDS = 0.045
 STEP_SECONDS = 0.005
-"""Of comparing, in each busy tick."""
+"""Per busy tick of the comparison."""
 
 MAX_FOUND = 4096
 """Files that wait for the caller to take them; then comparing waits too."""

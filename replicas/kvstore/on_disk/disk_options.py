@@ -15,7 +15,7 @@ class DiskOptions:
     slot_bytes: int
     max_bytes: int
     reserve_bytes: int = 1 << 30
-    """Of the file system's free space: what is left to others."""
+    """Free space of the file system left to others."""
     num_threads: int = 4
     max_queue: int = 1024
     """Reads and writes that wait for a thread."""

@@ -1,13 +1,12 @@
 """Folder: a folder for KV that is ours alone, and ours to erase.
 
-Owns how a folder is told from anybody else's, and the lock by which one replica at a time has it. A folder
-of ours holds `CACHEDIR.TAG` (the convention by which backups know what they may leave out) with a line of
-our own, the locked file `store.lock`, and a folder for each version of the format. What is in it besides
-was put there by somebody else and is never touched. No symbolic link is followed.
+Owns how our folder is recognised, and the lock that gives it to one replica at a time. Our folder has
+`CACHEDIR.TAG` (the convention for backups) with a line of ours, the locked file `store.lock`, and a folder
+per version of the format. Other content is never touched. No symbolic link is followed.
 
-The marker is public, so owners and modes say whose KV it is: a folder below ours is used if it belongs to
-the replica's user and nobody else can get at it. The folder itself may be root's, or a volume that others
-can write to: they can take away what is in it, and put nothing in its place that would be used.
+The marker is public, so owners and modes decide: a subfolder is used only if it belongs to the replica's user
+and no other user can reach it. The folder itself may be root's, or a volume with wider access: others can
+then remove its content, but cannot insert anything that would be used.
 """
 
 import contextlib
@@ -172,9 +171,9 @@ def _is_mount_point(fd: int, device: int) -> bool:
 
 
 def _is_new(path: Path, fd: int) -> bool:
-    """What is in the folder says whose it is. A lock alone was left by one that died as it began.
+    """Whether the folder is new; its content tells. A lock alone was left by a process that died at start.
 
-    Raises SettingsError if it is somebody else's.
+    Raises SettingsError if it is foreign.
     """
     names = set(names_in(fd)) - SYSTEM_NAMES
     if MARKER in names:

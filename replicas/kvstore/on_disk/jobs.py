@@ -31,11 +31,11 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What has become of a job. Every job ends with one READ, WRITE or ERASE; a read that is overdue ends
-    with OVERDUE, then RETURNED.
+    """The outcome of a job. Every job ends with one READ, WRITE or ERASE; an overdue read ends with OVERDUE,
+    then RETURNED.
 
-    `header` is that of a read that is `ok`: its slot holds KV whose checksum is right. `seconds` is the time
-    it took, its wait in the queue left out. `reason` is one word for a metric where it is not `ok`.
+    `header` belongs to a read that is `ok`: its slot holds verified KV. `seconds` is the duration without the
+    wait in the queue. `reason` is one word for a metric if it is not `ok`.
     """
 
     kind: Kind
@@ -89,11 +89,11 @@ class JobQueue:
         self.num_waiting = 0
         """Reads and writes."""
         self.num_running = 0
-        """Of any kind, overdue reads left out."""
+        """Running jobs of any kind, without overdue reads."""
         self.bytes_to_read = 0
-        """Of reads that wait or run, overdue ones left out."""
+        """Bytes of waiting and running reads, without overdue ones."""
         self.bytes_to_grow = 0
-        """By which what waits or runs will make the folder grow."""
+        """Bytes by which waiting and running jobs will grow the folder."""
 
     @property
     def is_erasing(self) -> bool:

@@ -37,7 +37,7 @@ MAX_LOG_BYTES = 1 << 30
 """More is not read at a start: 16 million records, of which half at least would be alive."""
 
 MAX_LEASES_AHEAD = 65_536
-"""Of chunks that have no file yet."""
+"""Leases of chunks without a file."""
 
 ADDED = 1
 REMOVED = 2
@@ -74,7 +74,7 @@ class Journal:
         self.lease_tenants: dict[BlockHash, bytes] = {}
         """Whose they are, where that was said."""
         self.num_bytes = 0
-        """Of the files in the table."""
+        """Bytes of the files in the table."""
         self.num_bad_records = 0
         """That the log held when it was opened."""
         self._buffer: list[bytes] = []
@@ -207,7 +207,7 @@ class Journal:
         self._is_behind = False
 
     def _read(self) -> None:
-        """What the log holds, as far as it can be read."""
+        """Read the readable part of the log."""
         at = 0
         while at < MAX_LOG_BYTES:
             try:

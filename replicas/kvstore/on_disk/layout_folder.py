@@ -49,7 +49,7 @@ class LayoutFolder:
             os.close(upper)
 
     def sync_leaf(self, key: BlockHash, leaf: int) -> None:
-        """What the chunk's folders hold survives a power cut."""
+        """Make the contents of the chunk's folders durable."""
         os.fsync(leaf)
         upper = open_folder(self.fd, key.hex()[:2])
         if upper is not None:

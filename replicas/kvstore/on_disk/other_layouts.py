@@ -30,9 +30,9 @@ class OtherLayouts:
         self._ours = None if ours is None else (f"v{FORMAT_VERSION}", ours.hex())
         self._lock = threading.Lock()
         self.num_bytes = 0
-        """As far as they were counted."""
+        """Bytes counted so far."""
         self.stuck_bytes = 0
-        """Of these, what could not be removed when it was tried. It is not tried again in this life."""
+        """Bytes that could not be removed; they are not tried again by this process."""
 
     def count(self) -> Iterator[None]:
         """In steps; what is removed meanwhile may have been counted, and is again when none is left."""
@@ -45,7 +45,7 @@ class OtherLayouts:
                         yield
 
     def make_room(self, wanted: int) -> int:
-        """Remove at least so many bytes, or all that can be. The bytes that this has freed."""
+        """Remove at least `wanted` bytes, or all that can be; returns the bytes freed."""
         return self._remove(wanted)[0]
 
     def erase(self) -> int:
@@ -56,7 +56,7 @@ class OtherLayouts:
         return freed
 
     def _remove(self, wanted: int) -> tuple[int, OSError | None]:
-        """What it has freed, and what has kept it from freeing as much as was wanted."""
+        """Remove bytes; returns those freed, and the error that prevented more."""
         freed, failed = 0, None
         with self._lock:
             for _, version, name in self._by_age():
@@ -77,7 +77,7 @@ class OtherLayouts:
         )
 
     def _remove_from(self, version: str, name: str, wanted: int) -> tuple[int, OSError | None]:
-        """Chunks of one layout, up to so many bytes; with the last of them goes its folder."""
+        """Remove chunks of one layout, up to `wanted` bytes, and its folder with the last."""
         freed = 0
         with contextlib.ExitStack() as opened:
             fd = open_folder(self._folder.fd, version)

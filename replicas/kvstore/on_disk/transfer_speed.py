@@ -6,7 +6,7 @@ under way, so the figure is the device's and not a thread's.
 
 SAMPLE_BYTES = 1 << 20
 SAMPLE_SECONDS = 0.25
-"""What is moved is gathered until it is as much as this, or took as long."""
+"""Transfers are gathered until they take this long."""
 
 SHARE_OF_NEW = 0.25
 
@@ -22,7 +22,7 @@ class TransferSpeed:
         self._num_bytes = 0
 
     def probed(self, seconds_per_byte: float) -> None:
-        """What a measurement of its own has found, unless transfers have told already."""
+        """Record a dedicated measurement, unless transfers have already told the speed."""
         if self.seconds_per_byte is None:
             self.seconds_per_byte = seconds_per_byte
 

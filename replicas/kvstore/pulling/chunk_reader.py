@@ -36,10 +36,8 @@ class ChunkReader:
             raise OSError("the engine's memory for KV is not as large as it says")
 
     def copy(self, key: BlockHash, image: memoryview) -> bool:
-        """Make of `image_bytes` the image of the chunk's file. False if neither host memory nor the disk has
-        it, or no longer did when it had been copied; what the image holds then is nobody's KV. Raises
-        OSError.
-        """
+        """Copy the chunk's file image into `image_bytes` of `image`. False if neither host memory nor disk
+        has it, or it was lost during the copy; the content is then invalid. Raises OSError."""
         return self._copy_from_host(key, image) or (self._files is not None and self._files.copy(key, image))
 
     def _copy_from_host(self, key: BlockHash, image: memoryview) -> bool:

@@ -1,7 +1,7 @@
-"""FileReader: chunks read from the files of a disk that another part of the replica has open.
+"""FileReader: reads chunks from the files of a disk that another part of the replica has open.
 
-Owns nothing: a file may be removed at any time, and whoever reads it then has nothing. What was read is
-believed only after its checksum.
+Owns nothing: a file may be removed at any time, and reading it then finds nothing. Bytes are used only after
+their checksum matches.
 """
 
 import os
@@ -13,7 +13,7 @@ from replicas.protocol.blocks import BlockHash
 
 
 class FileReader:
-    """Of one folder and layout. May be used by several threads."""
+    """Reader for one folder and layout. Thread-safe."""
 
     def __init__(self, folder: Path, layout: LayoutId) -> None:
         self._root = folder / f"v{FORMAT_VERSION}" / layout.hex()

@@ -23,7 +23,7 @@ class PullFailed(Exception):
 
 
 class Ending(Enum):
-    """What became of a chunk that was pulled."""
+    """The outcome of a pulled chunk."""
 
     FILLED = "filled"
     FAILED = "failed"
@@ -42,7 +42,7 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkKind:
-    """What every chunk has here. `image_bytes` of each travel."""
+    """Properties of every chunk here. `image_bytes` of each travel."""
 
     layout: LayoutId
     num_tokens: int
@@ -54,9 +54,9 @@ class ChunkKind:
 def incoming(
     parts: Iterable[PullPart], chunks: Sequence[Wanted], kind: ChunkKind
 ) -> Iterator[tuple[Wanted, ChunkHeader]]:
-    """The chunks that have come whole, one by one. Raises PullFailed, and what `parts` raises.
+    """Yield the chunks that arrive whole, one by one. Raises PullFailed, and errors of `parts`.
 
-    A peer may end early, between two chunks. What a slot holds whose chunk did not come is nobody's KV.
+    A peer may stop between two chunks. The slot of a chunk that did not arrive has invalid content.
     """
     number = num_bytes = 0
     for part in parts:

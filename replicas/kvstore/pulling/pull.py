@@ -48,7 +48,7 @@ OVERDUE_SECONDS = 1.0
 
 
 class Pulled(NamedTuple):
-    """What became of one chunk. `header` comes with FILLED, and how long it took."""
+    """The outcome of one chunk. `header` and duration come with FILLED."""
 
     ending: Ending
     transfer: int
@@ -130,7 +130,7 @@ class Puller:
             return transfer.number
 
     def take_finished(self) -> list[Pulled]:
-        """What has ended since the last call."""
+        """Return the pulls that ended since the last call."""
         if not (self._transfers or self._finished):
             return []
         with self._changed:
@@ -215,7 +215,7 @@ class Puller:
         self._changed.notify_all()
 
     def _is_over(self, transfer: _Transfer) -> bool:
-        """Nobody counts on it any more."""
+        """Whether no request waits for it any more."""
         return self._is_closed or transfer.is_overdue
 
     def _start_thread(self) -> None:

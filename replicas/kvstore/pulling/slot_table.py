@@ -1,16 +1,15 @@
-"""SlotTable: which chunk each slot of host memory holds, for readers that ask nobody.
+"""SlotTable: which chunk each slot of host memory holds, for lock-free readers.
 
-Owns where that stands behind the slots. The engine's thread writes it. Who reads, in another thread or
-another process, takes no lock and pins nothing: it finds a key's slot, copies the slot, and looks whether
-its stamp is still the same.
+Owns the table behind the slots. The engine's thread writes it. A reader in another thread or process takes no
+lock and pins nothing: it finds a key's slot, copies the slot, and checks that its stamp is unchanged.
 
     stamps    8 bytes each: twice the number of chunks that the slot was taken for, and 1 while it holds one
     keys      16 bytes each, zeros while it holds none
     labels    the fields of a file's header, `HEADER_BYTES` each
 
 A slot loses its chunk here before the first byte of another is written to it, and gets one after the last.
-For a reader to see it in that order too, each change passes a lock, and so does each look: that is a barrier
-for the processor, and no wait, since nobody else has that lock.
+Each change and each look passes a private lock, which never waits but is a memory barrier, so that readers
+see this order.
 """
 
 import threading

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from replicas.kvstore.pulling.pull import Pulled, Puller
 
 MAX_HOST_SHARE = 0.5
-"""Of the slots: those that pulls may be filling, or hang in, at once."""
+"""Share of the slots that pulls may fill, or hang in, at once."""
 
 CLOSE_SECONDS = 1.0
 

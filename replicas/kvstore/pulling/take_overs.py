@@ -33,15 +33,15 @@ from replicas.protocol.pulls import PullHint
 from replicas.protocol.status import Epoch
 
 MAX_HOST_SHARE = 0.25
-"""Of the slots: what one incarnation of a replica may hand over. What is used here must not go for what was
-used there."""
+"""Share of the slots that one incarnation of a replica may hand over, so that its chunks do not evict those
+used here."""
 
 MAX_ASKED = 16
 """Questions of peers that wait for chunks. One that has been given up counts until its chunks have come, or
 will not."""
 
 MAX_SOURCES = 64
-"""Of which it is remembered how much they have handed over."""
+"""Sources whose handed-over amounts are remembered."""
 
 _OUTCOMES = {
     LeaseRefusal.BUDGET: HandOverOutcome.BUDGET,
@@ -52,13 +52,13 @@ _OUTCOMES = {
 
 
 class LeaseClock(Protocol):
-    """What is needed of who asks for leases."""
+    """The part of the lease granter that is used here."""
 
     def look(self) -> None: ...
 
 
 class Pulls(Protocol):
-    """What is needed of who pulls."""
+    """The part of the puller that is used here."""
 
     def may_pull(self, peer: PullHint) -> bool: ...
 
@@ -75,7 +75,7 @@ class _Asked:
     outcomes: dict[BlockHash, HandOverOutcome] = field(default_factory=dict)
     coming: set[BlockHash] = field(default_factory=set)
     pulled: set[BlockHash] = field(default_factory=set)
-    """Of these, what counts as its source's."""
+    """The part of these that counts for their source."""
 
 
 class TakeOvers:
@@ -184,7 +184,7 @@ class TakeOvers:
         return before is None or before in asked.coming or self._directory.place(before) is not None
 
     def _within_room(self, asked: _Asked) -> list[LeasedChunk]:
-        """What of it may be pulled, as far as it must be; the rest has its outcome."""
+        """Return the chunks that may be pulled and must be; the others get an outcome."""
         room = int(self._directory.num_host_slots * MAX_HOST_SHARE) - self._num_pulled.get(asked.source, 0)
         chunks: list[LeasedChunk] = []
         for chunk in asked.chunks:
