@@ -206,7 +206,7 @@ def test_an_interrupted_replay_reports_what_it_has(stack: LocalStack, tmp_path: 
     num_before = num_answered(stack)
     process = subprocess.Popen([sys.executable, "-m", "cluster.cli", "replay", *words])
     while num_answered(stack) < num_before + 8:
-        time.sleep(0.02)
+        time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
     content = json.loads(file.read_text(encoding="utf-8"))
@@ -222,7 +222,7 @@ def test_requests_of_a_replica_that_is_killed_miss_the_slo(stack: LocalStack, tm
 
     def kill_once_some_are_answered() -> None:
         while num_answered(stack) < num_before + 2:
-            time.sleep(0.02)
+            time.sleep(0.1)
         stack.kill("replica-0")
 
     killer = threading.Thread(target=kill_once_some_are_answered)

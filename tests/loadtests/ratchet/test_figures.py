@@ -15,6 +15,12 @@ from loadtests.ratchet.verdict import much_better, text, worse
 from tests.tools import needed_tool
 
 WRITE = "python -m loadtests.ratchet --write"
+AT_ONCE = {
+    *(row for row in ROWS if row.endswith(", 1 router") and "one batch" not in row and " x" not in row),
+    *("conversations, 4 routers", "tool agents x2, 1 router", "Zipf, host memory, disk and pulls"),
+}
+"""A workload each; the others are slow."""
+
 pytestmark = pytest.mark.filterwarnings("default::tests.loadtests.ratchet.test_figures.MuchBetter")
 
 
@@ -36,7 +42,9 @@ def test_the_file_has_the_rows_that_there_are() -> None:
     assert rows == [*ROWS, index_memory.ROW]
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=() if row in AT_ONCE else pytest.mark.slow) for row in ROWS]
+)
 def test_no_figure_of_a_workload_is_worse_than_the_file_says(row: str) -> None:
     hold_against_the_file(row, ROWS[row].figures)
 

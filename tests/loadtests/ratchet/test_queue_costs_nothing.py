@@ -8,6 +8,8 @@ import pytest
 from loadtests.ratchet.rows import CARRIED
 from loadtests.ratchet.verdict import text, worse, worse_on_average
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("row", CARRIED)
 def test_nothing_is_worse_behind_the_queue_than_without_it(row: str) -> None:
