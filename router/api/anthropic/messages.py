@@ -3,13 +3,14 @@
 That of the question is in `body.py`.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from replicas.protocol.frames import FinishReason, PromptUsage, TokenLogprobs
+from router.answers.json_strings import is_object
+from router.answers.object_prefix import ObjectPrefix, completed_object
 from router.answers.parts import CallArguments, CallStart, Part, Reasoning, Text
 from router.api.answer_usage import AnswerUsage
 from router.api.anthropic.body import ShownAnswer
@@ -48,6 +49,8 @@ class _MessageWriter:
         self._block = -1
         self._kind: type[Said] | None = None
         self._head = b""
+        self._arguments = ObjectPrefix()
+        """Of the call that is being written."""
 
     def open(self, prompt: Prompt, choice: int) -> bytes:
         usage = {**self._usage(prompt.usage_or_bare()), "output_tokens": 0}
@@ -61,9 +64,11 @@ class _MessageWriter:
             begun = b"" if self._kind is Reasoning else self._begin(Reasoning, _NO_THINKING)
             return begun if self._shown.omits_thinking else begun + self._delta(part.text)
         if type(part) is CallStart:
+            self._arguments = ObjectPrefix()
             return self._begin(ToolCall, self._tool_use(part.name, _NO_ARGUMENTS))
         if type(part) is CallArguments:
-            return self._delta(part.text)
+            arguments = self._arguments.feed(part.text)  # its SDKs fail on what is no JSON
+            return self._delta(arguments) if arguments else b""
         return self._end_block()
 
     def close(self, prompt: Prompt, choice: int) -> bytes:
@@ -176,17 +181,8 @@ def _event(kind: str, content: dict[str, Any]) -> bytes:
 
 
 def _object(arguments: str) -> msgspec.Raw:
-    """As the model has written it. Of an answer that was cut off in a call nothing is known for certain."""
-    try:
-        is_object = isinstance(json.loads(arguments, parse_constant=_refuse), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    return msgspec.Raw(arguments.encode()) if is_object else _NO_ARGUMENTS
-
-
-def _refuse(constant: str) -> None:
-    """NaN and the like, which Python takes and JSON does not know."""
-    raise ValueError(constant)
+    """As the model has written it. Of a call that breaks off, what SDKs make of its stream."""
+    return msgspec.Raw((arguments if is_object(arguments) else completed_object(arguments)).encode())
 
 
 prepare_message = prepare_chats("messages", _MessageWriter)

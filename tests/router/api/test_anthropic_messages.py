@@ -106,7 +106,11 @@ async def test_thinking_may_stay_unsaid(server: HttpServer, http: httpx.AsyncCli
     assert comparable(joined(await events(http, thinking=thinking))) == comparable(answer)
 
 
-_pieces = st.sampled_from(["The fox. ", "日本 ", "<tool_call>", "{", "\n", " ", CALL, OTHER, "STOP", "ST"])
+BEGUN = '<tool_call>\n{"name": "weather", "arguments": {"days": 12, "city": "År'
+BROKEN = BEGUN.replace('"År', "Århus}}\n</tool_call>")
+_pieces = st.sampled_from(
+    ["The fox. ", "日本 ", "<tool_call>", "{", "\n", " ", CALL, OTHER, BEGUN, BROKEN, "STOP", "ST"]
+)
 
 
 def cut(ids: Sequence[int], cuts: Sequence[int], finish: FinishReason) -> Script:
@@ -160,7 +164,8 @@ async def test_a_stream_joined_is_the_whole_answer_however_it_is_cut(
     server.dispatcher.script = cut(ids, cuts, finish)
     again = comparable(await whole(http, **fields))
     streamed = comparable(joined(await events(http, **fields)))
-    if expected["stop_reason"] not in ("stop_sequence", "tool_use"):  # where the router ends it, by the batch
+    is_ended_here = "tool_choice" in fields or expected["stop_reason"] in ("stop_sequence", "tool_use")
+    if not is_ended_here:  # by the batch
         assert again == expected
     assert {**again, "usage": None} == {**expected, "usage": None} == {**streamed, "usage": None}
     assert streamed["usage"] == again["usage"]
@@ -430,6 +435,29 @@ async def test_arguments_are_answered_as_the_model_wrote_them(
     server.dispatcher.script = says(token_ids(THINKS + call))
     answer = await whole(http, tools=TOOLS)
     assert answer["content"][-1]["input"] == (json.loads(written) if is_read else {})
+
+
+@pytest.mark.parametrize(
+    ("written", "finish", "reason"),
+    [
+        ('{"days": 12, "city": "År', FinishReason.LENGTH, "max_tokens"),
+        ('{"days": 12, "city": Århus}}\n</tool_call>', FinishReason.STOP, "end_turn"),
+        ('{"days": 12, "city": "the "old" one"}}\n</tool_call>', FinishReason.STOP, "end_turn"),
+    ],
+)
+async def test_a_call_that_breaks_off_is_for_anthropics_sdk_the_same_whole_and_streamed(
+    server: HttpServer, written: str, finish: FinishReason, reason: str
+) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": ' + written
+    server.dispatcher.script = says(token_ids(call, end=finish is FinishReason.STOP), finish=finish)
+    async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        answer = await client.messages.create(**ASKED, tools=TOOLS)
+        async with client.messages.stream(**ASKED, tools=TOOLS) as stream:
+            streamed = await stream.get_final_message()
+    for message in (answer, streamed):
+        used = next(block for block in message.content if block.type == "tool_use")
+        assert used.input == {"days": 12} | ({"city": "the "} if "old" in written else {})
+        assert message.stop_reason == reason
 
 
 @pytest.mark.parametrize("stream", [False, True])
