@@ -1,0 +1,118 @@
+"""`python -m tests.oracle`: records what a checkout does for its clients, and compares two recordings.
+
+    python -m tests.oracle record NEW                      this checkout
+    python -m tests.oracle record OLD --checkout ../old    another one, such as a worktree of an old commit
+    python -m tests.oracle compare OLD NEW                 exits with 1, and prints what differs
+
+Record both with the same version of this package: it owns what is asked. The other checkout needs no
+environment of its own. `--only GROUP` records the groups whose names begin so. What earlier groups leave in
+caches is then missing, so record both sides with it.
+
+Recorded are some 5,000 requests and their whole answers, at a router with keys and at one without, over
+sockets, with real replicas of simulated engines and a real Redis. Beside them: the kinds of writes to Redis,
+and what lies there in the end, opened; where the requests of generated traces go; figures of fleets in
+virtual time; the names of metrics, settings and commands.
+
+Replaced is what differs by itself: ids by where they appeared first, times by their distance from now, ports,
+durations and what is left of a limit by time, the number in `x-kvasir-overlap-tokens` unless it is 0, in
+Redis epochs, writers' names, measured speeds, and where one change of the index ends and the next begins. Of
+`/metrics` and the live page the names and types of fields are recorded.
+"""
+
+import argparse
+import difflib
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.oracle.cluster import cluster
+from tests.oracle.exchanges import Talk
+from tests.oracle.features import groups
+from tests.oracle.names import names, simulated
+from tests.oracle.redis_record import Writes, contents
+from tests.oracle.traces import decisions
+
+
+def record(folder: Path, checkout: Path, only: Sequence[str]) -> None:
+    folder.mkdir(parents=True)
+    began = time.monotonic()
+
+    def say(what: str) -> None:
+        sys.stderr.write(f"{time.monotonic() - began:6.1f} s  {what}\n")
+
+    def is_wanted(name: str) -> bool:
+        return not only or name.startswith(tuple(only))
+
+    _write(folder / "names.json", names(checkout))
+    say("names")
+    with tempfile.TemporaryDirectory() as temporary:
+        with cluster(Path(temporary), checkout) as running:
+            say("cluster")
+            writes = Writes(running.redis_url)
+            with writes.watching():
+                for name, who, headers, ask in groups():
+                    if is_wanted(name):
+                        with Talk(running.urls[who], folder / f"{name}.json", headers) as talk:
+                            ask(talk)
+                        say(name)
+                _write(folder / "decisions.json", decisions(running.urls["open"]))
+                say("decisions")
+                for router in ("open", "keyed"):
+                    running.end(router)
+                _write(folder / "redis.json", contents(running.redis_url))
+            _write(folder / "writes.json", {"kinds": writes.kinds})
+            say("redis")
+        if is_wanted("simulated"):
+            _write(folder / "simulated.json", simulated(checkout, Path(temporary)))
+            say("simulated")
+
+
+def _write(path: Path, content: dict[str, str]) -> None:
+    path.write_text(json.dumps(content, indent=0, ensure_ascii=False), "utf-8")
+
+
+def compare(old: Path, new: Path) -> int:
+    """How many entries differ. Their differences are printed."""
+    count = 0
+    files = sorted({path.name for folder in (old, new) for path in folder.glob("*.json")})
+    for name in files:
+        before, after = (
+            json.loads((folder / name).read_text("utf-8")) if (folder / name).exists() else {}
+            for folder in (old, new)
+        )
+        for label in [*before, *(label for label in after if label not in before)]:
+            texts = [found.get(label, "").splitlines() for found in (before, after)]
+            if texts[0] != texts[1]:
+                count += 1
+                title = f"{name.removesuffix('.json')}: {label}"
+                lines = difflib.unified_diff(texts[0], texts[1], title, title, n=2, lineterm="")
+                sys.stdout.write("\n".join(lines) + "\n")
+    return count
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    recording = commands.add_parser("record")
+    recording.add_argument("folder", type=Path)
+    recording.add_argument("--checkout", type=Path, default=Path.cwd())
+    recording.add_argument("--only", action="append", default=[], metavar="GROUP")
+    comparing = commands.add_parser("compare")
+    comparing.add_argument("old", type=Path)
+    comparing.add_argument("new", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "record":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its processes end, too
+        record(arguments.folder, arguments.checkout.resolve(), arguments.only)
+        return 0
+    count = compare(arguments.old, arguments.new)
+    sys.stdout.write(f"{count} entries differ\n" if count else "equal\n")
+    return 1 if count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
