@@ -50,7 +50,7 @@ FIRST_LOOK_SECONDS = 5.0
 HELP_SECONDS = 0.05
 """How long a connection waits for the router that it was meant for, before another one may take it."""
 STOP_SECONDS = 15.0
-"""What a router may need to end, beside what its requests may take."""
+"""Seconds that a router may need to stop, besides its requests."""
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:

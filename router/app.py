@@ -48,7 +48,7 @@ from router.errors import RouterError
 
 @dataclass(frozen=True, slots=True)
 class Apps:
-    """What each listener serves; `main` is everything where `admin` is None."""
+    """The app of each listener; `main` serves everything if `admin` is None."""
 
     main: ASGIApp
     admin: ASGIApp | None
@@ -60,7 +60,7 @@ PREPARES: Mapping[str, Prepare] = {
     "/v1/messages": prepare_message,
     "/v1/responses": prepare_response,
 }
-"""Of the raw routes that have one path each. Gemini's have the model in theirs."""
+"""Preparation of raw routes with one path each. Gemini's paths include the model."""
 
 
 def client_routes(context: ApiContext) -> list[Route]:

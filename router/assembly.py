@@ -357,7 +357,7 @@ def _open_history(config: RouterConfig, secret: ClusterSecret | None) -> History
 
 
 def _open_exchange(config: RouterConfig, context: ApiContext) -> RateExchange | None:
-    """Without keys nobody has limits."""
+    """Open the exchange of limits; without keys there are none."""
     if not config.has_keys:
         return None
     return RateExchange(config.redis_url, context.rates.limits, context.clock)

@@ -54,7 +54,7 @@ class ErrorKind(enum.StrEnum):
 
 
 class HeadFault(enum.StrEnum):
-    """What in its head had a request refused before its body was read, for those who count."""
+    """Reason for refusing a request by its head, for metrics."""
 
     HOST = "host"
     REPEATED = "repeated"
@@ -69,7 +69,7 @@ class RouterError(Exception):
 
     kind: ClassVar[ErrorKind] = ErrorKind.INTERNAL
     model: str | None = None
-    """Which model the request asked for, where that is known; it need not be one that is served."""
+    """The requested model, if known; it need not be a served one."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -77,7 +77,7 @@ class RouterError(Exception):
 
 
 class AboutModel:
-    """What goes wrong inside was asked of this model. Every request comes through several of these."""
+    """Adds this model to errors inside. Every request passes several of these."""
 
     __slots__ = ("_name",)
 

@@ -16,11 +16,10 @@ from router.tenants.caller import DEFAULT_TENANT, OPEN_CALLER, Caller
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """`submit` is what a replica is to be asked for, as far as it is known before one is chosen; each attempt
-    sets the rest. `token_ids` are those that it has packed, `block_hashes` the prompt's full blocks under its
-    root. `tenant` is a label for those who watch, `caller` is who asks, and `salt_tag` a digest of the salt
-    that the client gave, if it gave one.
-    """
+    """A request to a replica. `submit` is complete except for what each attempt sets once a replica is
+    chosen. `token_ids` are its packed tokens, `block_hashes` the prompt's full blocks under its root.
+    `tenant` is a label for metrics, `caller` the requester, and `salt_tag` a digest of the client's salt, if
+    any."""
 
     model: str
     token_ids: Sequence[int]
@@ -35,9 +34,9 @@ class Generation:
     """From its arrival to its first token; later the client does not want it."""
     salt_tag: bytes = b""
     media: Sequence[Media] = ()
-    """What the spans of `submit.media` stand for, in their order: the replica is to have it before."""
+    """Contents for the spans of `submit.media`, in order; the replica must have them first."""
     grammar_seconds: float = 0.0
-    """Of processor time that working out its grammar took, for which its tenant is charged."""
+    """Processor time of compiling its grammar, charged to its tenant."""
     is_awaited: bool = True
     """Whether a client waits for its first token: the time that its tenant is promised is for these."""
 

@@ -25,10 +25,10 @@ from router.api.http_error import HttpError
 from router.limits.connections import MAX_FAREWELLS, Connections, Ended, address_of
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request line and headers; of trailers and whatever else is not the body."""
+"""For a request line and headers; also for trailers and all else outside the body."""
 
 CHUNK_HEAD_BYTES = 24
-"""What each chunk of a body may have in front and behind without being counted as above."""
+"""Framing bytes of a chunk that are free of the limit above."""
 
 MAX_QUEUED = 32
 """Requests that a client may send before its earlier ones are answered."""

@@ -22,7 +22,7 @@ class Keep(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What became of one wish: so many tokens for so long, or why not."""
+    """Outcome of one lease request: tokens and seconds, or why not."""
 
     seconds: int
     num_tokens: int

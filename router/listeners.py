@@ -19,13 +19,13 @@ from router.config import RouterConfig
 BACKLOG = 2048
 
 SEND_BUFFER_BYTES = 64 * 1024
-"""What the system may keep of an answer that is not read; left to itself it keeps megabytes."""
+"""Unread bytes of an answer that the system may buffer; its default is megabytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Of one process. `admin` is None where `main` serves everything; `others` are what its siblings accept
-    from."""
+    """Listeners of one process. `admin` is None if `main` serves everything; `others` are the siblings'
+    sockets."""
 
     main: socket.socket
     admin: socket.socket | None
@@ -34,13 +34,13 @@ class Listeners:
 
 @dataclass(frozen=True, slots=True)
 class AllListeners:
-    """Of all processes; `admins` are none where the clients' port serves everything."""
+    """Listeners of all processes; `admins` is empty if the clients' port serves everything."""
 
     mains: tuple[socket.socket, ...]
     admins: tuple[socket.socket, ...]
 
     def of(self, number: int) -> Listeners:
-        """What belongs to one of the processes, in that process: it closes what does not."""
+        """Return the listeners of one process, in that process, which closes the others."""
         for other, admin in enumerate(self.admins):
             if other != number:
                 admin.close()

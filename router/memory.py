@@ -26,7 +26,8 @@ class _Statistics(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """What this process has allocated in C and not freed; 0 where the C library does not tell."""
+    """Return the bytes that this process has allocated in C and not freed; 0 if the C library does not
+    tell."""
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         return 0

@@ -9,11 +9,11 @@ import resource
 logger = logging.getLogger(__name__)
 
 OTHER_FILES = 1024
-"""What a router has open beside clients' connections: replicas, Redis, pipes, logs, the operators' port."""
+"""Open files besides clients' connections: replicas, Redis, pipes, logs, the operators' port."""
 
 
 def allow_connections(count: int) -> None:
-    """Raise the soft limit to what this many connections need, as far as the hard one lets."""
+    """Raise the soft limit to fit this many connections, within the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:

@@ -49,7 +49,7 @@ class Place:
 
 @dataclass(slots=True)
 class _Process:
-    """What the parent knows of one place. `pid` None: it waits for `start_at`."""
+    """The parent's record of one place. `pid` None: it waits for `start_at`."""
 
     place: Place
     pid: int | None = None
@@ -169,7 +169,7 @@ class RouterProcesses:
 
 
 def _name_this_process(name: str, die_with: int) -> None:
-    """What process lists show of it; and if the parent dies, it is told to stop as the parent would."""
+    """Set the name in process lists, and let the process be told to stop when its parent dies."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -95,7 +95,7 @@ def call_rules(
 
 
 def _head(name: str, key: str, *, in_pieces: bool) -> str:
-    """Of a call, up to its arguments; in pieces, so that it can begin like JSON that the text may be."""
+    """Write a call up to its arguments; in pieces, so that it can begin like JSON text."""
     pieces = ["{", '"name"', ": ", json.dumps(name, ensure_ascii=False), ", ", f'"{key}"', ": "]
     return " ".join(map(literal, pieces)) if in_pieces else literal("".join(pieces))
 

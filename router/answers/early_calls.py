@@ -16,11 +16,11 @@ MAX_EARLY_CALLS = 16
 """Marks of calls in one answer's reasoning that are looked into."""
 
 MAX_EARLY_CHARACTERS = 262_144
-"""Of what is held back. More of it is reasoning."""
+"""Held-back characters; more of them count as reasoning."""
 
 
 class CallsParser(Protocol):
-    """Of an answer without reasoning."""
+    """Parser of an answer without reasoning."""
 
     def feed(self, text: str) -> list[Part]: ...
     def finish(self, *, is_whole: bool) -> list[Part]: ...

@@ -40,7 +40,7 @@ class AnswerFormat:
     reasoning: ReasoningMarks | None = None
 
     def marks(self, *, wants_calls: bool) -> frozenset[str]:
-        """What the text of an answer has to show, even where a mark is a special token."""
+        """Return the marks that an answer's text must show, even if a mark is a special token."""
         marks: set[str] = set()
         if self.reasoning is not None:
             marks |= {self.reasoning.begin, self.reasoning.end}
@@ -65,10 +65,10 @@ _PARAMETERS_KEY = re.compile(r"""\\?["']parameters\\?["']""")
 
 
 def answer_format(template_sources: Iterable[str], added_tokens: Iterable[str] = ()) -> AnswerFormat:
-    """What the checkpoint's chat templates (all that it has) and the tokenizer's added tokens show.
+    """Derive the format from all of the checkpoint's chat templates and the tokenizer's added tokens.
 
-    Llama's calls have no mark of their own in the vocabulary, and Hermes' is written by others too (GLM's,
-    with `<arg_key>` within), so each syntax is known by its mark and by what the template puts inside.
+    Llama's calls have no mark in the vocabulary, and Hermes' mark is used by others too (GLM's, with
+    `<arg_key>` inside), so a syntax is recognised by its mark and by its content in the template.
     """
     source = "\n".join(template_sources)
     return AnswerFormat(_tool_syntax(source), _reasoning_marks(source, frozenset(added_tokens)))

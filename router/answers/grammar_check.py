@@ -1,9 +1,8 @@
-"""Whether llguidance can follow a grammar, found before any replica is asked.
+"""Checks whether llguidance can follow a grammar, before any replica is asked.
 
-Owns the vocabulary that stands in for a model's: one token for each byte. What a schema or regular expression
-of a client may cost is bounded by the limits that engines have, too, but for some: divisors, patterns that
-must all match and names by pattern can take any time and memory. Who calls this for a client sees to that
-with a process that may be ended.
+Owns the stand-in vocabulary: one token per byte. The limits of the engines bound most of what a client's
+schema or regular expression costs. Divisors, patterns that must all match, and names by pattern can take any
+time and memory: callers run this for clients in a process that can be killed.
 """
 
 import functools
@@ -32,12 +31,11 @@ _JSON_RULE = re.compile(r"%\s*json\b")
 _NUM_BYTES = 256
 
 MAX_TRIAL_TOKENS = 8
-"""Of an answer that is begun to see whether the grammar can be followed beyond its first token, without those
-that must come."""
+"""Free choices in the trial answer that shows whether a grammar can be followed beyond its first token."""
 
 FEW_STATES_BYTES = 4 << 20
 MANY_STATES_BYTES = 48 << 20
-"""What answers add to a grammar in memory, at most; many where something in it counts or is a pattern."""
+"""Most memory that answers add to a grammar that counts or has patterns."""
 _COUNTS = re.compile(
     r'"(?:minLength|maxLength|pattern|patternProperties|format|multipleOf|(?:exclusiveM|m)(?:in|ax)imum)"'
 )
@@ -62,10 +60,10 @@ def checked_grammar(
     special_tokens: Collection[str] = (),
     tool_parameter: str = TOOL_PARAMETER,
 ) -> FollowedGrammar:
-    """What `grammar_for` made, as it can be followed. Blocks for as long as a grammar takes to work out.
+    """Return a grammar of `grammar_for` in the form that can be followed. Blocks while it compiles.
 
-    The arguments of a tool that is not strict are any object where its schema cannot be followed. Raises
-    InvalidRequest where that is so of anything else, with `parameter` for what the text must be.
+    The arguments of a non-strict tool become any object if its schema cannot be followed. Raises
+    InvalidRequest if anything else cannot, with `parameter` for the text's form.
     """
     if not grammar:
         return FollowedGrammar("", 0)
@@ -96,7 +94,7 @@ def _growth(parts: Sequence[dict[str, Any]]) -> int:
 
 
 def _in_lark(text: str, parameter: str | None) -> str:
-    """What a client may have written in GBNF, too. Raises InvalidRequest."""
+    """Convert GBNF, which clients may write too, to Lark. Raises InvalidRequest."""
     if len(text) > MAX_GRAMMAR_TEXT_CHARACTERS:
         raise InvalidRequest(
             f"the grammar has {len(text)} characters, and may have {MAX_GRAMMAR_TEXT_CHARACTERS}",
@@ -175,7 +173,7 @@ def _tried(grammar: str, vocabulary: LLTokenizer) -> _Trial:
 
 
 def _next_of(mask: bytes, vocab_size: int) -> int | None:
-    """Of the tokens that may come next one that leads on: a mark, else what opens something in JSON."""
+    """Choose a next token that makes progress: a mark, else an opening character of JSON."""
     allowed = int.from_bytes(mask, "little") & (1 << vocab_size) - 1
     marks = allowed >> (_NUM_BYTES + 1)
     if marks:
@@ -188,7 +186,7 @@ def _next_of(mask: bytes, vocab_size: int) -> int | None:
 
 
 class _Bytes:
-    """What llguidance asks of a tokenizer."""
+    """The tokenizer interface that llguidance needs."""
 
     bos_token_id = None
 

@@ -116,7 +116,7 @@ def _callable(
 
 
 def _text(output: OutputFormat) -> dict[str, Any]:
-    """What the text must be, as a grammar of its own. Raises InvalidRequest."""
+    """Write the text's form as a grammar of its own. Raises InvalidRequest."""
     match output.kind:
         case FormatKind.JSON_OBJECT:
             return {"json_schema": answer_schema({"type": "object"}, output.parameter)}

@@ -1,9 +1,9 @@
-"""JsonCall: one tool call that a model writes as a JSON object, read as it comes.
+"""JsonCall: reads a tool call that a model writes as a JSON object, incrementally.
 
-Owns what of it cannot be said yet. A call is announced as soon as its name is known and its arguments begin;
-from then on they come out as the model writes them, but for raw control characters in strings, which are
-escaped. An object that turns out to be no call before that comes out as text. One that breaks off later ends
-there: the call, with its arguments as far as they came, and then text.
+Owns the part that cannot be emitted yet. A call is announced once its name is known and its arguments begin;
+then arguments stream as the model writes them, with raw control characters in strings escaped. An object that
+is no call is emitted as text. If a call breaks off later, it ends there with the arguments so far, and the
+rest is text.
 """
 
 import json
@@ -14,10 +14,10 @@ from router.answers.json_strings import ControlEscaper, is_object
 from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Text
 
 MAX_NAME_CHARACTERS = 256
-"""Of a name or a key; longer ones are none."""
+"""For a name or a key; longer ones are not a call's."""
 
 MAX_UNSAID_CHARACTERS = 65_536
-"""Of an object that may yet become a call, as when its arguments come before its name."""
+"""Length of an object that may still become a call, as when its arguments precede its name."""
 
 NAME_KEY = "name"
 ARGUMENTS_KEYS = frozenset({"arguments", "parameters"})
@@ -208,7 +208,7 @@ class JsonCall:
         return at
 
     def _read_short(self, text: str, at: int) -> tuple[int, bool]:
-        """Of a key or a name; neither has escapes or control characters."""
+        """Read a key or a name; neither has escapes or control characters."""
         end = min(_end(_short_string_run, text, at), at + MAX_NAME_CHARACTERS + 1 - len(self._short))
         self._short += text[at:end]
         if len(self._short) > MAX_NAME_CHARACTERS or (end < len(text) and text[end] != '"'):
@@ -288,7 +288,7 @@ class JsonCall:
                 return len(text), False
 
     def _unescaped(self, piece: str, is_whole: bool) -> str:
-        """A string's characters, as far as their escapes are whole. What is no escape stays as it is."""
+        """Unescape a string's complete escapes. Other backslashes stay."""
         raw = self._raw_escape + piece
         said: list[str] = []
         at = 0

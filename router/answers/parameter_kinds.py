@@ -30,7 +30,7 @@ def kinds_of(schema: Any, root: Any) -> Kinds:
 
 
 def parameter_kinds(arguments: Any, name: str) -> Kinds:
-    """Of one parameter, by the schema of all arguments."""
+    """Return one parameter's kinds by the schema of all arguments."""
     finder = _Finder(arguments)
     try:
         schema = finder.parameter(arguments, name)
@@ -58,7 +58,7 @@ def may_have_parameter(arguments: Any, name: str) -> bool:
 
 
 def followed(schema: Any, root: Any) -> Any:
-    """What the schema stands for, where it does nothing but refer to another one in `root`."""
+    """Follow a schema that is only a reference within `root`."""
     try:
         return _Finder(root).followed(schema)
     except _TooMuch:
@@ -190,7 +190,7 @@ def _referred(root: Any, reference: Any) -> Any:
 
 
 def _both(one: Kinds, other: Kinds) -> Kinds:
-    """What two schemas allow that both hold."""
+    """Intersect the kinds of two schemas that both hold."""
     if one is None or other is None:
         return other if one is None else one
     wide_one, wide_other = _with_integers(one), _with_integers(other)

@@ -1,12 +1,12 @@
-"""AnswerParser: what a model says → parts, as it comes.
+"""AnswerParser: turns a model's text into parts as it arrives.
 
-Owns what is not yet safe to say: the possible beginning of a mark, the blanks before one, an object that may
-become a call. Joined, the parts are the same however the text was cut on its way here.
+Owns the text that cannot be emitted yet: the possible beginning of a mark, the blanks before one, an object
+that may become a call. The joined parts do not depend on how the text was cut.
 
-Nothing that the model says is lost, but for marks and for the blanks around reasoning and calls, which
-clients do not expect. What looks like a call and turns out to be none is text, marks and all. Marks of
-reasoning count at the answer's beginning alone, and reasoning goes on to its end mark, or to the answer's
-end; marks of calls count behind it. Within it they count only if nothing follows the calls (`EarlyCalls`).
+All text is kept, except marks, and blanks around reasoning and calls, which clients do not expect. Text that
+looks like a call and is none stays text, with its marks. Marks of reasoning count only at the beginning;
+reasoning runs to its end mark or to the answer's end. Marks of calls count after it, and inside it only if
+nothing follows the calls (`EarlyCalls`).
 """
 
 import re
@@ -29,7 +29,7 @@ PIECE_CHARACTERS = 4096
 """Longer texts are read piece by piece: a rest is copied for each mark in it."""
 
 _SEPARATORS = ("", ";", ",")
-"""Between calls; at the answer's end nobody misses them."""
+"""Separators of calls, dropped at the answer's end."""
 
 _separator = re.compile(r"\s*(?:[;,]\s*)?")
 
@@ -115,7 +115,7 @@ class AnswerParser:
         return out
 
     def finish(self, *, is_whole: bool = True) -> list[Part]:
-        """What was held back, when nothing follows any more. The answer is whole if it ended by itself."""
+        """Emit what was held back at the end. `is_whole`: the answer ended by itself."""
         out: list[Part] = []
         if self._early is not None:
             self._finish_early_calls(self._early, out, is_whole=is_whole)
@@ -170,7 +170,7 @@ class AnswerParser:
         return rest
 
     def _between(self, text: str, out: list[Part]) -> str:
-        """The blanks behind reasoning are nobody's."""
+        """Drop the blanks after reasoning."""
         text = text.lstrip()
         if text:
             self._begin_answer()

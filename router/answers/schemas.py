@@ -28,7 +28,7 @@ MAX_ARRAY_ENTRIES = 2_000
 MAX_COUNTED_ENTRIES = 10_000
 """All `minItems` and `maxItems` together."""
 MAX_LEAST_CHARACTERS = 5_000
-"""Of a string, by `minLength`: llguidance follows no string that is counted much further."""
+"""For a string's `minLength`: llguidance does not count strings much further."""
 
 _ENFORCED_FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
 _REMARKS = frozenset(("$comment", "description", "title"))
@@ -87,9 +87,8 @@ class _Reader:
         return InvalidRequest(f"the JSON schema {what}", parameter=self._parameter)
 
     def schema(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
-        """What maps names to schemas is copied as if it were one: its names are kept, since no value of a
-        name like `format` is a text there.
-        """
+        """Convert a schema. Mappings of names to schemas are treated alike, which keeps their names, since a
+        value under a name such as `format` is a schema there."""
         copied: dict[str, Any] = {}
         for keyword, value in schema.items():
             if keyword in ("minItems", "maxItems"):
@@ -137,7 +136,7 @@ class _Reader:
 
 
 def _referred(schema: dict[str, Any], reference: str) -> Any:
-    """What a reference within the schema stands for; the whole of it for one that is not understood here."""
+    """Resolve a reference within the schema; one that is not understood means the whole."""
     if not reference.startswith("#/"):
         return schema
     found: Any = schema

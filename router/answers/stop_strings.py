@@ -44,7 +44,7 @@ class StopStrings:
         return text[:end]
 
     def finish(self) -> str:
-        """What was held back."""
+        """Emit what was held back."""
         held, self._held = self._held, ""
         return held
 

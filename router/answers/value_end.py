@@ -105,7 +105,8 @@ class ValueEnd:
 
 
 def _after_mark(mark: str, text: str, at: int) -> tuple[str, bool]:
-    """What follows the mark; whether `</tool_call>` follows a `</function>`, then what follows that."""
+    """Return the text after the mark, and whether `</tool_call>` follows a `</function>`; then the text after
+    that."""
     rest = _after_space(text, at + len(mark))
     if mark == FUNCTION_END and rest.startswith(CALL_END):
         return _after_space(rest, len(CALL_END)), True

@@ -1,6 +1,6 @@
-"""What a client wants of an answer's form: which tools may be called, and what its text must be.
+"""The requested form of an answer: which tools may be called, and what its text must be.
 
-Plain data, in no dialect's words; they travel to the process that prepares large bodies.
+Plain data, in no dialect's words; it travels to the process that prepares large bodies.
 """
 
 import enum
@@ -36,10 +36,9 @@ class FormatKind(enum.StrEnum):
 
 
 class OutputFormat(Struct, frozen=True, omit_defaults=True):
-    """What the answer's text must be. `schema` is a JSON schema, as an object or a boolean; `text` a regular
-    expression or a grammar (Lark's or GBNF's notation); `choices` the texts of which it must be one.
-    `parameter` is the field that said so, for errors.
-    """
+    """Form of the answer's text. `schema` is a JSON schema, an object or a boolean; `text` a regular
+    expression or a grammar (Lark's or GBNF's notation); `choices` the allowed texts. `parameter` is the
+    client's field, for errors."""
 
     kind: FormatKind
     schema: Any = None

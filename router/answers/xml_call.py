@@ -37,10 +37,10 @@ MAX_SPACE_CHARACTERS = 256
 """Before a function; more of it is text."""
 
 MAX_STRAY_CHARACTERS = 1024
-"""Of text between parameters. After more of it the call has broken off."""
+"""Text between parameters; more of it means that the call has broken off."""
 
 MAX_VALUE_CHARACTERS = 262_144
-"""Of a value that waits for its end; a longer one is a string."""
+"""Length of a value that waits for its end; a longer one is a string."""
 
 _whole_name = re.compile(r"([^<>\n]{1,256})([>\n])")
 _begun_name = re.compile(r"[^<>\n]{0,256}")

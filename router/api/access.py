@@ -1,15 +1,14 @@
-"""Who may see a router's inner life: the page at `/`, its data, and explanations.
+"""Guards a router's operator pages: the page at `/`, its data, and explanations.
 
-Owns the rule and the refusal. All of these tell whether a prefix is cached, which is the operator's business
-alone.
+Owns the rule and the refusal. All of these reveal whether a prefix is cached, which concerns only the
+operator.
 
-By default a client must be on loopback *and* have asked for loopback by name: a foreign page that a browser
-on this machine has open can point its own name here (DNS rebinding), but then the Host header has that name.
-What a proxy forwards comes from loopback too: most say so in a header, and nginx, which need not, has long
-spoken HTTP/1.0 by default. A proxy that speaks HTTP/1.1, writes a Host header of its own and adds none of
-those cannot be told from a client of this machine, nor can one that forwards bytes: behind such a proxy,
-these pages belong on a listener of their own (`admin_port`). A page of another site may link here, and
-nothing else.
+By default a client must be on loopback *and* have asked for loopback by name: a foreign page open in a
+browser on this machine can point its own name here (DNS rebinding), but then the Host header has that name. A
+proxy's requests come from loopback too. Most proxies say so in a header, and nginx, which need not, has long
+spoken HTTP/1.0 by default. A proxy that speaks HTTP/1.1, sets its own Host and adds none of these headers
+looks like a local client, and so does one that forwards bytes: behind such a proxy these pages belong on a
+listener of their own (`admin_port`). A page of another site may link here, and nothing else.
 """
 
 import enum

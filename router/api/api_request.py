@@ -47,19 +47,19 @@ class Prompt:
     outputs: list[ChoiceOutput]
     echo: str = ""
     decision: Decision | None = None
-    """Of the replica that has answered; before, of the latest attempt."""
+    """The decision for the replica that answered, else the latest attempt's."""
     decision_seconds: float | None = None
     usage: PromptUsage | None = None
     misses: Misses | None = None
     """Why what the usage says was not read from cache was not."""
     difference: str | None = None
-    """What makes it another prompt than the nearest earlier one, where that is an image."""
+    """The image that distinguishes the prompt from the nearest earlier one, if it is an image."""
     outline: PromptOutline | None = None
-    """Of a conversation."""
+    """Outline of a conversation."""
     diagnosis: Diagnosis | None = None
     """Beside an earlier request that the client has named; None if it is not known."""
     turn: Turn | None = None
-    """What its answers are remembered by."""
+    """Key under which its answers are remembered."""
     num_own_leases: int = 0
     """The last leases of its submit, for which the client has not asked."""
 
@@ -109,14 +109,14 @@ class ApiRequest:
     stream: bool
     writer: AnswerWriter
     failed: Callable[[HttpError], bytes] | None = None
-    """What a stream ends with that fails, for dialects where that depends on what has been written."""
+    """Writes the end of a failed stream, in dialects where it depends on what was written."""
     compared_id: str | None = None
     """The answer that its prompt is to be compared with."""
     during: AbstractContextManager[None] = field(default_factory=nullcontext)
-    """What is held while it runs, beside the rest."""
+    """Further context held while it runs."""
 
     def num_used_tokens(self) -> int | None:
-        """Of the answers so far; None if no replica was chosen for any."""
+        """Count the answers' tokens so far; None if no replica was chosen for any."""
         if all(prompt.usage is None and prompt.decision is None for prompt in self.prompts):
             return None
         return sum(output.num_tokens for prompt in self.prompts for output in prompt.outputs)
@@ -134,8 +134,8 @@ class ApiRequest:
 
 @dataclass(frozen=True, slots=True)
 class OutputWishes:
-    """What becomes of the tokens of each choice: see ChoiceOutput. `new_parser` is called for each of them;
-    `shown` are special tokens that a parser has to see."""
+    """Treatment of each choice's tokens: see ChoiceOutput. `new_parser` is called per choice; `shown` are
+    special tokens that a parser must see."""
 
     new_parser: Callable[[], AnswerParser | None] = lambda: None
     shown: frozenset[str] = frozenset()
@@ -209,7 +209,7 @@ def make_prompt(
 
 
 def _published(context: ApiContext, model: ServedModel, packed_tokens: bytes) -> PublishedBeginning | None:
-    """What of the prompt every tenant shares. Prompts with a salt share nothing."""
+    """Return the prompt's published beginning. Salted prompts have none."""
     if context.published is None:
         return None
     num_blocks = context.published.prefixes.num_blocks(model.name, packed_tokens, model.card.block_size)

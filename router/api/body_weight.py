@@ -59,5 +59,6 @@ def _has_few_values(body: bytes) -> bool:
 
 
 def _num_values(text: bytes) -> int:
-    """Of JSON, at most: each but the first follows a comma or an opening bracket."""
+    """Return an upper bound on the number of JSON values: each but the first follows a comma or an opening
+    bracket."""
     return text.count(b",") + text.count(b"[") + text.count(b"{") + 1

@@ -18,7 +18,7 @@ _EMPTY = (*_ABSENT, b"[]")
 
 
 class CacheUse(Struct):
-    """What matters here of a body that may name a cache."""
+    """The fields of a body that may name a cache."""
 
     model: str = ""
     cache: str | None = None
@@ -162,7 +162,7 @@ def check_fits(
 
 
 def check_together(num_bytes: int, max_bytes: int, parameter: str) -> None:
-    """Of the request and what is kept of its beginning. Raises InvalidRequest."""
+    """Check the size of the request and its kept beginning together. Raises InvalidRequest."""
     if num_bytes > max_bytes:
         raise InvalidRequest(
             f"The request and what it begins with may have {max_bytes} bytes together, and have {num_bytes}.",
@@ -186,7 +186,7 @@ def spliced(body: bytes, use: CacheUse, kind: CacheKind, content: CacheContent, 
 
 
 def with_fields(body: bytes, fields: bytes) -> bytes:
-    """Of two fields with one name the later counts."""
+    """Append fields; of two fields with one name the later counts."""
     return body.rstrip()[:-1] + b"," + fields + b"}"
 
 

@@ -152,7 +152,7 @@ class CacheMaker:
 
 @dataclass(slots=True)
 class _Warming:
-    """What has become of it so far. `arrived_at` is in seconds since 1970, `started` the clock's."""
+    """Progress of warming. `arrived_at` is in seconds since 1970, `started` the clock's."""
 
     prompt: Prompt
     arrived_at: float

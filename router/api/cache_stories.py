@@ -39,7 +39,7 @@ class StoryRoutes:
 
 
 class OperatorStoryRoutes:
-    """Those of any tenant, by its name: a name that nobody has is answered as an id that nobody has."""
+    """Explanations of any tenant, by name; an unknown name is answered like an unknown id."""
 
     def __init__(self, context: ApiContext, access: AdminAccess) -> None:
         self._context = context

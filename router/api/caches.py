@@ -121,7 +121,7 @@ def _lease(lease: LeaseOutcome | None) -> dict[str, Any] | None:
 
 
 def page_limit(text: str | None) -> int:
-    """Of a list. Raises InvalidRequest."""
+    """Parse the `limit` of a list. Raises InvalidRequest."""
     if text is None:
         return DEFAULT_PAGE
     if not (text.isascii() and text.isdigit() and len(text) <= 3 and 1 <= int(text) <= MAX_PAGE):

@@ -42,7 +42,7 @@ from router.tenants.caller import Caller
 from router.turns import LongWork
 
 LEAST_ROOM_SHARE = 0.25
-"""Of the context, for an answer whose length its client leaves open."""
+"""Share of the context for an answer whose length the client leaves open."""
 
 BYTES_PER_TOKEN = 4
 
@@ -50,7 +50,7 @@ STOP, LENGTH = FinishReason.STOP.value, FinishReason.LENGTH.value
 
 
 class Outcome(enum.StrEnum):
-    """What becomes of a conversation that has an answer in it."""
+    """How a conversation with an answer in it continues."""
 
     EXACT = "exact"
     """It goes on from remembered tokens, and its template would have written the same."""
@@ -62,15 +62,15 @@ class Outcome(enum.StrEnum):
     """An answer came back with other reasoning than was generated, so from there on the conversation is as
     its client tells it."""
     REFUSED = "refused"
-    """What follows the answer cannot be told, or leaves no room for another one."""
+    """The text after the answer is unknown, or leaves no room for another answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What an answer is remembered by: its root, the key of the messages before it, and what its prompt went
-    on from. `ends` are the tokens that end a turn, `answered` is the key through the last answer before. Of a
-    turn that `may_call` tools it counts whether it does, and when the next one comes. `starts_in_reasoning`
-    is how the answer has to be read."""
+    """Identity of an answer to remember: its root, the key of the messages before it, and what its prompt
+    continued from. `ends` are the tokens that end a turn, `answered` is the key through the last answer
+    before. For a turn that `may_call` tools, the router counts whether it does, and when the next one comes.
+    `starts_in_reasoning` says how to parse the answer."""
 
     root: bytes
     key: ConversationKey
@@ -93,7 +93,7 @@ class Begun(NamedTuple):
 
 
 TailOf = Callable[[int], EncodedTail | None]
-"""What the prompt says behind the answer at a position; None if that is not known."""
+"""Returns the prompt after the answer at a position; None if unknown."""
 
 
 class ChatHistory:
@@ -119,8 +119,8 @@ class ChatHistory:
     def begin(
         self, model: ServedModel, caller: Caller, request: ChatRequest, encoded: EncodedPrompt
     ) -> Begun | None:
-        """As far as it is known here; None for a conversation that is never remembered. Only its own tenant's
-        answers are found: they may hold reasoning that no client was shown."""
+        """Continue a conversation from this router's memory; None if it is never remembered. Only the
+        tenant's own answers are found: they may contain reasoning that no client was shown."""
         history = encoded.history
         if history is None or not self.is_on:
             return None
@@ -147,7 +147,7 @@ class ChatHistory:
         begun: Begun,
         work: LongWork,
     ) -> Begun | None:
-        """As far as it is known anywhere, or can be learnt in a moment."""
+        """Continue a conversation from any router's memory, within a short wait."""
         assert self._sharing is not None
         sought = Sought(
             model,
@@ -207,8 +207,8 @@ class ChatHistory:
         return spliced, turn(parent=found, outcome=Outcome.RETOLD if is_before else Outcome.DRIFTED)
 
     def _keys(self, root: bytes, history: EncodedHistory) -> tuple[list[ConversationKey], int | None]:
-        """Of the messages, and the position of the last answer that came back with other reasoning than was
-        generated, if one did."""
+        """Return the keys of the messages, and the position of the last answer that came back with different
+        reasoning, if any."""
         retold: int | None = None
 
         def is_other(position: int, key: ConversationKey, thought: Thought) -> bool:

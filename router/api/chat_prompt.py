@@ -27,7 +27,7 @@ LONG_HEAD_CHARACTERS = BUCKET_TOKENS * 8
 """A head of this many characters is taken to have more tokens than a bucket looks at."""
 
 MARK_CHARACTERS = 64
-"""Of a prompt's end, in which an opened mark of reasoning would stand."""
+"""Characters at a prompt's end where an opened mark of reasoning may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def _outline(request: ChatRequest, history: EncodedHistory | None) -> PromptOutl
 def _behind_last(
     write: Callable[[Sequence[Mapping[str, Any]]], str], text: str, messages: Sequence[Mapping[str, Any]]
 ) -> str:
-    """What the template writes behind the last message's text; nothing where that cannot be told."""
+    """Return what the template writes after the last message's text; empty if unknown."""
     try:
         marked = write([*messages[:-1], {**messages[-1], "content": STANDS_FOR_ANSWER}])
     except TemplateError:

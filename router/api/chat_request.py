@@ -14,9 +14,9 @@ from router.prompt.images import SentImage
 
 
 class KeepThrough(Struct, frozen=True, array_like=True):
-    """The wish that the prompt stay cached through message `message` for `seconds` after each use; through
-    all that comes before the messages for -1, and through the whole prompt for None. With `num_characters`
-    it reaches over so many of the message's text, and no further."""
+    """A request to keep the prompt through message `message` for `seconds` after each use; -1 means all
+    before the messages, None the whole prompt. With `num_characters` it covers only that much of the
+    message's text."""
 
     seconds: int
     message: int | None = None
@@ -48,7 +48,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     only_prompt: bool = False
     """Compute and keep the prompt; nothing is to be answered."""
     messages_field: str = "messages"
-    """What the client calls them."""
+    """The client's name for them."""
     tool_parameter: str = "tools[{}].function.parameters"
     """Where the client has the schema of a tool's arguments, by its number."""
     unknown_fields: list[str] = field(default_factory=list)

@@ -33,7 +33,7 @@ _request_decoder = msgspec.msgpack.Decoder(ChatRequest)
 
 
 class Chat(NamedTuple):
-    """What the writer of an answer is told of its conversation."""
+    """A conversation as the writer of its answer sees it."""
 
     context: ApiContext
     request: ChatRequest

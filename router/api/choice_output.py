@@ -17,7 +17,7 @@ TOOL_CALLS = "tool_calls"
 """Why a choice has ended that calls tools; the other words are those of FinishReason."""
 
 MOST_HELD = 256
-"""Tokens that are turned into text together: few enough that nobody waits for them."""
+"""Tokens decoded together; few, so that no client waits for them."""
 
 
 class ToolCall(NamedTuple):
@@ -30,7 +30,7 @@ Said = Text | Reasoning | ToolCall
 
 @dataclass(slots=True)
 class _Run:
-    """What is said without a break, as far as it has come; `name` is a tool's."""
+    """An uninterrupted piece so far; `name` is a tool's."""
 
     kind: type[Said]
     name: str = ""
@@ -150,11 +150,11 @@ class ChoiceOutput:
 
     @property
     def num_said_tokens(self) -> int:
-        """What the answer has cost its client."""
+        """Count the tokens that the client is charged for."""
         return 0 if self._is_silent else self.num_tokens
 
     def said_logprobs(self, delta: TokenDelta) -> Sequence[TokenLogprobs]:
-        """Of a delta that has been added: without the token that stands for nothing."""
+        """Return log-probabilities of an added delta, without the token that stands for nothing."""
         logprobs = delta.logprobs
         if not logprobs or self._is_silent:
             return ()

@@ -96,7 +96,7 @@ class ApiContext:
     num_replicas: Callable[[str], int]
     rng: random.Random
     index_of: Callable[[str], PrefixIndex | None] = no_index
-    """Of a model that was served."""
+    """Index of a served model."""
     wall_clock: Callable[[], float] = time.time
     clock: Callable[[], float] = time.perf_counter
     observers: list[Observer] = field(default_factory=list)
@@ -118,29 +118,29 @@ class ApiContext:
     in_flight: InFlight = field(init=False)
     """Counts requests while they are served."""
     bounds: Bounds = field(default_factory=Bounds)
-    """Of preparing a large body."""
+    """Bounds on preparing a large body."""
     history: ChatHistory = field(init=False)
-    """Of the conversations that were answered here."""
+    """Conversations that this router answered."""
     offload: Offload = field(init=False)
     """Where bodies are prepared that would hold others up; to be closed with the router."""
     grammars: GrammarChecks = field(init=False)
     witness: Witness = field(init=False)
     """Finds why prompts were not read from cache."""
     stories: Stories = field(init=False)
-    """Of the requests that were served here; to be closed with the router."""
+    """Explanations of this router's requests; closed with the router."""
     story_exchange: StoryExchange | None = field(init=False, default=None)
-    """For those that other routers have served; whoever sets it has it run."""
+    """Explanations at other routers; the code that sets it also runs it."""
     history_exchange: HistoryExchange | None = None
     """To be run, and closed with the router; None where conversations are this router's alone."""
     admission: Admission = field(init=False)
     """Weighs requests once they have been read."""
     rates: RequestRates = field(init=False)
-    """What tenants and keys may ask for."""
+    """Limits of tenants and keys."""
     connections: Connections = field(init=False)
-    """Of the clients' listener."""
+    """Connections of the clients' listener."""
     bodies: BodyBudget = field(init=False)
     images: BodyBudget = field(init=False)
-    """Of requests that are served."""
+    """Images of requests being served."""
     unknown_fields: UnknownFields = field(init=False)
     preparing: PreparingTurns = field(default_factory=PreparingTurns)
     turns: Turns = field(default_factory=Turns)
@@ -235,7 +235,7 @@ class ApiContext:
                 yield body
 
     def priority(self, asked: int | None, caller: Caller) -> int:
-        """What a client's wish to go first comes to."""
+        """Return the effective priority of a client's request."""
         counts = self.config.client_priority or caller.may(Right.PRIORITY)
         return asked if asked is not None and counts else 0
 

@@ -64,7 +64,7 @@ class ControlRoutes:
         ]
 
     async def index(self, request: Request) -> Response:
-        """What a program gets at `/`."""
+        """Answer a program at `/`."""
         return _json({"name": "kvasir", "models": self._names()})
 
     async def models(self, request: Request) -> Response:

@@ -1,7 +1,7 @@
-"""A conversation's prompt, as far as it may go on from the tokens of an earlier answer.
+"""Finds where a conversation's prompt may continue from an earlier answer's tokens.
 
-Owns what is told of that to the router's store, which does not see the conversation itself. Runs wherever
-there is a tokenizer and a template.
+Owns what the router's store is told, which does not see the conversation itself. Runs wherever there is a
+tokenizer and a template.
 """
 
 from typing import cast
@@ -31,8 +31,8 @@ def encoded_history(request: ChatRequest) -> EncodedHistory | None:
 
 
 def encoded_tail(model: TextModel, chat: RenderedChat, position: int) -> EncodedTail | None:
-    """What the prompt says behind the answer at `position`. None where that cannot be told, or where tokens
-    of a text's pieces are not those of the whole."""
+    """Encode the prompt after the answer at `position`. None if it cannot be located, or if tokens of its
+    pieces differ from those of the whole."""
     tokenizer = model.tokenizer
     if not tokenizer.caches_segments:
         return None

@@ -24,7 +24,7 @@ class ErrorShape(Protocol):
     def body(self, error: HttpError, request_id: str | None) -> bytes: ...
 
     def event(self, error: HttpError, request_id: str | None) -> bytes:
-        """What a stream ends with that fails."""
+        """Write the end of a failed stream."""
         ...
 
 
@@ -81,5 +81,5 @@ def with_request_id(scope: Scope, send: Send, new_id: Callable[[str], str]) -> S
 
 
 def is_for_anthropic(scope: Scope) -> bool:
-    """Of the routes that several vendors' clients ask for under one path."""
+    """Whether an Anthropic client asks a route that several vendors share."""
     return any(name == b"anthropic-version" for name, _ in scope["headers"])

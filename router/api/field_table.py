@@ -19,7 +19,7 @@ MOST_NAMED = 32
 """Fields of one body that are counted by their names."""
 
 _MOST_IDLE_BYTES = 8
-"""Of a value that asks for nothing."""
+"""Length of a value that asks for nothing."""
 
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
@@ -72,7 +72,7 @@ class FieldTable(Generic[Body]):
         return asked, unknown
 
     def without_hints(self, asked: Body) -> Body:
-        """What was read, in order to be kept: a hint would hold the whole body."""
+        """Drop hints from a body that is kept: a hint would keep the whole body alive."""
         if any(hint is not None for hint in msgspec.structs.astuple(asked)[len(self._fields) :]):
             for field in self._hint_fields:
                 setattr(asked, field, None)

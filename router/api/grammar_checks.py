@@ -28,10 +28,10 @@ from router.prompt.text_model import TextModel
 from router.shared.bounded_cache import BoundedCache
 
 MAX_CHARACTERS = 64 * 1024
-"""Of a grammar that is checked here. Longer ones come with large bodies, and are checked where those are."""
+"""Longest grammar checked inline; longer ones go to the worker process."""
 
 NUM_PLACES = 3
-"""Of which an owner has two at most."""
+"""Parallel checks; an owner may use two."""
 MAX_WAITING = 64
 WAIT_SECONDS = 30.0
 RETRY_SECONDS = 2.0
@@ -83,7 +83,7 @@ def chat_grammar(model: TextModel, request: ChatRequest, *, starts_in_reasoning:
 
 
 def text_grammar(wished: OutputFormat | None) -> WishedGrammar:
-    """Of an answer that is text and nothing else. Raises InvalidRequest."""
+    """Return the grammar of an answer that is only text. Raises InvalidRequest."""
     if wished is None:
         return NO_GRAMMAR
     text = grammar_for(wished, [], ToolChoice(), AnswerFormat())
@@ -144,7 +144,7 @@ class GrammarChecks:
         return grammar
 
     def _remember(self, key: _Key, known: _Known) -> None:
-        """Of a full store, the owner with most loses its least recently used."""
+        """Store a result; a full store evicts the LRU entry of the owner with most."""
         if len(self._known) >= self._known.max_size:
             num_of = Counter(each.owner for _, each in self._known.items())
             num_of[known.owner] += 1

@@ -40,7 +40,7 @@ def sign_seconds(number: int) -> float:
 
 
 class ClientConnection(Protocol):
-    """What an answer has to know of the connection that it goes to."""
+    """The part of a connection that an answer uses."""
 
     @property
     def is_backed_up(self) -> bool:

@@ -15,12 +15,12 @@ from router.errors import InvalidRequest
 from router.prompt.images import SentImage
 
 TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
-"""What a client may call its image. The bytes decide what it is."""
+"""Media types that a client may claim. The bytes decide."""
 
 _SHOWN_CHARACTERS = 40
 _SPACES = b" \t\n\f\r"
 _LINES_SHARE = 1.05
-"""What base64 in lines of 76 characters takes beside them."""
+"""Growth of base64 in lines of 76 characters."""
 
 
 class Images:

@@ -1,7 +1,7 @@
-"""A request's body that came compressed → as it was, a piece at a time.
+"""Decompresses a request's body incrementally.
 
-Owns what is refused of it: more than a body may have, before it is there, and what is no gzip. Takes a thread
-where that is worth it, so that nobody waits for a body of many megabytes.
+Owns the refusals: a body beyond the limit, before it is complete, and invalid gzip. Uses a thread for large
+pieces, so that a body of many megabytes delays no other request.
 """
 
 import asyncio

@@ -101,8 +101,8 @@ def wrong_type(parameter: str, expected: str) -> InvalidRequest:
 
 
 def read_arguments(arguments: Any) -> dict[str, Any] | str | None:
-    """Of a call in a conversation: an object, or the text of what is no object. The model has said it so, and
-    its client sends it back. None for what no model says."""
+    """Parse a call's arguments: an object, or the text if it is no object, since the model said it and the
+    client sends it back. None for what no model says."""
     if arguments is None:
         return {}
     if isinstance(arguments, dict):

@@ -61,7 +61,7 @@ class _Kept:
 
 
 class LiveRoutes:
-    """What is seen from now on is kept, unless no client may ask for it."""
+    """Records requests from now on, unless no client may see the page."""
 
     def __init__(self, context: ApiContext, access: AdminAccess, fleet: LiveFleet) -> None:
         self._context = context

@@ -119,7 +119,8 @@ def _told_apart(shown: Shown) -> Sequence[int]:
 
 
 def _place(shown: Shown, text_place: Callable[[int], Place], number: int) -> Place:
-    """Of a token of the prompt as it is shown; `text_place` knows those of its text before images came in."""
+    """Find the place of a token in the prompt as shown; `text_place` knows places in the text before
+    images."""
     path = shown.image_path(number)
     if path is not None:
         return Place(path, PlaceKind.VALUE, is_certain=True)

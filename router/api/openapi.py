@@ -257,7 +257,7 @@ def _document() -> dict[str, Any]:
 
 
 def _of_objects(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """What stays JSON may be anything, which schemas have no word for."""
+    """Replace raw JSON fields, which may be anything, for which schemas have no word."""
     fields = msgspec.structs.fields(kind)
     if not any(field.type is msgspec.Raw for field in fields):
         return kind

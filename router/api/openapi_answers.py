@@ -1,6 +1,6 @@
-"""What the clients' routes answer, as JSON schemas by name.
+"""JSON schemas of the clients' routes' answers, by name.
 
-Plain data. An object may have more fields than are named here: those of our own and those that vendors add.
+Plain data. An object may have more fields than listed: Kvasir's own and vendors' additions.
 """
 
 from collections.abc import Mapping, Sequence

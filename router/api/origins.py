@@ -1,6 +1,6 @@
-"""What a request's head says of where it comes from and whom it calls: Host, Origin and Fetch metadata, read.
+"""Parses Host, Origin and Fetch metadata: where a request comes from, and whom it calls.
 
-Owns what counts as this machine and as a page of another origin. Who is let in is decided in `access.py`.
+Owns what counts as this machine and as a page of another origin. `access.py` decides who is let in.
 """
 
 import functools
@@ -17,7 +17,7 @@ _ORIGIN = re.compile(
 )
 
 _OWN_SITES = (b"same-origin", b"none")
-"""What browsers say where no other page is behind a request: `none` is a typed address or a bookmark."""
+"""Browsers' values for a request without another page; `none` is a typed address or a bookmark."""
 
 
 def host_name(host: bytes) -> str | None:

@@ -1,6 +1,6 @@
-"""What travels between a router and the process that prepares large bodies, as data.
+"""Data that travels between a router and the process that prepares large bodies.
 
-Owns the shapes. A job's body follows it as it came from the client; token ids come back packed.
+Owns the shapes. A job is followed by its body as the client sent it; token ids come back packed.
 """
 
 from typing import NewType
@@ -14,12 +14,12 @@ from router.keeping import Keep
 from router.prompt.images import PromptImage
 
 Digest = NewType("Digest", bytes)
-"""Of a model's tokenizer files."""
+"""Digest of a model's tokenizer files."""
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """What preparing one body may take: processor time, time, and memory on top of what is shared. Eight MiB
-    of honest text take a few tenths of each."""
+    """Bounds on preparing one body: processor time, wall time, and memory beyond what is shared. 8 MiB of
+    ordinary text need a few tenths of each."""
 
     cpu_seconds: float = 10.0
     seconds: float = 60.0
@@ -55,8 +55,8 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class EncodedTail(msgspec.Struct, frozen=True):
-    """What a prompt's template writes behind the answer at `position`: the token that ends its turn, and the
-    packed tokens of the rest."""
+    """The template's text after the answer at `position`: the token that ends its turn, and the packed tokens
+    of the rest."""
 
     position: int
     end: int
@@ -76,8 +76,8 @@ class EncodedHistory(msgspec.Struct, frozen=True):
 
 
 class CheckedGrammar(msgspec.Struct, frozen=True, tag=True):
-    """What an answer is held to, "" for nothing: the memory that following it takes, and the processor time
-    that working it out took for this request."""
+    """A compiled grammar ("" for none), the memory to follow it, and the processor time that compiling took
+    for this request."""
 
     text: str = ""
     num_bytes: int = 0

@@ -74,7 +74,8 @@ def _chat(job: Job, models: TextModels, body: bytes) -> Outcome:
 
 
 def rest_of(request: ChatRequest) -> bytes:
-    """What a conversation's answer needs of it, once its prompt has been made. Raises InvalidRequest."""
+    """Encode the parts of a conversation that its answer needs after its prompt was made. Raises
+    InvalidRequest."""
     rest = msgspec.structs.replace(request, messages=[], images=[], template_arguments={}, output_format=None)
     try:
         return msgspec.msgpack.encode(rest)
@@ -85,7 +86,7 @@ def rest_of(request: ChatRequest) -> bytes:
 
 
 def _history(model: TextModel, request: ChatRequest, chat: RenderedChat) -> EncodedHistory | None:
-    """What is remembered is not known here: the last answer most likely is."""
+    """Encode the history. The store is elsewhere; the last answer is most likely remembered."""
     history = encoded_history(request)
     if history is None or history.last_answer is None:
         return history

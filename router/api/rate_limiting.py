@@ -63,7 +63,7 @@ class RequestRates:
 
 
 class RateHold:
-    """What one request takes. Leave it once."""
+    """One request's reservation. Leave it once."""
 
     __slots__ = ("_num_used_tokens", "_rates", "_taken")
 

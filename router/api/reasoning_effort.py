@@ -12,8 +12,8 @@ WITHOUT_THINKING = ("none", "minimal")
 
 
 def thinking_arguments(enable_thinking: bool | None, thinking: Any) -> dict[str, Any]:
-    """Of two fields of chats, `enable_thinking` as Qwen's API has it, `thinking` as DeepSeek's, GLM's and
-    Kimi's have it. Templates know one or the other. Raises InvalidRequest."""
+    """Read two fields of chats: `enable_thinking` as in Qwen's API, `thinking` as in DeepSeek's, GLM's and
+    Kimi's. Templates know one or the other. Raises InvalidRequest."""
     match thinking:
         case None | bool():
             wished = thinking

@@ -22,11 +22,11 @@ MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 4096
 MAX_NAMED_KEYS = 8
-"""Of those that are wrong, in an error."""
+"""Wrong keys named in an error."""
 MAX_NAME_CHARACTERS = {"prompt_cache_key": 4096, "safety_identifier": 128, "user": 4096}
-"""Of what clients call their caches and their users."""
+"""Lengths of clients' names for caches and users."""
 MAX_INTEGER = 2**31 - 1
-"""What the replicas' protocol carries."""
+"""Largest integer in the replicas' protocol."""
 
 
 RANGES = (
@@ -38,7 +38,7 @@ RANGES = (
     ("priority", -MAX_INTEGER, MAX_INTEGER),
     ("top_k", -1, MAX_INTEGER),
 )
-"""What of its numbers lie between bounds."""
+"""Bounds of its numbers."""
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")
 
@@ -56,12 +56,12 @@ stream_options_table = FieldTable(StreamOptions)
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
-    """What all dialects share; `field_table.py` says what becomes of other fields.
+    """Fields common to all dialects; `field_table.py` handles others.
 
-    A stop string is part of the text only with `include_stop_str_in_output`, and so is the text of a token
-    that ends the answer; special tokens are part of it unless `skip_special_tokens`. Of a prompt only the
-    last `truncate_prompt_tokens` are taken, or the first where `truncation_side` is "right": all that fit in
-    the context for -1.
+    A stop string is part of the text only with `include_stop_str_in_output`, as is the text of a token that
+    ends the answer; special tokens are part of it unless `skip_special_tokens`. `truncate_prompt_tokens`
+    keeps the last tokens of a prompt, or the first if `truncation_side` is "right"; -1 keeps all that fit in
+    the context.
     """
 
     model: str
@@ -194,7 +194,7 @@ def check_stop_strings(parameter: str, strings: Sequence[str], most: int) -> Non
 
 
 class TokenRules(NamedTuple):
-    """What a request says of single tokens: the same for all its prompts, and checked once."""
+    """A request's rules on single tokens: equal for all its prompts, and checked once."""
 
     logit_bias: tuple[tuple[int, float], ...]
     stop_token_ids: tuple[int, ...]
@@ -290,7 +290,7 @@ def check_prompt_length(context_length: int, num_prompt_tokens: int, parameter: 
 
 
 def kept_tokens(request: GenerationFields, model: TextModel, token_ids: list[int]) -> list[int]:
-    """What is left of a prompt where its beginning, or its end, may be left out."""
+    """Truncate a prompt at its beginning or its end."""
     most = request.truncate_prompt_tokens
     if most is None:
         return token_ids

@@ -42,7 +42,7 @@ from router.tenants.caller import caller_of
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_DELTAS = 8192
-"""What a replica has sent for one prompt and its client has not read; beyond, the client is disconnected."""
+"""Unread deltas of one prompt; beyond that the client is disconnected."""
 
 LOOK_SECONDS = 0.5
 
@@ -397,7 +397,7 @@ def _served(prompt: Prompt) -> ServedPrompt:
 
 
 def _events_of(writer: AnswerWriter, prompt: Prompt, delta: TokenDelta, parts: Sequence[Part]) -> bytes:
-    """Of a delta's parts. Its log-probabilities go with the first text among them, or with the first."""
+    """Write a delta's parts. Its log-probabilities go with the first text, or the first part."""
     choice = delta.key.choice
     logprobs: Sequence[TokenLogprobs] = ()
     if delta.logprobs:

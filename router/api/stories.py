@@ -20,7 +20,7 @@ from router.generation import Generation
 from router.prompt.tokenizer import Tokenizer
 
 MAX_PLACED_BYTES = 2 * 2**20
-"""Of a body in which a place is looked for."""
+"""Largest body in which a place is searched."""
 SMALL_BYTES = 16 * 2**10
 SMALL_QUOTES = 256
 SMALL_COMMAS = 512
@@ -28,7 +28,7 @@ SMALL_COMMAS = 512
 and the worst in some milliseconds."""
 MAX_WAITING = 8
 PLACE_SHARE = 0.02
-"""Of one processor, for looking for places; with what is left over of the last seconds."""
+"""Share of one processor for finding places; unused time of the last seconds is kept."""
 MAX_SAVED_SECONDS = 0.1
 NO_LOSS_SHARE = 0.002
 NO_LOSS_SAVED_SECONDS = 0.005
@@ -55,7 +55,7 @@ class Allowance:
 
 
 class Stories:
-    """What a router remembers of its requests. For one event loop; `close()` with the router."""
+    """A router's memory of its requests. For one event loop; `close()` with the router."""
 
     def __init__(
         self, max_bytes: int, key: bytes, witness: Witness, clock: Callable[[], float] = time.monotonic
@@ -90,8 +90,8 @@ class Stories:
     def place_soon(
         self, tokenizer: Tokenizer, body: bytes, generation: Generation, position: int, number: int
     ) -> "asyncio.Future[Place | None] | None":
-        """Of the token `number` of the request's prompt at `position`, looked for in a thread; None where
-        there is no time for it."""
+        """Search, in a thread, for the place of token `number` of the prompt at `position`; None without time
+        for it."""
         if len(body) > MAX_PLACED_BYTES or self._num_waiting >= MAX_WAITING or not self._time.is_left():
             self._num_left_out += 1
             return None

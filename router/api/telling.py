@@ -1,10 +1,9 @@
-"""Telling: the story of one request's prompts, from when they are prepared until it has ended.
+"""Telling: builds the explanation of one request's prompts, from preparation to its end.
 
-Owns when what is found. The nearest earlier prompt is looked for before a prompt is served, in microseconds;
-the causes are found when the replica has said what it read. Where two prompts part, the place in the client's
-body is looked for as far as there is time for that: in a small body when the request has ended, and not for a
-prompt of which all was read; in a large one in a thread meanwhile. A story is remembered when the request
-ends, and again with its place where that comes later.
+Owns the timing. The nearest earlier prompt is found before a prompt is served, in microseconds; the causes
+when the replica has reported what it read. The place in the client's body is searched within a time budget:
+in a small body when the request has ended, unless all of the prompt was read; in a large one in a thread
+meanwhile. An explanation is stored when the request ends, and again when its place arrives later.
 """
 
 import asyncio
@@ -47,7 +46,7 @@ class _Sought(NamedTuple):
 
 @dataclass(slots=True)
 class Telling:
-    """Of one request; made once it is prepared."""
+    """Builds one request's explanation; created when the request is prepared."""
 
     stories: Stories
     caller: Caller
@@ -124,7 +123,7 @@ class Telling:
             known.remembered = self.stories.remembered.remember(known.facts, ids, self.arrived_at)
 
     def _repeated(self, known: _Prompt) -> Repeated | None:
-        """What the nearest prompt has as well, where this one may have lost that."""
+        """Return what the nearest prompt also has, where this one may have lost it."""
         nearest = known.nearest
         if nearest is None or not (nearest.goes_on or nearest.num_common_tokens is None):
             return None

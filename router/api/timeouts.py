@@ -16,7 +16,7 @@ TIMEOUT = b"x-kvasir-timeout"
 
 
 def timeout_of(scope: Scope) -> float | None:
-    """What the header says. Raises InvalidRequest for one that is no number of seconds."""
+    """Parse the header. Raises InvalidRequest for anything but a number of seconds."""
     for name, value in scope["headers"]:
         if name == TIMEOUT:
             parameter = TIMEOUT.decode()

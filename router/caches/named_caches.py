@@ -1,8 +1,8 @@
 """NamedCaches: the named caches of a cluster, as one router knows them.
 
-Owns how long a request may wait for Redis, and what is believed without it: a cache that this router has used
-lately is good until it expires, and looked up again after RECHECK_SECONDS while Redis answers. A cache of
-another tenant is as good as none. Counts what became of each use.
+Owns how long a request may wait for Redis, and what is trusted without it: a cache that this router used
+lately is good until it expires, and is looked up again after RECHECK_SECONDS while Redis answers. Another
+tenant's cache counts as missing. Counts the outcome of each use.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ REST_SECONDS = 2.0
 """After Redis has failed it is not asked on the way of a request for so long."""
 NUM_LOCKS = 64
 ENTRY_BYTES = 2048
-"""What an entry takes in memory beside its content."""
+"""Bytes of an entry in memory, besides its content."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ EMPTY_ROOM = RoomStatistics(0, 0, 0.0, 0)
 
 @dataclass(frozen=True, slots=True)
 class DispatchStatistics:
-    """Counts since the start, but for `num_running`, `retries_left`, the room's and some of the suspects'.
+    """Counts since the start, except `num_running`, `retries_left`, the room's and some of the suspects'.
 
     `num_lost` are attempts whose replica was lost, `num_late` runs whose deadline passed before a token came.
     """
@@ -54,7 +54,7 @@ class DispatchStatistics:
 
 @dataclass(slots=True)
 class _InFlight:
-    """What runs over one stream, in the order of submission."""
+    """Requests over one stream, in order of submission."""
 
     max_step_tokens: int
     attempts: dict[Attempt, None] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class DispatchState:
             self._blame(there)
 
     def blame_those_at(self, client: ReplicaClient) -> None:
-        """It lives, but is as good as dead."""
+        """Blame the requests at a replica that lives but no longer works."""
         self._blame(self._in_flight[client])
 
     def streams(self) -> list[ReplicaClient]:

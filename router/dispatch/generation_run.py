@@ -52,7 +52,7 @@ class GenerationRun:
     """Iterate for batches of deltas; `delta.key.choice` says whose. Ends when every choice has ended."""
 
     decision: Decision
-    """Of the latest attempt."""
+    """Decision of the latest attempt."""
     decision_seconds: float
     """How long the table took for it."""
 
@@ -194,7 +194,8 @@ class GenerationRun:
             charge.produces(len(delta.token_ids))
 
     def _hand_over(self, delta: TokenDelta) -> bool:
-        """What `_receive` does with it, where that is little, and the listener instead of a batch."""
+        """Handle a delta like `_receive`, if that is little work, directly in the listener instead of a
+        batch."""
         if len(self._attempts) != 1 or delta.usage is not None or not self._visible:
             return False
         attempt, index = self._attempts[0], delta.key.choice
@@ -305,7 +306,7 @@ class GenerationRun:
         return None
 
     def _begin_upload(self, part: Sequence[int], routed: RoutedRequest) -> bool:
-        """False if the replica has all that the prompt refers to, as far as is known, or is not there."""
+        """Begin an upload. False if the replica is known to have all media, or is gone."""
         media = self._generation.media
         client = self._state.clients(routed.decision.replica_id)
         if not media or client is None or client.media.has(media):
@@ -383,7 +384,8 @@ class GenerationRun:
     def _submit_of(
         self, part: Sequence[int], output: Sequence[int], routed: RoutedRequest, trace: AttemptTrace
     ) -> Submit:
-        """What this attempt asks for: some choices of the generation, from the prompt and what has come."""
+        """Build this attempt's submit: some choices of the generation, from the prompt and the output so
+        far."""
         asked = self._generation.submit
         sampling, packed_tokens = asked.sampling, asked.packed_tokens
         if len(part) < asked.num_choices:

@@ -31,7 +31,7 @@ from router.routing.decision import RoutingRequest
 from router.routing.table import RoutedRequest
 
 BYTES_PER_TOKEN = 40
-"""Of a prompt that waits: a Python list of integers."""
+"""Per token of a waiting prompt: a Python list of integers."""
 
 LONGEST_PAUSE_SECONDS = 1.0
 """One that is held looks for itself this often, whatever it is told."""
@@ -260,7 +260,7 @@ class Placement:
             self.charge.close(None if self._has_given_up else self._state.clock())
 
     def give_up(self, *, is_visible: bool) -> RouterError:
-        """What the client is told; its tenant pays for no prompt of which nothing came."""
+        """Return the client's error; the tenant is not charged for a prompt without output."""
         self._has_given_up = True
         generation, state, failure = self._generation, self._state, self.patience.failure
         model = generation.model if generation.adapter is None else generation.adapter.name

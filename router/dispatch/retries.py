@@ -1,11 +1,11 @@
-"""What a generation may still try when a replica was lost or has refused it, and after which pause.
+"""Retries of a generation whose replica was lost or has refused it, and the pauses before them.
 
 Owns the bounds. Time and randomness are arguments.
 
     it was lost with its replica             again elsewhere, spread over a moment; see also `suspects.py`
     a living replica refused or failed it    again elsewhere, if the router's budget has a retry left
     all that are ready have refused it       all once more, after a wait that doubles each time
-    none is ready, but some are coming       whatever waits in line, for `wait_seconds`
+    none is ready, but some are coming       wait in line, for `wait_seconds`
     none is ready, and none is coming        as if all had refused
 """
 
@@ -55,7 +55,7 @@ class Tries:
 
 
 class Patience:
-    """What one generation has behind it, and when it may be tried again. `chance` is between 0 and 1."""
+    """One generation's failures, and when it may be tried again. `chance` is between 0 and 1."""
 
     __slots__ = (
         "_gives_up_at",
@@ -101,7 +101,7 @@ class Patience:
         return True
 
     def wait_in_line(self, now: float, seconds: float) -> float:
-        """What is left of the time since it first had to wait; 0 when that is over."""
+        """Return the rest of the time since it first had to wait; 0 when that is over."""
         if self._gives_up_at is None:
             self._gives_up_at = now + seconds
         self.excluded.clear()

@@ -132,8 +132,8 @@ class Suspects:
         return bool(self._records)
 
     def digest(self, model: str, token_ids: Sequence[int], owner: str | None = None) -> PromptDigest:
-        """Of an owner's prompt: the same for any sampling, any number of choices, and any salt. What is known
-        of it is for its owner alone, since being refused would tell others that somebody has sent it."""
+        """Identify an owner's prompt, ignoring sampling, number of choices and salt. It is per owner, because
+        a refusal would tell others that somebody sent it."""
         digest = hashlib.blake2b(model.encode(), key=self._key, digest_size=16, person=b"kvasir-suspects")
         digest.update(array("Q", token_ids).tobytes())
         if owner is not None:

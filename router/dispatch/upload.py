@@ -21,7 +21,7 @@ class Upload:
     task: asyncio.Task[None]
 
     def error(self) -> UploadFailed | None:
-        """Of one that has ended."""
+        """Return the error of an upload that ended."""
         if self.task.cancelled():
             return UploadFailed(RefusalCode.INTERNAL, "the upload was ended")
         error = self.task.exception()

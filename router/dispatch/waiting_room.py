@@ -15,7 +15,7 @@ from replicas.protocol.status import Adapter
 
 
 class Lane(NamedTuple):
-    """What is waited for. In the lane of trials, for a replica that has no other suspect."""
+    """The event to wait for. In the lane of trials, a replica without another suspect."""
 
     model: str
     adapter: Adapter | None

@@ -121,12 +121,12 @@ class Departed(NamedTuple):
 
 
 class Past(NamedTuple):
-    """What is known of a prompt beside its decision and its usage.
+    """Facts about a prompt besides its decision and its usage.
 
     `departed` is sorted by end. `is_known_replica_gone` is whether the incarnation of `known.replica_id` that
-    served it is gone, None where nobody can say. `repeated` are its tokens that an earlier prompt had, behind
-    a change or in another namespace: `repeated_by` says which. `stride_tokens` is how far apart the blocks
-    are that the index has of every chain, 0 if that is not known.
+    served it is gone; None if unknown. `repeated` are its tokens that an earlier prompt had, after a change
+    or in another namespace, as `repeated_by` says. `stride_tokens` is the distance between indexed blocks of
+    a chain; 0 if unknown.
     """
 
     known: Known
@@ -187,7 +187,7 @@ def _facts(
 
 
 def _of_replica(usage: PromptUsage, replica_id: ReplicaId | None) -> Iterator[_Fact]:
-    """What the replica says itself. What it has but did not move comes first, before what it lacks."""
+    """Yield the replica's own facts: first what it has but did not move, then what it lacks."""
     end = usage.num_cached_tokens
     for num_tokens, cause in (
         (usage.num_lost_tokens, Cause.LOST_IN_TRANSFER),
@@ -200,7 +200,7 @@ def _of_replica(usage: PromptUsage, replica_id: ReplicaId | None) -> Iterator[_F
 
 
 def _of_chosen(usage: PromptUsage, decision: Decision, block_size: int) -> Iterator[_Fact]:
-    """What the index said that the replica had, or was about to have, and it did not read."""
+    """Yield what the replica had by the index, or was about to have, and did not read."""
     held, replica_id, planned = decision.held, decision.replica_id, decision.overlap_tokens
     if held is None:
         yield _Fact(planned, Cause.EVICTED, replica_id)
@@ -219,7 +219,7 @@ def _of_chosen(usage: PromptUsage, decision: Decision, block_size: int) -> Itera
 
 
 def _of_others(decision: Decision, held: Held, block_size: int) -> Iterator[_Fact]:
-    """What any other replica had stored, what one was about to, and what died with one."""
+    """Yield what other replicas had stored, were about to store, or lost when they died."""
     candidates = [candidate.replica_id for candidate in decision.candidates]
     passed_over = {decision.replica_id, *held.gone}
     for levels, cause in ((held.stored, Cause.HELD_ELSEWHERE), (held.levels, Cause.NOT_YET_WRITTEN)):
@@ -240,9 +240,8 @@ _CAUSES: Mapping[Removal, Cause] = {
 
 
 def _of_departed(departed: Sequence[Departed]) -> list[_Fact]:
-    """What had left before. A block that left later than one before it in the chain had all before it still
-    beside it, in a chunk of host memory or at another replica: so those were there until then, too.
-    """
+    """Return what had departed earlier. A block that departed after an earlier one of its chain still had all
+    before it beside it, in a chunk of host memory or at another replica, so those were present until then."""
     facts: list[_Fact] = []
     last: Departed | None = None
     for gone in reversed(departed):

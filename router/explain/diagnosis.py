@@ -30,7 +30,7 @@ ANTHROPIC_REASONS = {
     "system": "system_changed",
     "messages": "messages_changed",
 }
-"""What is none of these is `unavailable` there: another parameter differs."""
+"""Anything else is `unavailable`: another parameter differs."""
 
 
 class Diagnosis(NamedTuple):
@@ -72,7 +72,7 @@ def openai_diagnostics(found: Diagnosis | None) -> dict[str, Any]:
 
 
 def anthropic_diagnostics(found: Diagnosis | None) -> dict[str, Any]:
-    """Of a request that names an earlier one."""
+    """Compare with the earlier request that this one names."""
     if found is None:
         return {"cache_miss_reason": {"type": "unavailable"}}
     if not found.is_found:

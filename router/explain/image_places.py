@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from router.explain.leaves import Path, steps_of
 
 _PARTS = {"input": "item"}
-"""What a body's list consists of where that is not messages."""
+"""Elements of a body's list where they are not messages."""
 
 
 def image_differs(path: str, paths: Iterable[str]) -> str:

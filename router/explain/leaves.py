@@ -13,7 +13,7 @@ from typing import Any
 Path = tuple[str | int, ...]
 
 LONGEST_WORD = 16
-"""Of the types that Gemini writes in capitals."""
+"""Length of types that Gemini writes in capitals."""
 
 TOOL_FIELDS = ("tools", "functions")
 SYSTEM_FIELDS = ("systemInstruction", "system_instruction", "system", "instructions")
@@ -45,7 +45,7 @@ FREE_FIELDS = frozenset(
     {"parameters", "parametersJsonSchema", "parameters_json_schema", "input_schema", "arguments", "input"}
     | {"args", "response"}
 )
-"""What is under them is the client's own JSON: a schema, the arguments of a call, a function's result."""
+"""Fields with the client's own JSON: a schema, the arguments of a call, a function's result."""
 
 _WRITTEN_FIRST = (
     "role reasoning reasoning_content thinking summary name title source description text content output"

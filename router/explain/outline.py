@@ -14,7 +14,7 @@ import msgspec
 DIGEST_BYTES = 8
 MAX_TOOLS = 64
 MAX_PIECES = 32
-"""Of the system's texts: lines, or sentences of long ones."""
+"""Pieces of the system's texts: lines, or sentences of long ones."""
 MAX_MESSAGES = 128
 
 _SYSTEM_ROLES = ("system", "developer")
@@ -32,7 +32,7 @@ class PromptOutline(msgspec.Struct, frozen=True, array_like=True):
     system: bytes = b""
     messages: bytes = b""
     arguments: bytes = b""
-    """Of what the client passes to the template: effort, thinking."""
+    """The client's template arguments: effort, thinking."""
     output_format: bytes = b""
 
     def units(self) -> bytes:

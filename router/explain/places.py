@@ -17,13 +17,13 @@ from router.explain.leaves import TOOL_FIELDS, Leaf, Path, leaves_of, spelled
 from router.prompt.quoting import unquote
 
 STRONG_CHARACTERS = 8
-"""A leaf of so many is looked for in the whole text; of shorter ones there may be others like it."""
+"""A leaf of this length is searched in the whole text; shorter ones may occur elsewhere."""
 
 LONG_CHARACTERS = 24
-"""A leaf of so many is looked for farther on, too."""
+"""A leaf of this length is searched farther ahead, too."""
 
 TEMPLATE_CHARACTERS = 256
-"""What a template writes between two leaves, but for its own instructions."""
+"""Text that a template writes between two leaves, besides its own instructions."""
 
 HEAD_CHARACTERS = 2_048
 WIDE_CHARACTERS = 16_384
@@ -39,7 +39,7 @@ NUM_AHEAD = 3
 """How many leaves are looked for before one that stands far away."""
 
 HOLE = "\0"
-"""What stands for the tools where turns are looked for."""
+"""Stands for the tools when turns are searched."""
 
 BESIDE_CHARACTERS = 64
 
@@ -69,7 +69,7 @@ class Place:
     offset: int | None = None
     key: str | None = None
     sentence: str | None = None
-    """What is there to say of it, where that is more than the path."""
+    """A description, if there is more to say than the path."""
 
 
 class _Found(NamedTuple):
@@ -93,8 +93,8 @@ class _Group:
     num_missing: int
 
     def around(self, start: int, end: int) -> list[_Found]:
-        """What stands next to a position of the prompt: the long leaves on both sides, and the short ones
-        between these."""
+        """Return the leaves around a position of the prompt: the nearest long ones, and the short ones
+        between."""
         start, end = self._inside(start), self._inside(end)
         anchors = self.anchors
         place = bisect_right(anchors, start, key=lambda anchor: anchor.start)
@@ -118,7 +118,7 @@ class _Group:
 
 
 class PromptPlaces:
-    """Of one body, and the text of the prompt that it became. Long texts take milliseconds."""
+    """Finds places in one body by the text of its prompt. Takes milliseconds for long texts."""
 
     def __init__(self, body: Mapping[str, Any], text: str) -> None:
         self._text = text
@@ -162,7 +162,7 @@ class PromptPlaces:
 
 
 class TokenText(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that is used here."""
 
     def characters_before(
         self, text: str, token_ids: Sequence[int], num_tokens: int, *, is_quoted: bool = False
@@ -178,14 +178,14 @@ def place_of_token(
     *,
     is_quoted: bool = False,
 ) -> Place:
-    """Of token `number` of the prompt that a chat's body became; beyond the last, of the prompt's end."""
+    """Find the place of token `number` of a chat's prompt; beyond the last token, the end of the prompt."""
     start = tokenizer.characters_before(text, token_ids, number, is_quoted=is_quoted)
     end = tokenizer.characters_before(text, token_ids, number + 1, is_quoted=is_quoted)
     return PromptPlaces(body, unquote(text) if is_quoted else text).at(start, end)
 
 
 def place_in_prompt(prompt: Any, number: int, start: int) -> Place:
-    """Of a plain completion's prompt `number`, whose text or token ids are the prompt as they are."""
+    """Find a place in a plain completion's prompt `number`, whose text or token ids are the prompt itself."""
     several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
     path: Path = ("prompt", number) if several else ("prompt",)
     return Place(spelled(path), PlaceKind.VALUE, is_certain=True, offset=start)

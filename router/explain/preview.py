@@ -28,7 +28,7 @@ _TERMS: Mapping[str, str] = {
     "delay_seconds": "the prompt delays more requests",
     "room_seconds": "its cache is fuller, so room costs more",
 }
-"""What makes a replica dearer than the one that was chosen, by the term of its cost."""
+"""Why a replica costs more than the chosen one, by the term of its cost."""
 
 
 def explanation(

@@ -27,7 +27,7 @@ from router.observation.chain_tree import ChainNode, ChainTree, NamespaceName
 
 MARK_BYTES = 2
 RECORD_BYTES = 1100
-"""Of a record and its entries in tables, beside what varies; measured."""
+"""Measured bytes of a record and its table entries, without its variable parts."""
 NODE_BYTES = 700
 UNIT_BYTES = 130
 TENANT_BYTES = 2000
@@ -39,14 +39,14 @@ MAX_VOTES = 48
 LEAST_SHARED = 2
 MOST_BLOCKS = 4
 SHORT_BYTES = 512
-"""Of marks that are compared as one number, which is quicker than to have numpy do it."""
+"""Length up to which marks are compared as one integer, which is faster than numpy."""
 
 _TOKENS, _MARKS = np.dtype("<u4"), np.dtype("<u2")
 _HALF, _WHOLE = np.uint32(15), np.uint32(16)
 
 
 class Passed:
-    """What is kept for a run of blocks: the last prompt that had it, and its tokens' marks."""
+    """Kept per run of blocks: the last prompt that had it, and its tokens' marks."""
 
     __slots__ = ("latest", "marks")
 
@@ -63,8 +63,8 @@ class Passed:
 
 @dataclass(slots=True)
 class PromptFacts:
-    """What there is to know of a prompt before it is served. What `RememberedPrompts` has worked out of it
-    stays with it, since the same prompt is looked for and then remembered."""
+    """Facts about a prompt before it is served. `RememberedPrompts` caches its results here, since the same
+    prompt is looked up and then stored."""
 
     tenant: str
     root: BlockHash
@@ -90,8 +90,8 @@ class PromptFacts:
 
 @dataclass(slots=True)
 class RememberedPrompt:
-    """`tip` is the node that its last full block is in, `tail` are the marks behind that. `story` is what
-    has become of it, encoded by whoever remembers."""
+    """`tip` is the node of its last full block, `tail` are the marks after that. `story` is its encoded
+    explanation."""
 
     number: int
     ids: tuple[str, ...]
@@ -187,9 +187,9 @@ class RememberedPrompts:
         return self._compared(self._tenants[facts.tenant], facts, self._units(facts), earlier)
 
     def repeats(self, facts: PromptFacts, nearest: Nearest, start: int) -> Sequence[Run]:
-        """Which of its tokens from `start` on the nearest prompt has as well, behind the place where they
-        part: from the first on if their roots differ. Of a prompt that has no piece in common with it, as
-        plain text has none, that has to be most."""
+        """Return the runs of tokens from `start` on that the nearest prompt also has, after the point where
+        they part (the first token, if their roots differ). For a prompt without common pieces, such as plain
+        text, most of it must be common."""
         mine = self._tenants.get(facts.tenant)
         if mine is None:
             return ()
@@ -242,7 +242,7 @@ class RememberedPrompts:
         return record
 
     def tell(self, prompt: RememberedPrompt, tenant: str, story: bytes) -> None:
-        """What has become of it."""
+        """Store an explanation."""
         mine = self._tenants.get(tenant)
         if mine is None or prompt.number not in mine.records:
             return
@@ -265,7 +265,7 @@ class RememberedPrompts:
         return path[-1].number if path else None
 
     def _longest(self, mine: _Tenant, facts: PromptFacts) -> Nearest | None:
-        """Of all prompts under the same root the one that begins with most of this one's tokens."""
+        """Return the prompt under the same root with the longest common beginning."""
         steps = list(mine.tree.look(facts.root, facts.packed_hashes))
         num_blocks = steps[-1][1] if steps else 0
         block_size = facts.block_size
@@ -428,9 +428,9 @@ def _judged(found: Nearest, units: bytes) -> Nearest:
 
 
 def _is_nearer(found: Nearest, best: Nearest, block_size: int) -> bool:
-    """Under one root the longer beginning is nearer, but for what shares clearly more pieces: each is worth a
-    block, up to `MOST_BLOCKS`. Unrelated prompts have some tokens in common, by the template and by chance.
-    """
+    """Whether `found` is nearer. Under one root the longer beginning is nearer, unless the other shares
+    clearly more pieces: each is worth a block, up to `MOST_BLOCKS`. Unrelated prompts share some tokens, by
+    the template and by chance."""
     if found.num_common_tokens is None:
         return found.num_shared >= best.num_shared + LEAST_SHARED and (best.num_common_tokens or 0) < (
             block_size if best.num_shared else found.num_shared * block_size

@@ -17,7 +17,7 @@ import numpy.typing as npt
 GRAM = 8
 LEAST_BLOCKS = 2
 LEAST_PART = 8
-"""At least one in so many tokens of what the shorter of both has behind that place."""
+"""Common tokens are at least this part of the shorter prompt's rest."""
 
 SURE_PART = 2
 """The same, where nothing else says that the one prompt goes on from the other."""
@@ -26,7 +26,7 @@ MAX_RUNS = 8
 """How many are told apart; beyond, the rest counts as one that is as long as all of them."""
 
 MAX_GRAMS = 2**16
-"""Of a longer prompt a part of them is looked up, and what lies between two that are found counts, too."""
+"""A longer prompt is sampled, and tokens between two matches count too."""
 
 Run: TypeAlias = tuple[int, int]
 """The first token, from 0, and the first behind it."""

@@ -20,7 +20,7 @@ from router.routing.load import ReplicaLoad
 
 
 class StoryStatistics(NamedTuple):
-    """What a router remembers. Of the places where prompts part, some are left out for lack of time."""
+    """Size of a router's memory. Some places where prompts part are left out for lack of time."""
 
     num_prompts: int
     num_bytes: int
@@ -48,14 +48,14 @@ class Earlier(msgspec.Struct, frozen=True, array_like=True):
     num_common_tokens: int | None
     diverges_at: int | None
     changed: tuple[str, ...] = ()
-    """What differs as a whole: model, cache_salt, tools, …"""
+    """Differences as a whole: model, cache_salt, tools, …"""
 
 
 class PromptStory(msgspec.Struct, frozen=True, array_like=True):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_tier_tokens: tuple[int, int, int]
-    """Of these from the device, from host memory, from disk."""
+    """The part from the device, from host memory, from disk."""
     cause: str
     spans: tuple[tuple[str, int, int, str | None, float | None], ...]
     num_lost_tokens: int
@@ -81,7 +81,7 @@ class PromptStory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Story(msgspec.Struct, frozen=True, array_like=True):
-    """Of one request. `error` is the name of what ended it; then `prompts` may be missing."""
+    """One request's explanation. `error` names what ended it; then `prompts` may be missing."""
 
     request_id: str
     answer_id: str | None
@@ -148,8 +148,8 @@ def placed(story: PromptStory, place: Place | None) -> PromptStory:
 
 
 def header_of(stories: Sequence[PromptStory]) -> bytes:
-    """What `x-kvasir-cache` says of a request's prompts. The cause is the one by which most was lost; where
-    there are several, each follows with its tokens."""
+    """Write `x-kvasir-cache` for a request's prompts. The cause is the one that lost most; if there are
+    several, each follows with its tokens."""
     num_cached = sum(story.num_cached_tokens for story in stories)
     num_lost = sum(story.num_lost_tokens for story in stories)
     if len(stories) == 1:
@@ -231,8 +231,7 @@ def _earlier(facts: PromptFacts, nearest: Nearest) -> Earlier:
 
 
 def changes(facts: PromptFacts, nearest: Nearest) -> list[str]:
-    """What of the request as a whole is other than in the earlier one, in the order in which it stands in a
-    prompt."""
+    """List what differs in the request as a whole from the earlier one, in prompt order."""
     earlier, outline, before = nearest.prompt, facts.outline, nearest.prompt.outline
     found = []
     if facts.namespace.model != earlier.model:

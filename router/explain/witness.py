@@ -1,11 +1,11 @@
-"""Witness: what a router can say of a prompt that was not wholly read from cache, at its first token.
+"""Witness: explains a prompt that was not read wholly from cache, at its first token.
 
-Owns the sightings. Asks the index what has left which replica; hands all that is known to `causes.py`, which
-decides. Knows hashes and numbers, never text.
+Owns the sightings. Asks the index what departed from which replica, and passes all facts to `causes.py`,
+which decides. Knows hashes and numbers, never text.
 
-What it says may be told to whoever has sent the prompt. A chain's hashes are rooted in its namespace, so all
-that is found by them is of those who share it. Beginnings are compared across namespaces, but only those of
-one tenant under one salt: nobody learns what another has sent by sending it.
+Its findings may be told to the sender of the prompt. A chain's hashes are rooted in its namespace, so
+everything found by them belongs to those who share it. Beginnings are compared across namespaces, but only
+within one tenant and one salt, so sending a prompt reveals nothing about others' prompts.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ BEGINNING_TOKENS = 128
 _BEGINNING_BYTES = 4 * BEGINNING_TOKENS
 
 _BEGINNING: Sequence[Run] = ((0, BEGINNING_TOKENS),)
-"""What is known to have been computed where a prompt has begun alike in another namespace."""
+"""Tokens known to be computed if a prompt began alike in another namespace."""
 
 _NOTHING_KNOWN = Past(Known(0))
 
@@ -44,7 +44,7 @@ class Repeated(NamedTuple):
 
 
 class Witness:
-    """What it is made with says the block size and the index, if there is one, of a model that was served."""
+    """Gets the block size and the index, if there is one, of a served model."""
 
     def __init__(
         self, block_size_of: Callable[[str], int], index_of: Callable[[str], PrefixIndex | None]
@@ -127,7 +127,7 @@ class Witness:
 
 
 def salt_tag(salt: str | None) -> bytes:
-    """What tells salts apart, where one is given."""
+    """Return a digest that distinguishes salts, if one is given."""
     return hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else b""
 
 

@@ -30,9 +30,9 @@ class ImageTraffic:
     num_bytes: int = 0
     num_failed: Counter[RefusalCode] = field(default_factory=lambda: Counter(dict.fromkeys(FAILURES, 0)))
     seconds: float = 0.0
-    """Of all that were sent."""
+    """Total of all sent."""
     counts: list[int] = field(default_factory=lambda: [0] * (len(UPLOAD_BOUNDS) + 1))
-    """Of them, by `UPLOAD_BOUNDS`."""
+    """Counts by `UPLOAD_BOUNDS`."""
 
     def sent(self, num_bytes: int, seconds: float, *, is_again: bool) -> None:
         self.num_sent += 1

@@ -80,8 +80,8 @@ class MediaUploads:
                 self._forgotten.put(each.content_hash, True)
 
     async def send(self, root: BlockHash, media: Sequence[Media]) -> None:
-        """Those that are not there. Raises UploadFailed. What has begun goes on when the caller is cancelled,
-        who waits no longer; what has not is ended when nobody waits for it."""
+        """Send the missing ones. Raises UploadFailed. When the caller is cancelled, begun uploads continue,
+        and others are dropped if no caller waits for them."""
         for each in media:
             if each.content_hash in self._known:
                 self._traffic.num_known += 1

@@ -82,7 +82,7 @@ class Member:
     is_refused: bool = False
     """It will not be routed to as it is."""
     complaint: str | None = None
-    """What is wrong with it, and mostly why it is not connected; one sentence or gRPC's words."""
+    """The problem, and usually why it is not connected: one sentence or gRPC's words."""
     task: asyncio.Task[None] | None = None
 
     @property
@@ -99,7 +99,7 @@ def _adapters(members: Sequence[Member]) -> list[Adapter]:
 
 @dataclass(slots=True)
 class _Model:
-    """What the replicas of one name must agree on. None until the first was introduced."""
+    """Properties on which replicas of one name must agree. None until the first was introduced."""
 
     identity: tuple[str, int] | None = None
     absent_since: float | None = None

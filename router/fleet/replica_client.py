@@ -26,7 +26,7 @@ from router.fleet.replica_channel import ReplicaChannel
 from router.fleet.replica_words import ReplicaWords, Traffic
 
 MAX_FRAME_BYTES = 1 << 20
-"""Of submits in one ClientFrame: many long prompts in one turn become several frames."""
+"""For submits in one ClientFrame: many long prompts in one turn become several frames."""
 
 Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
@@ -124,7 +124,8 @@ class ReplicaClient:
         self._outbox_filled.set()
 
     async def describe(self, *, include_tokenizer: bool, timeout_seconds: float = 10.0) -> Description:
-        """Who listens there and what it serves. Raises ReplicaLost without a sensible answer in time."""
+        """Ask the listener for its identity and its model. Raises ReplicaLost without a valid answer in
+        time."""
         try:
             encoded: bytes = await self._channel.stub.describe(
                 DescribeRequest(include_tokenizer),

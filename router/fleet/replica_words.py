@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Traffic:
-    """What has gone over streams to replicas, for as long as this router lives."""
+    """Traffic over the streams to replicas since this router's start."""
 
     num_frames: int = 0
     num_submits: int = 0
@@ -41,7 +41,7 @@ class Traffic:
 
 
 class HeardFrame(NamedTuple):
-    """A ServerFrame as far as it can be read. `load` is None where it breaks the contract."""
+    """The readable part of a ServerFrame. `load` is None if it breaks the contract."""
 
     deltas: Sequence[TokenDelta | BrokenDelta]
     load: LoadSnapshot | None

@@ -16,13 +16,12 @@ if TYPE_CHECKING:
     from redis.asyncio.connection import AbstractConnection
 
 Entries: TypeAlias = Sequence[tuple[bytes, Mapping[bytes, bytes]]]
-"""What Redis answers (protocol 2, nothing decoded): entries of a stream."""
+"""Redis' answer (protocol 2, undecoded): entries of a stream."""
 
 
 class StreamReader:
-    """Of the stream at `key`, by a client of protocol 2 that decodes nothing. It never connects a second
-    time: who follows a stream must notice that it was away.
-    """
+    """Reads the stream at `key` with a client of protocol 2 that decodes nothing. It never reconnects: a
+    follower must notice the gap."""
 
     def __init__(self, client: "Redis", key: str) -> None:
         self._client = client

@@ -16,17 +16,17 @@ from typing import NamedTuple, NewType
 from router.history.canonical import ConversationKey, Thought, is_ending, is_thought
 
 RECORD_BYTES = 500
-"""What a record takes besides its tokens."""
+"""Bytes of a record besides its tokens."""
 
 TENANT_SHARE = 0.5
-"""Of the room. A tenant may have more while nobody else wants it."""
+"""Share of the room. A tenant may have more while no other needs it."""
 
 LARGEST_SHARE = 0.25
-"""Of the room, for one record."""
+"""Share of the room for one record."""
 
 
 Mark = NewType("Mark", bytes)
-"""Of a record's content and of all before it: the same at all routers, where a serial is one router's."""
+"""Digest of a record and all before it: equal at all routers, unlike a serial."""
 
 
 class Found(NamedTuple):
@@ -39,8 +39,8 @@ class Found(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What an answer was asked with, as far as others need it to know the answer again: so many of the bytes
-    that its conversation adds are the prompt's; whether it might call tools, and began in reasoning."""
+    """Facts of a question by which other routers recognise its answer: the prompt's bytes among those that
+    the conversation adds; whether it might call tools, and began in reasoning."""
 
     num_bytes: int
     may_call: bool
@@ -166,7 +166,8 @@ class RememberedHistory:
         mark: Mark,
         told_at: float,
     ) -> bool:
-        """What another has told, after the conversation that it went on from. Whether there is room."""
+        """Add another router's record after the conversation that it continued. Returns whether there is
+        room."""
         if self.holds(key, mark):
             return True
         before = None if parent is None else self._records.get(parent)

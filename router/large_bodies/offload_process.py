@@ -179,7 +179,7 @@ def _work_out(peer: socket.socket) -> None:
 
 
 def _answer(peer: socket.socket, work: Callable[[], Outcome | GrammarOutcome]) -> None:
-    """What comes of the work, unless the router hangs up meanwhile."""
+    """Send the result of the work, unless the router hangs up first."""
     _end_when_left(peer, True)
     outcome: Outcome | GrammarOutcome
     try:

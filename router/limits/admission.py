@@ -18,7 +18,7 @@ allow as many as the context has room for."""
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What a request holds while it is served. A prompt's tokens count once, however many choices it has."""
+    """Resources of a request while it is served. A prompt's tokens count once for all its choices."""
 
     num_sequences: int
     num_tokens: int
@@ -82,7 +82,7 @@ class Admission:
 
 
 class AdmissionHold:
-    """What one request holds. Leave it once."""
+    """One request's reservation. Leave it once."""
 
     __slots__ = ("_admission", "_demand")
 

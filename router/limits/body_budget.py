@@ -46,7 +46,7 @@ class BodyBudget:
 
 
 class BodyHold:
-    """What one body has taken. Leaving it gives back what was not given back before."""
+    """One body's reservation. Leaving it returns what was not returned before."""
 
     __slots__ = ("_address", "_budget", "_num_bytes")
 

@@ -44,7 +44,7 @@ class ConnectionStatistics:
 
 
 class Connections:
-    """Of one listener. `address_share` of the connections may be those of one address."""
+    """Connections of one listener. One address may have `address_share` of them."""
 
     def __init__(
         self, max_open: int, *, address_share: float, head_seconds: float, write_seconds: float
@@ -85,7 +85,7 @@ class Connections:
 
 
 def address_of(client: tuple[str, int] | None) -> str | None:
-    """What a peer is counted by: its IPv4 address, or the network of its IPv6 address."""
+    """Return the key by which a peer is counted: its IPv4 address, or its IPv6 network."""
     if client is None or not client[0]:
         return None
     host = client[0]

@@ -19,17 +19,17 @@ MIXED_SECONDS = 1.0
 
 
 class PreparingTurns:
-    """For one event loop. While several tenants ask, a pass of the loop prepares one request, beside all else
-    that it does. A tenant's turn comes by the bytes that it was given over its weight, counted from where
-    those that waited stood when it came; nothing is remembered of times when nobody waits."""
+    """For one event loop. While several tenants ask, a pass of the loop prepares one request besides its
+    other work. Turns go by the bytes that a tenant was given over its weight, counted from where the waiting
+    tenants stood when it came; idle times are not remembered."""
 
     def __init__(self) -> None:
         self._tenant = ""
-        """Who asked last."""
+        """The last tenant that asked."""
         self._mixed_until = 0.0
         self._is_taken = False
         self._lines: dict[str, deque[_Waiter]] = {}
-        """Of tenants that wait; none is empty."""
+        """Waiting tenants' lines; none is empty."""
         self._order: list[tuple[float, int, str]] = []
         """A heap with one entry for each of them: what it was given, which came first, and its name."""
         self._given: dict[str, float] = {}
@@ -41,8 +41,7 @@ class PreparingTurns:
         return sum(len(line) for line in self._lines.values())
 
     async def turn(self, tenant: Tenant, num_bytes: int) -> None:
-        """Returns when a request with a body of so many bytes may be prepared, which is to be begun at once,
-        without giving way. Who is cancelled has had its turn or lost its place."""
+        """Wait for a turn to prepare `num_bytes`. Start right away, without awaiting. Safe to cancel."""
         loop = asyncio.get_running_loop()
         if tenant.name != self._tenant:
             if self._tenant:
@@ -67,8 +66,8 @@ class PreparingTurns:
             loop.call_soon(self._pass, loop)
 
     def _pass(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begins each pass of the loop after one in which something was prepared. Whoever is given the turn
-        runs in the next one, for which this is asked for again."""
+        """Begin each pass of the loop that follows one with a preparation. A waiter that gets the turn runs
+        in the next pass, for which this is scheduled again."""
         self._is_taken = False
         while self._lines and not self._is_taken:
             given, number, name = heapq.heappop(self._order)

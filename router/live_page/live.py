@@ -78,7 +78,7 @@ def origins_of(usage: PromptUsage) -> Origins:
 
 
 def _num_cached(images: Sequence[MediaSpan], usage: PromptUsage | None) -> int:
-    """Of the tokens of images."""
+    """Count the cached tokens of images."""
     num_cached = 0 if usage is None else usage.num_cached_tokens
     return sum(min(span.length, max(0, num_cached - span.start)) for span in images)
 

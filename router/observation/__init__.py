@@ -1,1 +1,1 @@
-"""What a router tells of itself: metrics, spans, the access log, and what it has seen lately."""
+"""A router's metrics, spans, access log, and record of recent requests."""

@@ -1,8 +1,8 @@
-"""BodyRecorder: request bodies as they came, a line each, in a file for `kvasir lint`.
+"""BodyRecorder: records request bodies, one per line, in a file for `kvasir lint`.
 
-Owns the file, and who may read it: bodies are what people have written, so they are recorded only where a
-setting names a file, which nobody but its owner may read. A thread writes; what it cannot write in time, and
-what goes beyond the file's bound, is left out and counted. Several routers may write to one file.
+Owns the file and its mode: bodies are people's words, so recording requires a setting with a file that only
+its owner may read. A thread writes; bodies that it cannot write in time, or beyond the file's bound, are left
+out and counted. Several routers may share a file.
 """
 
 import json
@@ -18,14 +18,14 @@ from replicas.process.settings import SettingsError
 logger = logging.getLogger(__name__)
 
 WAITING_BYTES = 64 * 2**20
-"""Of lines that are to be written."""
+"""For lines to be written."""
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OPEN = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class RecordedBodies(NamedTuple):
-    """What has become of bodies so far."""
+    """Outcomes of bodies so far."""
 
     num_written: int
     num_left_out: int
@@ -65,7 +65,7 @@ class BodyRecorder:
             return RecordedBodies(self._num_written, self._num_left_out)
 
     def close(self) -> None:
-        """What waits is written first."""
+        """Close after writing what waits."""
         if self._thread is not None:
             self._lines.put(None)
             self._thread.join()

@@ -29,7 +29,7 @@ class NamespaceName(msgspec.Struct, frozen=True):
 
 class Kept(Protocol):
     def cut(self, num_blocks: int, num_all: int, /) -> Self:
-        """What is kept for the node's first blocks; the rest stays with what is left of the node."""
+        """Return the value for a node's first blocks; the rest keeps this one."""
 
 
 K = TypeVar("K", bound=Kept)

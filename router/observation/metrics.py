@@ -137,7 +137,7 @@ class RouterMetrics(Collector):
             model.overlap_error.observe(abs(decision.overlap_tokens - usage.num_cached_tokens))
 
     def count_usage(self, served: ServedRequest, amounts: Amounts, cost: Cost) -> None:
-        """What a request has used, beside what `observe` takes in of it."""
+        """Count a request's usage, besides what `observe` records."""
         if served.prompts:
             tenant = self._tenant_labels.of(served.prompts[0].generation.tenant)
             self._usage.count(tenant, amounts, cost)

@@ -20,7 +20,7 @@ class Finding:
 def findings(
     usage: PromptUsage, decision: Decision | None, misses: Misses, block_size: int
 ) -> tuple[Finding, ...]:
-    """What comes first in the prompt comes first here. What is left over at its end is not spoken of."""
+    """Return the findings in prompt order. A remainder at the end is left out."""
     if misses.cause is Cause.BELOW_A_BLOCK:
         text = f"The prompt does not fill a block of {block_size} tokens before its last token."
         return (Finding(Cause.BELOW_A_BLOCK, text),)
@@ -42,7 +42,7 @@ def findings(
 
 
 def sentence_of(span: MissedSpan, decision: Decision | None) -> str:
-    """What follows "Tokens 1 to 512"."""
+    """Return the words after "Tokens 1 to 512"."""
     if span.cause is Cause.HELD_ELSEWHERE:
         return _elsewhere(span, decision)
     return _SENTENCES[span.cause](span.replica_id or "a replica")

@@ -108,7 +108,7 @@ class RecentDecision(msgspec.Struct, frozen=True, kw_only=True):
     num_image_tokens: int = 0
     num_cached_image_tokens: int = 0
     difference: str | None = None
-    """Which image is another one than in the nearest earlier prompt, where they part at one."""
+    """The image that differs from the nearest earlier prompt, if they part at one."""
 
     def findings(self) -> tuple[Finding, ...]:
         """Sentences, made when they are asked for."""

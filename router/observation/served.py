@@ -94,7 +94,7 @@ class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):
     trace_id: str | None = None
     caller: Caller = OPEN_CALLER
     answer_id: str | None = None
-    """What the answer's body calls itself."""
+    """The id in the answer's body."""
 
 
 Observer = Callable[[ServedRequest], None]

@@ -59,11 +59,11 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Known(msgspec.Struct, frozen=True):
-    """What was known of a prompt when it was decided where to serve it, from prompts that had ended by then.
+    """Knowledge about a prompt at its decision, from prompts that had ended by then.
 
-    `num_tokens` lead it. `replica_id` most recently served the first tokens that were known but not cached,
-    in its incarnation `epoch`, under the name `model`; None if there are none. `is_elsewhere` says that its
-    beginning was seen in another namespace.
+    Its first `num_tokens` were known. `replica_id` most recently served the first tokens that were known but
+    not cached, in its incarnation `epoch`, under the name `model`; None if there are none. `is_elsewhere`:
+    its beginning was seen in another namespace.
     """
 
     num_tokens: int
@@ -179,7 +179,7 @@ class Sightings(ChainTree[Uses]):
         decided_at: float,
         beginning: bytes | None = None,
     ) -> Known:
-        """What is known of a prompt that was decided then, and of which so much was read from cache."""
+        """Return the knowledge about a prompt at its decision, given the tokens read from cache."""
         num_tokens = 0
         first_missed: Node | None = None
         for node, end in self.look(root, b"".join(islice(block_hashes, self._max_blocks))):

@@ -38,7 +38,7 @@ class GenerationTrace:
         self._parent = parent
 
     def attempt(self, decision: Decision, *, is_resumed: bool) -> AttemptTrace:
-        """What runs now at the decision's replica; `is_resumed` goes on from tokens of an earlier attempt."""
+        """Trace an attempt at the decision's replica; `is_resumed` continues from earlier tokens."""
         return AttemptTrace(self._parent)
 
     def waits(self, seconds: float) -> None:

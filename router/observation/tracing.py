@@ -1,7 +1,7 @@
-"""Spans of a router: a request, its preparation, where it is routed to, and every attempt there.
+"""Spans of a router: a request, its preparation, its routing, and every attempt.
 
-Owns which spans there are and what they say: numbers, ids, names of ours and reasons; never what a client
-has written, but for the trace state that it wrote for collectors. Imported only where traces are switched on.
+Owns which spans exist and their content: numbers, ids, our names and reasons; never the client's words,
+except the trace state that it wrote for collectors. Imported only if tracing is on.
 """
 
 import os

@@ -39,7 +39,7 @@ TENANT_LABEL_BYTES = 4
 
 
 class ServedModel:
-    """What a name stands for: a model, or a model with an adapter.
+    """The target of a name: a model, or a model with an adapter.
 
     Its card, tokenizer and chat template are the model's; the roots of its block chains are its own.
     """
@@ -102,7 +102,7 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """What a client asks for."""
+        """The name that clients use."""
         return self.card.name if self.adapter is None else self.adapter.name
 
     @property
@@ -129,7 +129,7 @@ class ServedModel:
         return self._within(namespace, salt)
 
     def bounded(self, max_context: int | None) -> "ServedModel":
-        """The same with room for at most so many tokens. The same one each time."""
+        """Return it with room for at most `max_context` tokens; the same object each time."""
         if max_context is None or max_context >= self.card.context_length:
             return self
         return self._bounded(self, max_context)
@@ -150,7 +150,7 @@ class ServedModel:
         published: PublishedBeginning | None = None,
         media: Sequence[MediaSpan] = (),
     ) -> list[BlockHash]:
-        """Of the prompt's full blocks, under a root of this model's, as `hash_blocks` makes them."""
+        """Hash the prompt's full blocks under a root of this model, as `hash_blocks` does."""
         size = self.card.block_size
         if published is None:
             return self._chains.hash_packed(root, packed_tokens, size, media=media)
@@ -211,11 +211,11 @@ class ModelCatalog:
         self._models[card.name] = model
 
     def set_adapters(self, model_name: str, adapters: Sequence[Adapter]) -> None:
-        """What the model's replicas have loaded, the newest replica's at the end: of two with one name the
-        later is served. One that no replica has any more stays known, as a model does without replicas.
+        """Set the adapters that the model's replicas have loaded, newest replica last: of two with one name
+        the later is served. One without replicas stays known, as a model does.
 
-        A model's name is never an adapter's. Between models the first by name has the adapter, so that all
-        routers agree.
+        A model's name is never an adapter's. If several models have an adapter, the first by name has it, so
+        that all routers agree.
         """
         self._loaded[model_name] = {adapter.name: adapter for adapter in adapters}
         served: dict[str, tuple[str, Adapter]] = {}
@@ -262,12 +262,12 @@ class ModelCatalog:
         return self._models[model_name].with_adapter(adapter)
 
     def bundle_of(self, model_name: str) -> tuple[bytes, TokenizerBundle]:
-        """Of a model, not an adapter: its tokenizer files and their digest."""
+        """Return a model's (not an adapter's) tokenizer files and their digest."""
         side = self._text_sides[model_name]
         return side.digest, side.bundle
 
     def names(self) -> Sequence[str]:
-        """Of the models."""
+        """Return the models' names."""
         return sorted(self._models)
 
     def adapter_names(self) -> Sequence[str]:

@@ -58,8 +58,8 @@ class ChainHasher:
         start: int = 0,
         media: Sequence[MediaSpan] = (),
     ) -> list[BlockHash]:
-        """What `hash_packed` of `blocks.py` says of a prompt, or of its part behind `parent`, which begins
-        at token `start`."""
+        """Hash a prompt as `hash_packed` of `blocks.py` does, or its part after `parent`, which begins at
+        token `start`."""
         run_tokens = BLOCKS_PER_RUN * block_size
         run_bytes = run_tokens * 4
         num_full_runs = len(packed) // run_bytes

@@ -23,7 +23,7 @@ ARGUMENTS_TEXT = "arguments"
 
 
 class ContentForm(msgspec.Struct, frozen=True):
-    """What a template reads. Contents with images are parts, whatever that be."""
+    """Form of content that a template reads. Content with images is always parts."""
 
     reads_text: bool = True
     reads_parts: bool = False

@@ -21,7 +21,7 @@ MAX_HELD_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """What every token id of a byte-level vocabulary stands for."""
+    """Bytes of every token id in a byte-level vocabulary."""
 
     with_special: tuple[bytes, ...]
     without_special: tuple[bytes, ...]
@@ -42,7 +42,7 @@ class Detokenizer(Protocol):
         ...
 
     def finish(self) -> str:
-        """What was held back, when nothing follows any more."""
+        """Emit what was held back at the end."""
         ...
 
 

@@ -42,7 +42,7 @@ class TemplateRefusal(ValueError):
 
 
 _PYTHON_FAILURES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""Of what a template calls: both engines let it call methods of the values that it is given."""
+"""Errors of code that a template calls: both engines let it call methods of its values."""
 
 REFERENCE_FAILURES = (jinja2.TemplateError, *_PYTHON_FAILURES)
 FAST_FAILURES = (minijinja.TemplateError, *_PYTHON_FAILURES)
@@ -161,13 +161,13 @@ def render_alike(source: str, special_tokens: Mapping[str, str], form: ContentFo
 
 
 def minded_by(source: str) -> str:
-    """Of a template that both engines render alike: characters with which they may not."""
+    """Return the characters with which a template that both engines render alike may still differ."""
     tree = parsed(source)
     return "" if tree is None else minded_characters(tree)
 
 
 def content_form(source: str, special_tokens: Mapping[str, str]) -> ContentForm:
-    """What the reference shows of contents that are texts, and of the same as parts."""
+    """Find what the reference shows of contents as texts, and as parts."""
     reference = compile_reference(source, datetime.now)
 
     def show(messages: Messages) -> str:

@@ -62,7 +62,7 @@ class Shown(NamedTuple):
     images: Sequence[PromptImage] = ()
 
     def moved(self, num_tokens: int) -> int:
-        """Where so many tokens end here, of those that the prompt had with one token for each image."""
+        """Return the position here of the end of `num_tokens` of the prompt with one token per image."""
         for image in self.images:
             if image.start >= num_tokens:
                 break
@@ -88,7 +88,7 @@ class Shown(NamedTuple):
 
 @lru_cache(maxsize=NUM_KNOWN_RULES)
 def rule_of(image_rule: str) -> ImageRule | None:
-    """Of a model's card. None where it reads text only, or says what is not understood here."""
+    """Parse the rule of a model's card. None if it reads text only, or in an unknown way."""
     try:
         return rule_on_card(image_rule)
     except ValueError:

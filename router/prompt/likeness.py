@@ -17,7 +17,7 @@ LIKE_FILTERS = frozenset(
     """capitalize count d default dictsort first int items join last length list lower map reject rejectattr
     replace reverse safe select selectattr string title tojson trim upper""".split()
 )
-"""Of other filters some differ in common texts, and nearly no chat template has them."""
+"""Some other filters differ in common texts, and almost no chat template uses them."""
 
 UNLIKE_METHODS = frozenset(
     """append clear copy extend insert isalnum isalpha islower isupper pop popitem remove reverse setdefault

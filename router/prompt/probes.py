@@ -1,7 +1,7 @@
 """Conversations on which two template engines must agree before the faster one is trusted.
 
-Owns the examples: every shape of message that dialects make of requests, and every character that an engine
-might escape, trim or format in a way of its own, but for the odd values of `likeness.py`.
+Owns the examples: every shape of message that dialects make, and every character that an engine might escape,
+trim or format its own way, except the odd values of `likeness.py`.
 """
 
 from collections.abc import Mapping, Sequence

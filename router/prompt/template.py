@@ -60,8 +60,8 @@ class TemplateError(ValueError):
 
 
 class TemplateTrial(msgspec.Struct, frozen=True):
-    """What came of trying a template out: the engine that renders it, whether its work has a bound, in which
-    form it reads what messages say, and the characters that only the reference can have in its text."""
+    """Result of trying a template: the engine that renders it, whether its work is bounded, the form of
+    content that it reads, and the characters that only the reference can render."""
 
     engine: str
     is_bounded: bool
@@ -70,7 +70,7 @@ class TemplateTrial(msgspec.Struct, frozen=True):
 
 
 class TemplateVerdict(msgspec.Struct, frozen=True):
-    """Of all templates of a model, by name; or what is wrong with one of them."""
+    """Results for all templates of a model, by name; or the error of one."""
 
     trials: dict[str, TemplateTrial] = {}
     complaint: str | None = None
@@ -120,7 +120,7 @@ class ChatTemplate:
 
     @property
     def engine(self) -> str | None:
-        """Which engine renders: minijinja or jinja2; None without a template."""
+        """Return the engine: minijinja or jinja2; None without a template."""
         return None if self.is_missing else self._choose(has_tools=False).trial.engine
 
     def render(

@@ -44,8 +44,8 @@ def stands_before(
 
 
 def num_characters(text: str, num_bytes: int, most: int) -> int:
-    """Of the text's characters, those that its tokens' first `num_bytes` of `most` stand for. A tokenizer
-    that composes (Unicode's NFC) has fewer bytes than the text."""
+    """Return the number of characters whose tokens are the first `num_bytes` of `most`. A tokenizer that
+    composes (Unicode's NFC) has fewer bytes than the text."""
     encoded = text.encode("utf-8", "surrogatepass")
     if len(encoded) != most and len(_composed(text)) == most:
         return bisect_left(range(len(text) + 1), num_bytes, key=lambda end: len(_composed(text[:end])))

@@ -39,7 +39,7 @@ LOOK_CHARACTERS = 1_000_000
 """In texts beyond this it is not even counted how much is new."""
 
 PIECE_CHARACTERS = 500_000
-"""Of longer texts the tokens are counted before they are kept."""
+"""Tokens of longer texts are counted before they are kept."""
 
 DEFAULT_CACHE_BYTES = 64 * 2**20
 
@@ -63,7 +63,7 @@ PROBES = (
 Encode = Callable[[str], list[int]]
 
 _Showing = tuple[tuple[bytes, ...] | None, frozenset[int]]
-"""What each token of a byte-level vocabulary shows, and the tokens that show nothing."""
+"""The bytes of each token in a byte-level vocabulary, and the tokens that show nothing."""
 
 
 class _Backend(NamedTuple):
@@ -178,8 +178,8 @@ class Tokenizer:
         return len(self.encode(text[:end], is_quoted=is_quoted))
 
     def num_tokens_within(self, text: str, end: int, *, is_quoted: bool = False) -> int:
-        """Of the tokens of `text`, those that end at or before character `end`. Where a token's bytes are not
-        known they are taken to be equally long from one special token to the next."""
+        """Count the tokens of `text` that end at or before character `end`. Tokens with unknown bytes count
+        as equally long between special tokens."""
         if self._splitter is None:
             return len(self.encode(text[:end], is_quoted=is_quoted))
         start, stop = 0, len(text)
@@ -214,8 +214,8 @@ class Tokenizer:
         return len(head) + num_characters(piece, sum(lengths[: num_tokens - stands.first]), sum(lengths))
 
     def text_around(self, token_ids: Sequence[int], number: int) -> tuple[str, int, int]:
-        """What the tokens say, and from which of its characters to which token `number` stands; beyond the
-        last, its end twice. Bytes that are no text stand for U+FFFD there."""
+        """Return the tokens' text, and the character range of token `number`; beyond the last, the end twice.
+        Invalid bytes become U+FFFD."""
         if self._token_bytes is None:
             ends = [len(self.decode(token_ids[:end])) for end in (number, number + 1)]
             return self.decode(token_ids), ends[0], ends[1]
@@ -235,7 +235,7 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:
-        """What one token alone stands for, special or not: as text, and as the bytes behind it."""
+        """Return a single token's text and bytes, special or not."""
         text = self.decode((token_id,))
         if self._token_bytes is not None and 0 <= token_id < len(self._token_bytes.with_special):
             return text, self._token_bytes.with_special[token_id]
@@ -360,7 +360,8 @@ def _splitter(
 
 
 def _affixes(reference: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
-    """What the post-processor puts before and after every text; None if it does something else."""
+    """Return the tokens that the post-processor adds before and after every text; None if it does something
+    else."""
     bare = _reference_ids(reference, PROBES[0])
     full = _reference_ids(reference, PROBES[0], add_special_tokens=True)
     starts = (start for start in range(len(full) - len(bare) + 1) if full[start : start + len(bare)] == bare)

@@ -1,1 +1,1 @@
-"""Who is served next while the fleet has less room than is asked for."""
+"""Decides who is served next in an overload."""

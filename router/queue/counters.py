@@ -1,8 +1,8 @@
-"""VirtualCounters: how much work each tenant has been given, by its weight.
+"""VirtualCounters: how much work each tenant has received, by its weight.
 
-Owns one number per tenant, in tokens of work over its weight, and the tenants' bound. Of those that wait the
-one with the least goes next ("Fairness in Serving Large Language Models", OSDI 2024). Who comes back after a
-while without waiting is lifted to the least of those that wait: nobody saves up for later.
+Owns one number per tenant, in tokens of work over its weight, and the bound on tenants. The waiting tenant
+with the least goes next ("Fairness in Serving Large Language Models", OSDI 2024). A tenant that returns is
+lifted to the least of those waiting, so that pauses earn no credit.
 """
 
 from collections import OrderedDict
@@ -26,7 +26,7 @@ class Account:
         self.weight = 1.0
         self.num_waiting = 0
         self.orders: list[LeastFirst] = []
-        """In which it stands."""
+        """Orders that contain it."""
 
 
 class LeastFirst:
@@ -102,7 +102,7 @@ class VirtualCounters:
         self._accounts: OrderedDict[str, Account] = OrderedDict()
         self._active = LeastFirst()
         self._last = 0.0
-        """Where the last one stood that was let go while nobody waited, or the last that waited."""
+        """Counter of the last release while none waited, or of the last waiter."""
 
     @property
     def num_tenants(self) -> int:
@@ -190,7 +190,7 @@ class VirtualCounters:
             account.counter += work / account.weight
 
     def give_back(self, name: str, work: float) -> None:
-        """It was charged for work that nobody did."""
+        """Return charged work that was not done."""
         account = self._accounts.get(name)
         if account is None:
             return

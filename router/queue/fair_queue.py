@@ -42,7 +42,7 @@ class FairQueue:
         self._max_bytes = max_bytes
         self._lines: dict[ReplicaId, Line] = {}
         self._orders: dict[ReplicaId, LeastFirst] = {}
-        """Of each line, its tenants."""
+        """Tenants of each line."""
         self._num_of: dict[str, int] = {}
         self._num_waiting = 0
         self._num_bytes = 0
@@ -56,7 +56,7 @@ class FairQueue:
         return 0 if found is None else found.num_waiting
 
     def enter(self, waiter: Waiter) -> list[Waiter] | None:
-        """Who has lost the place to it, if anybody, and is out now; None if there is no place for it."""
+        """Add a waiter; returns those displaced, or None if the queue is full."""
         lost: list[Waiter] = []
         if not self._has_room(waiter.num_bytes):
             last = self._last_of_the_largest(waiter)
@@ -74,11 +74,11 @@ class FairQueue:
         self._is_out(waiter)
 
     def next(self, line: ReplicaId) -> Waiter | None:
-        """Who should go next in this line."""
+        """Return the next waiter of this line."""
         return next(iter(self.firsts(line, 1)), None)
 
     def firsts(self, line: ReplicaId, count: int) -> list[Waiter]:
-        """Who goes next, and those that would be next if its tenant had none, and so on."""
+        """Return the next waiter, the one after it if its tenant had none, and so on."""
         order = self._orders.get(line)
         if order is None:
             return []
@@ -105,10 +105,10 @@ class FairQueue:
         return [] if found is None else found.all()
 
     def work_ahead(self, line: ReplicaId, tenant: str, *, weight: float, priority: int) -> float:
-        """What goes before a new request with so much work, in fair order, if nobody else comes.
+        """Return the work before a new request in fair order, if no other comes.
 
-        Before it goes what is its own, and of each other tenant as much as brings its counter to where
-        this tenant's will be when it is this request's turn.
+        It counts its own tenant's requests, and for each other tenant the work until its counter reaches this
+        tenant's.
         """
         found = self._lines.get(line)
         if found is None:
@@ -168,7 +168,8 @@ class FairQueue:
             del self._lines[waiter.line], self._orders[waiter.line]
 
     def _last_of_the_largest(self, waiter: Waiter) -> Waiter | None:
-        """Of the tenant that has most requests for its weight, if it has more than the one that comes."""
+        """Return the last waiter of the tenant with most requests for its weight, if that has more than the
+        newcomer's."""
         if not self._num_of:
             return None
         weight = self.counters.weight

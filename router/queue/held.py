@@ -32,8 +32,8 @@ class QueueRules:
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """A request, as far as its way to a replica goes. `deadline` is when its first token is too late.
-    `other_seconds` of work beside its prompt are charged as it goes."""
+    """A request on its way to a replica. After `deadline` its first token is too late. `other_seconds` of
+    work besides its prompt are charged when it goes."""
 
     model: str
     tenant: str
@@ -99,7 +99,7 @@ class HoldingCounts:
 
 
 class HoldingStatistics(NamedTuple):
-    """Of all models' queues; the spread is the widest of theirs."""
+    """Totals of all models' queues; the spread is the widest."""
 
     queue: QueueStatistics
     counts: HoldingCounts

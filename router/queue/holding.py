@@ -44,7 +44,7 @@ NUM_FIRSTS = 4
 """Tenants of a line whose first requests are looked at, where that of the first has no room."""
 
 MAX_PASSED = 16
-"""So many of other tenants may go before one that is first and finds no room."""
+"""Requests of other tenants that may pass a first one that finds no room."""
 
 NUM_RELEASES = 16
 """At most, of one line, each time that its replica says something."""
@@ -62,7 +62,7 @@ in time, and so that those who wait with it keep their shares. Later deadlines c
 
 @dataclass(slots=True)
 class _Fleet:
-    """What is held for one model, and how fast it goes. `orphans` are lines whose replica takes nothing."""
+    """Held requests of one model, and their pace. `orphans` are lines whose replica takes nothing."""
 
     queue: FairQueue
     pace: Pace
@@ -127,7 +127,7 @@ class Holding:
         return held if held.routed is None else held.routed
 
     def charge(self, asking: Asking, routed: RoutedRequest, held: Held | None) -> Charge:
-        """What it has been charged as it went: one that was `held` what was expected of it when it came."""
+        """Return the request's charge at release; a `held` one pays what was expected when it came."""
         num_tokens, replica_id = asking.request.num_tokens, routed.decision.replica_id
         num_cached = routed.decision.overlap_tokens
         prompt_seconds = self._room.prompt_seconds(replica_id, asking.request, num_tokens - num_cached)
@@ -144,7 +144,7 @@ class Holding:
         )
 
     def withdraw(self, held: Held) -> None:
-        """Nobody wants it any more. One that was routed meanwhile is given back."""
+        """Drop a request that was abandoned. One that was routed meanwhile is returned."""
         if held.routed is not None:
             held.routed.close()
             self._fleet(held.asking.model).queue.counters.give_back(held.tenant, held.work)
@@ -180,7 +180,7 @@ class Holding:
             fleet.orphans.add(replica_id)
 
     def look_at(self, held: Held, now: float) -> None:
-        """Whether its time is over, or its replica has room and nobody said so."""
+        """Check whether its time is over, or its replica has room without having said so."""
         if not held.is_out:
             fleet = self._fleet(held.asking.model)
             if held.is_late(now):

@@ -18,7 +18,7 @@ MAX_OVERTAKEN = 4
 """So often others of its tenant may go before a request for their beginning."""
 
 NUM_LOOKED_AT = 16
-"""So many are looked at for one that begins alike."""
+"""Waiters that are searched for one with the same beginning."""
 
 
 class Waiter:
@@ -106,7 +106,7 @@ class Line:
         return 0.0 if own is None else own.work
 
     def work_before(self, tenant: str, priority: int) -> float:
-        """Of its own, what goes before a new request of this priority."""
+        """Return the tenant's own work before a new request of this priority."""
         own = self._tenants.get(tenant)
         if own is None:
             return 0.0
@@ -133,7 +133,7 @@ class Line:
             del self._tenants[waiter.tenant]
 
     def next_of(self, tenant: str) -> Waiter:
-        """Who of this tenant's should go now."""
+        """Return this tenant's next waiter."""
         own = self._tenants[tenant]
         first = own.waiters[0]
         if own.last_prefix and first.prefix != own.last_prefix and first.num_overtaken < MAX_OVERTAKEN:

@@ -7,7 +7,7 @@ its speed at prompts: so what is ahead in a line is worth what the line's own re
 from replicas.protocol.status import ReplicaId
 
 KEPT = 0.95
-"""Of the sums, with each release."""
+"""Decay of the sums with each release."""
 
 FEWEST_RELEASES = 8
 """Before, the pace counts as not known."""
@@ -32,7 +32,7 @@ class Pace:
             self._latest[line] = now, work
 
     def emptied(self, line: ReplicaId) -> None:
-        """Nobody waits there any more."""
+        """Record that a line is empty."""
         self._latest.pop(line, None)
 
     @property

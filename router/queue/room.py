@@ -1,13 +1,13 @@
 """Room: whether a replica would begin a prompt soon, and how long it needs for one.
 
-Owns the rule. Knows neither who waits nor who asks.
+Owns the rule. Knows neither waiters nor tenants.
 
     prompts that it has take less than the target    a step or two: else they would only wait there instead
     a place in its batch is free, or nearly so
     the prompt fits into the KV blocks that are not in use, or nothing runs there
 
-Where tenants share a fleet, one that has had its part leaves some of the blocks free. Without that a flood
-of long answers holds them all, and whoever comes waits until some of these have ended.
+In a shared fleet, a tenant above its share leaves some blocks free. Otherwise a flood of long answers would
+hold them all, and newcomers would wait until some end.
 """
 
 from dataclasses import dataclass
@@ -29,17 +29,17 @@ class Room:
     target_seconds: float
 
     def token_seconds(self, replica_id: ReplicaId) -> float:
-        """What a token of a prompt takes there."""
+        """Seconds per prompt token there."""
         return self.table.load(replica_id).prefill_seconds_per_token or DEFAULT_TOKEN_SECONDS
 
     def wait_seconds(self, replica_id: ReplicaId) -> float:
-        """What the prompts that it has take."""
+        """Seconds for the prompts that it has."""
         load = self.table.load(replica_id)
         seconds = load.num_pending_tokens * (load.prefill_seconds_per_token or DEFAULT_TOKEN_SECONDS)
         return seconds + load.num_pending_image_tokens * (load.encode_seconds_per_token or 0.0)
 
     def prompt_seconds(self, replica_id: ReplicaId, request: RoutingRequest, num_uncached: int) -> float:
-        """What this prompt takes there, of which so many tokens are computed."""
+        """Seconds for this prompt there, with `num_uncached` tokens computed."""
         encode_seconds = self.table.load(replica_id).encode_seconds_per_token or 0.0
         num_image_tokens = num_image_tokens_left(request.media, request.num_tokens - num_uncached)
         return num_uncached * self.token_seconds(replica_id) + num_image_tokens * encode_seconds

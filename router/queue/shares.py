@@ -20,7 +20,7 @@ SPARED = 2.0
 
 LEAST_SPARED = 0.2
 MOST_SPARED = 0.6
-"""Of a replica's KV blocks, by who is over, however little or much the others were given."""
+"""Largest share of a replica's KV blocks that a tenant above its share leaves free."""
 
 LEAST_PART = 0.01
 """A tenant with less than this part of the work is not about any more."""

@@ -10,8 +10,8 @@ once; so the least wait of a while tells an overload from a burst, as in CoDel (
 """
 
 TARGET_SECONDS = 2.0
-"""Of prompts, at the idlest replica. Fleets that carry recorded and generated traffic stay below it, but for
-fractions of a second (`loadtests/log/2026-11.md`)."""
+"""Seconds of prompts at the idlest replica. Fleets that carry recorded and generated traffic exceed it only
+for fractions of a second (`loadtests/log/2026-11.md`)."""
 
 LEAST_INTERVAL_SECONDS = 1.0
 
@@ -22,7 +22,7 @@ STANDING_SECONDS = 5.0
 
 
 class StandingDelay:
-    """Of one model's replicas, as one router sees them. Times are seconds of a clock that never goes back."""
+    """Replicas of one model, as one router sees them. Times are seconds of a monotonic clock."""
 
     def __init__(self) -> None:
         self._since: float | None = None
@@ -42,7 +42,8 @@ class StandingDelay:
         )
 
     def sees(self, least_wait_seconds: float, now: float) -> None:
-        """What the idlest replica has to do before it can begin another prompt. Not for an overload."""
+        """Record the idlest replica's work before it could begin another prompt. Not called in an
+        overload."""
         if least_wait_seconds <= TARGET_SECONDS:
             self._since = None
         elif self._since is None:

@@ -18,11 +18,11 @@ def prompt_work(num_tokens: int, num_cached_tokens: int) -> float:
 
 
 class Charge:
-    """What one request has been charged for its prompt; what is decoded is charged as it comes.
+    """One request's charge for its prompt; decoding is charged as it goes.
 
-    One that ends before its first token gets back what was not computed by then, as far as a router can tell:
-    its replica has `wait_seconds` of other prompts before it, and needs `prompt_seconds` for this one. Who
-    takes their requests back in time pays for what they have taken all the same.
+    A request that ends before its first token is refunded what was not computed by then, by the router's
+    estimate: its replica has `wait_seconds` of other prompts before it, and needs `prompt_seconds` for this
+    one. Withdrawing a request in time still costs what it took.
     """
 
     __slots__ = (

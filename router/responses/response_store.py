@@ -1,8 +1,8 @@
 """ResponseStore: the stored responses of a cluster, as one router knows them.
 
-Owns what waits to be written to Redis and for how long a request may wait for Redis. What this router has not
-written yet it finds in its own memory; another finds it when it is written, which is soon after the answer. A
-response of another tenant is as good as none. Without a Redis to write to, all of it is this router's alone.
+Owns what waits to be written to Redis, and how long a request may wait for Redis. This router finds unwritten
+responses in its own memory; others find them once they are written, soon after the answer. Another tenant's
+response counts as missing. Without Redis, all responses are local.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class ResponseStore:
         self._num_found = {"memory": 0, "redis": 0}
 
     async def close(self) -> None:
-        """What cannot be written soon is lost."""
+        """Close; what cannot be written soon is lost."""
         writer, self._writer = self._writer, None
         if writer is not None:
             await asyncio.wait([writer], timeout=FAREWELL_SECONDS)
@@ -90,11 +90,11 @@ class ResponseStore:
             await self._redis.close()
 
     def hold(self, num_bytes: int) -> AbstractContextManager[bool]:
-        """Room for a question of so many bytes until it is answered; False if there is none."""
+        """Reserve room for a question until it is answered; False if there is none."""
         return self._memory.hold(num_bytes)
 
     def keep(self, record: StoredResponse) -> None:
-        """Nobody waits for it."""
+        """Store a record in the background."""
         self._num_kept += 1
         self._memory.put(record)
         if self._redis is not None:

@@ -23,12 +23,11 @@ def bucket_of(
     block_size: int,
     media: Sequence[MediaSpan] = (),
 ) -> bytes:
-    """What a request is pinned by: its namespace, its `prompt_cache_key` and the head of its prompt.
+    """Hash the namespace, `prompt_cache_key` and head of a request's prompt.
 
-    `num_stable_tokens` is the length of the part that later turns of the conversation repeat (tools,
-    system, first user message). Where that is shorter than the usual head it *is* the head, so that a
-    short conversation keeps its bucket as it grows. None or 0: nothing is known of later turns. Media count
-    that begin in the head: their placeholders are alike for all.
+    `num_stable_tokens` is the length of the part that later turns repeat (tools, system, first user message).
+    If that is shorter than the usual head it *is* the head, so that a short conversation keeps its bucket as
+    it grows. None or 0: unknown. Media that begin in the head count, since their placeholders are alike.
     """
     num_head_tokens = max(block_size, BUCKET_TOKENS // block_size * block_size)
     if num_stable_tokens:

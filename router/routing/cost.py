@@ -1,27 +1,27 @@
-"""What it would cost to serve a request at a replica, in seconds.
+"""The cost of serving a request at a replica, in seconds.
 
-Owns the arithmetic and its parameters. Knows no policy: who is asked, and what happens with near-ties,
-is decided in `decision.py`.
+Owns the arithmetic and its parameters. `decision.py` decides which replicas are compared, and between
+near-ties.
 
     cost(r) = max(wait(r), move(ready at r)) + prefill(rest)
             + delay_price * requests at r * prefill(rest)
             + room_price * fill(r) * new on r's device * the fleet's seconds per token
 
-The first two terms are the expected time to first token. The third is what other requests lose: those that
-decode at r, and those that wait there, stand still while the prompt is computed. Long prompts therefore
-gather where they disturb few, and short ones pass them by. The last is the price of room in r's cache:
-what is computed there evicts something else, the more surely the fuller the cache is. So a full fleet
-pays for copies of what another replica holds, and while there is room, sessions spread into it. The price
-is the same where what is evicted could be fetched back: a lower one spreads prompts that share a prefix
-over so many devices that requests which run have no room (`loadtests/log/2026-11.md` has the figures).
+The first two terms are the expected time to first token. The third is the others' loss: requests that
+decode or wait at r stand still while the prompt is computed. So long prompts gather where they disturb few,
+and short ones pass them by. The last is the price of room in r's cache: computed tokens evict others, the
+more surely the fuller the cache. So a full fleet pays for copies, and while there is room, sessions spread
+into it. The price is the same where evicted KV could be loaded again: a lower one spreads prompts with a
+common prefix over too many devices, and running requests lack room (`loadtests/log/2026-11.md` has the
+figures).
 
-How much of the prompt is *ready* when its turn comes is a choice, and the cheapest counts: what lies on
-the device alone, or also what lies in host memory, on disk, or deeper at a peer. KV moves while the request
-waits, and takes no time of the engine's, so only a move that is longer than the queue delays it. What it
-takes is the replica's own measurement; a way whose speed is unknown is never taken.
+How much of the prompt is *ready* when its turn comes is a choice, and the cheapest counts: KV on the device
+alone, or also in host memory, on disk, or deeper at a peer. KV moves while the request waits and costs no
+engine time, so only a move longer than the queue delays it. Its duration is the replica's own measurement;
+a way of unknown speed is never taken.
 
-Of a prompt with images, prefill(rest) has what encoding them takes besides: of every image that is not
-ready whole. While no replica has measured that, it counts for nothing.
+For a prompt with images, prefill(rest) includes encoding every image that is not ready whole, once a
+replica has measured that.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -75,7 +75,7 @@ class CostParameters:
 
 
 class FleetRates(NamedTuple):
-    """What a typical replica of the fleet needs; what an unmeasured one is taken to need."""
+    """Rates of a typical replica, assumed for unmeasured ones."""
 
     prefill_seconds_per_token: float
     decode_step_seconds: float
@@ -173,7 +173,7 @@ def cost_of(
 def _encode_seconds(
     load: ReplicaLoad, rates: FleetRates, media: Sequence[MediaSpan], times: float = 1.0
 ) -> Callable[[int], float]:
-    """Of the images of a prompt there, by its leading tokens that are ready."""
+    """Return the time to encode a prompt's images there, by ready leading tokens."""
     rate = _encode_rate(load, rates) * times
     return lambda num_ready_tokens: rate * num_image_tokens_left(media, num_ready_tokens)
 

@@ -225,7 +225,7 @@ def weigh(
     rates: FleetRates,
     parameters: CostParameters,
 ) -> tuple[Candidate, ...]:
-    """What each would cost, if it may pull from any of `replicas`."""
+    """Compute each replica's cost, if it may pull from any of `replicas`."""
     if request.media:
         encode_seconds = typical_encode_seconds(load for _, _, load in considered)
         rates = rates._replace(encode_seconds_per_token=encode_seconds)
@@ -241,7 +241,7 @@ def weigh(
 
 
 class _Reaches:
-    """Of one prompt, each computed once: few differ in a fleet."""
+    """Reaches of one prompt, each computed once: few differ in a fleet."""
 
     def __init__(
         self,
@@ -263,9 +263,8 @@ class _Reaches:
         self._of_others: dict[str | None, Reach] = {}
 
     def of(self, bit: int, replica_id: ReplicaId, load: ReplicaLoad) -> Reach:
-        """What the replica with this bit reaches. One that does not say what moving takes, for whose layout
-        None stands, has what lies in any tier counted as it stands.
-        """
+        """Return the reach of the replica with this bit. One that does not report its speeds, whose layout is
+        None, has all its tiers counted as ready."""
         speeds = load.speeds
         layout: str | None = None
         if speeds.host is not None:
@@ -316,7 +315,7 @@ def _considered(
     parameters: CostParameters,
     rng: "random.Random",
 ) -> list[Considered]:
-    """Who is compared: everybody, or in a large fleet a bounded few."""
+    """Return the replicas to compare: all, or in a large fleet a bounded number."""
     if len(replicas) <= parameters.num_compared_candidates:
         return everybody(request, replicas)
     order = replicas.ranking.of(request.bucket)

@@ -48,13 +48,12 @@ class Departures:
         self._max_hashes = max_hashes
         self._noted: list[BlockHash] = []
         self._notes: tuple[list[int], list[int], list[float]] = ([], [], [])
-        """Of each call: how many it noted, their mark and their time. Flat, so that the garbage collector has
-        nothing to look at."""
+        """Per call: number noted, mark and time. Flat, so that the garbage collector skips it."""
         self._incarnations: OrderedDict[int, tuple[ReplicaId, Epoch]] = OrderedDict()
         self._numbers: dict[tuple[ReplicaId, Epoch], int] = {}
         self._last_number = 0
         self._rests: npt.NDArray[np.uint64] | None = None
-        """Of each hash that has a place its second half; the first half says where that is."""
+        """The second half of each placed hash; the first half gives its place."""
         self._marks = np.zeros(0, np.uint32)
         self._times = np.zeros(0, np.float64)
 
@@ -128,7 +127,7 @@ class Departures:
         return halves[:, 0] & np.uint64(self._max_hashes - 1), halves[:, 1]
 
     def _write(self) -> None:
-        """Of several in one place the last stays."""
+        """Write the notes; the last one in a place stays."""
         if not self._noted:
             return
         hashes, self._noted = self._noted, []

@@ -46,17 +46,17 @@ def replicas_of(marks: int) -> int:
 
 
 class Holders:
-    """`shards` have the bits of those that hold a hash, and of slots given back.
+    """`shards` have the bits of replicas that hold a hash, and of returned slots.
 
-    `has_tiers` is False until anything lay below a device. A slot that is given back may be *mourned*:
-    `bereaved` is told which hashes had it, when they have it no more.
+    `has_tiers` is False until anything lay below a device. A returned slot may be kept as *departed*:
+    `on_departed` is told which hashes had it, when they lose it.
     """
 
-    def __init__(self, bereaved: Callable[[Departure, Sequence[BlockHash]], None] | None = None) -> None:
-        self._bereaved = bereaved
-        self._mourned: dict[int, Departure] = {}
+    def __init__(self, on_departed: Callable[[Departure, Sequence[BlockHash]], None] | None = None) -> None:
+        self._on_departed = on_departed
+        self._retired: dict[int, Departure] = {}
         """By the bit, which may still be in the table."""
-        self._all_mourned = 0
+        self._all_retired = 0
         self.shards: Shards = [{} for _ in range(NUM_SHARDS)]
         self.has_tiers = False
         self._num_slots = 0
@@ -76,24 +76,24 @@ class Holders:
             self._num_slots += 1
         return bit
 
-    def give_back(self, bit: int, *, is_clean: bool, mourned: Departure | None = None) -> None:
+    def give_back(self, bit: int, *, is_clean: bool, retired: Departure | None = None) -> None:
         """No replica has this bit any more; `is_clean` if it is nowhere in the table."""
         if is_clean:
             self._free |= bit
             return
         self._dead |= bit
-        if mourned is not None:
-            self._mourned[bit] = mourned
-            self._all_mourned |= bit
+        if retired is not None:
+            self._retired[bit] = retired
+            self._all_retired |= bit
 
     @property
-    def has_mourned(self) -> bool:
-        return self._all_mourned != 0
+    def has_retired(self) -> bool:
+        return self._all_retired != 0
 
-    def mourned_at(self, block_hash: BlockHash) -> Departure | None:
-        """Whose slot the hash still has that was given back and is mourned."""
-        mourned = self.shards[block_hash[0]].get(block_hash, 0) & self._all_mourned
-        return self._mourned[mourned & -mourned] if mourned else None
+    def retired_at(self, block_hash: BlockHash) -> Departure | None:
+        """Return the departed slot that the hash still has."""
+        retired = self.shards[block_hash[0]].get(block_hash, 0) & self._all_retired
+        return self._retired[retired & -retired] if retired else None
 
     def stage(self) -> "StagedHashes":
         return StagedHashes(self)
@@ -142,31 +142,31 @@ class Holders:
             block_hashes = list(shard)
             for start in range(0, len(block_hashes), HASHES_PER_SLICE):
                 some = block_hashes[start : start + HASHES_PER_SLICE]
-                if dead & self._all_mourned:
-                    self._mourn(shard, some, dead & self._all_mourned)
+                if dead & self._all_retired:
+                    self._retire(shard, some, dead & self._all_retired)
                 _clear(shard, some, dead * _ALL)
                 yield
         self._free |= dead
-        for bit in [bit for bit in self._mourned if bit & dead]:
-            del self._mourned[bit]
-        self._all_mourned &= ~dead
+        for bit in [bit for bit in self._retired if bit & dead]:
+            del self._retired[bit]
+        self._all_retired &= ~dead
 
-    def _mourn(self, shard: dict[BlockHash, int], block_hashes: Sequence[BlockHash], dead: int) -> None:
+    def _retire(self, shard: dict[BlockHash, int], block_hashes: Sequence[BlockHash], dead: int) -> None:
         """Tell what is about to be cleared. Of several slots of a hash, one."""
         of_bit: dict[int, list[BlockHash]] = {}
         for block_hash in block_hashes:
             held = shard.get(block_hash, 0) & dead
             if held:
                 of_bit.setdefault(held & -held, []).append(block_hash)
-        if self._bereaved is not None:
+        if self._on_departed is not None:
             for bit, had in of_bit.items():
-                self._bereaved(self._mourned[bit], had)
+                self._on_departed(self._retired[bit], had)
 
 
 class StagedHashes:
-    """What a replica holds, while it is being read: lookups do not see it before it is taken.
+    """A replica's hashes while they are being read: lookups do not see them before they are taken.
 
-    Leaving it forgets what was not taken.
+    Leaving it drops what was not taken.
     """
 
     def __init__(self, holders: Holders) -> None:
@@ -198,7 +198,7 @@ class StagedHashes:
 
 
 def _set(shards: Shards, bit: int, own_bits: int, block_hashes: Iterable[BlockHash]) -> int:
-    """Of the replica's bits just `own_bits` are set. How many did not have the replica's bit."""
+    """Set just `own_bits` of the replica's bits; returns how many hashes lacked its bit."""
     num_new = 0
     # The blocks of a prompt mostly have equal holders. They share one number: of a fleet of 1,000 it
     # takes 430 bytes.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Slots:
-    """Which bit is whose. It never changes: when replicas come and go, there are other slots."""
+    """The owner of each bit. Immutable: replicas that come and go make new slots."""
 
     __slots__ = ("_bits", "_replica_ids", "everyone")
 
@@ -38,7 +38,7 @@ class Slots:
         return self._bits.get(replica_id, 0)
 
     def bits(self, replica_ids: Iterable[ReplicaId]) -> list[int]:
-        """Of each of these, 0 if it has none."""
+        """Return each replica's bit; 0 if it has none."""
         bits = self._bits
         return [bits.get(replica_id, 0) for replica_id in replica_ids]
 
@@ -91,10 +91,10 @@ Depth: TypeAlias = tuple[int, int]
 
 
 class Held(NamedTuple):
-    """Who had how much of a prompt when it was decided where to serve it, as plain data.
+    """Each replica's share of a prompt at its decision, as plain data.
 
-    `levels` are deepest first, each replica once, with what was only predicted; `stored` are the same without
-    it. `gone` are replicas whose engine was dead although the index still had them.
+    `levels` are deepest first, each replica once, predictions included; `stored` are without them. `gone` are
+    replicas that were dead although the index still had them.
     """
 
     slots: Slots
@@ -123,7 +123,7 @@ class Held(NamedTuple):
 
 
 class View(enum.IntEnum):
-    """What of an index counts."""
+    """The part of an index that counts."""
 
     ON_DEVICE = 0
     IN_HOST = 1
@@ -168,7 +168,7 @@ class Overlaps(Mapping[ReplicaId, int]):
         return Held(self.slots, self._levels, stored, gone)
 
     def alike(self, among: int) -> list[tuple[int, Depths]]:
-        """Of the mask `among`, those that have anything, together where they have just as much everywhere."""
+        """Group the replicas in the mask `among` that hold anything by equal depths."""
         anywhere = [(depth, mask & among) for depth, mask in self._levels if mask & among]
         if self._look is None or not anywhere:
             return [(mask, Depths(depth, depth, depth)) for depth, mask in anywhere]

@@ -1,11 +1,10 @@
-"""LoadBook: how busy each replica is, as far as this router can tell.
+"""LoadBook: how busy each replica is, by this router's knowledge.
 
-Owns the reservations of this router's requests and the latest snapshot of every replica. Knows
-neither time nor prompts, and decides nothing.
+Owns this router's reservations and the latest snapshot of every replica. Knows neither time nor prompts, and
+decides nothing.
 
-A snapshot counts everything that the replica has admitted, from every router, and says up to which
-request of ours that is. A request beyond is *on the way* and counted on top, so none is counted twice
-and none is left out by the router that sent it.
+A snapshot counts everything that the replica has admitted, from every router, and says up to which of our
+requests. Later requests are *on the way* and counted on top, so the sender counts each exactly once.
 """
 
 from dataclasses import dataclass, field
@@ -105,7 +104,7 @@ class _ReplicaBook:
     num_pending_tokens: int = 0
     num_context_tokens: int = 0
     num_pending_image_tokens: int = 0
-    """Of the reservations on the way."""
+    """For the reservations on the way."""
     sent_reservations: dict[int, Reservation] = field(default_factory=dict)
     """Those of them that have been sent, by ordinal, ascending."""
     cached_view: ReplicaLoad | None = None
@@ -232,7 +231,8 @@ class LoadBook:
         return book.cached_view or book.view()
 
     def latest(self, replica_id: ReplicaId) -> tuple[LoadSnapshot, int] | None:
-        """What the replica last said, and how many of this router's requests that does not count yet."""
+        """Return the replica's last snapshot, and how many of this router's requests it does not count
+        yet."""
         book = self._books.get(replica_id)
         return None if book is None else (book.snapshot, book.num_on_the_way)
 

@@ -1,32 +1,32 @@
-"""PrefixIndex: which replica holds how much of a prompt, as far as this router knows.
+"""PrefixIndex: which replica holds how much of a prompt, by this router's knowledge.
 
-Owns the mirror's data and the predictions. `router/fleet/index_mirror.py` reads Redis and hands in changes.
+Owns the mirror's data and the predictions. `router/fleet/index_mirror.py` reads Redis and supplies changes.
 
-A replica is a bit. Two tables map a block hash to the bits of all replicas that have it: one those that
-have stored it (`holders.py`), the other, small one those that will, so that a lookup asks for all replicas
-at once. When a replica's hashes are void together (it is gone, its cache was cleared, its set was read
-anew) it gets another bit, and lookups pass over the old one.
+A replica is a bit. Two tables map a block hash to the bits of all replicas that have it, stored
+(`holders.py`) or, in a small one, predicted, so that a lookup asks for all replicas at once. When all of a
+replica's hashes become void (it is gone, its cache was cleared, its set was reread) it gets another bit, and
+lookups skip the old one.
 
-The index is *thinned*: replicas report every `blocks_per_stride`-th block of a chain and the last full
-block of each prompt. Hashes are chained, so a hash that is present stands for everything before it::
+The index is *thinned*: replicas report every `blocks_per_stride`-th block of a chain and the last full block
+of each prompt. Hashes are chained, so a present hash stands for everything before it::
 
     block      0  1  2  3  4  5  6  7  8  9 10 11        blocks_per_stride = 4
     reported            x           x     x              prompt of 10 full blocks
                         └─ walk ────┘  └─ probe: up to one stride past the last hit, deepest first
 
-A missing stride position ends the walk for that replica: what lies behind a hole is not believed.
+A missing stride position ends the walk for that replica: nothing behind a hole counts.
 
-A prediction names blocks that a replica is about to compute, and stands on one leg or two:
+A prediction names blocks that a replica is about to compute, and has one or two grounds:
 
-* *own*: this router has just sent the request there; until `end_prediction`;
-* *announced*: the replica has said so in the stream, to every router; until it says that this is over.
+* *own*: this router has just sent the request there; until `end_prediction`; * *announced*: the replica has
+said so in the stream, to every router; until it ends the announcement.
 
-What leaves a replica, or with it, is remembered for a while (`departures.py`): so who misses a block can be
-told where it was and how it went.
+Departures are remembered for a while (`departures.py`), so that a miss can be explained by where a block was
+and how it went.
 
-The router's announcement comes back under the id of its prediction and is the same one. What a replica
-announced is dropped when its words were missed (a gap, another read of its set, a lost stream), for the
-end may have been among them. A removal cancels a predicted block, whichever router predicted it.
+The announcement comes back under the id of the router's prediction and merges with it. A replica's
+announcements are dropped when messages were missed (a gap, a reread set, a lost stream), since the end may
+have been among them. A removal cancels a predicted block, whichever router predicted it.
 """
 
 import enum
@@ -45,7 +45,7 @@ from router.routing.holders import IN_HOST, ON_DISK, Holders, StagedHashes, repl
 from router.routing.levels import Depth, Overlaps, Slots, View
 
 MAX_PREDICTED_BLOCKS = 200_000
-"""Of own and announced predictions together."""
+"""Own and announced predictions together."""
 
 
 _BELOW_DEVICE = IN_HOST | ON_DISK
@@ -58,7 +58,7 @@ class ChangeOutcome(enum.Enum):
     GAP = "gap"
     """Changes before it are missing; ignored, and the replica's set must be read again."""
     UNKNOWN = "unknown"
-    """Of a replica or an epoch that `replace` was not last called with; ignored."""
+    """Unknown replica or stale epoch; ignored."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +83,7 @@ class _Replica:
 
 
 class _Look:
-    """What else one may want to know of a chain whose `levels` are known, of which some are `foretold`."""
+    """Further facts about a chain with known `levels`, some of which are `foretold`."""
 
     __slots__ = ("_block_hashes", "_by_tier", "_foretold", "_index", "_levels")
 
@@ -120,12 +120,12 @@ class PrefixIndex:
         self._blocks_per_stride = blocks_per_stride(block_size, index_stride)
         self._max_predicted_blocks = max_predicted_blocks
         self.departures = Departures()
-        self._holders = Holders(self._bereaved)
+        self._holders = Holders(self._on_departed)
         self._predicted: dict[BlockHash, int] = {}
         """The bits of the replicas that have a prediction with this hash."""
         self._replicas: dict[ReplicaId, _Replica] = {}
         self._slots: Slots | None = None
-        """Of these replicas; None when they or their bits have changed."""
+        """Bits of these replicas; None after they changed."""
         self._predictions: dict[int, _Prediction] = {}
         self._num_predicted_blocks = 0
 
@@ -135,7 +135,7 @@ class PrefixIndex:
 
     @property
     def blocks_per_stride(self) -> int:
-        """Of each chain the index has every so many'th block, and the last full ones of prompts."""
+        """The index has every block at this interval of a chain, and the last full ones of prompts."""
         return self._blocks_per_stride
 
     @property
@@ -182,7 +182,7 @@ class PrefixIndex:
         )
 
     def missing(self, replica_id: ReplicaId, block_hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
-        """What the index will gain from the replica's computing a prompt of these blocks."""
+        """Return the hashes that the index gains when the replica computes a prompt of these blocks."""
         replica = self._replicas.get(replica_id)
         bit = 0 if replica is None else replica.bit
         shards = self._holders.shards
@@ -202,7 +202,7 @@ class PrefixIndex:
         return Overlaps(slots, levels, look, has_foretold=foretold != 0)
 
     def levels_stored(self, block_hashes: Sequence[BlockHash], among: int) -> list[Depth]:
-        """Of those in the mask, by what is stored in any tier and not only predicted."""
+        """Return depths of the replicas in the mask, by stored blocks in any tier, without predictions."""
         return self._levels(block_hashes, among, {})[0]
 
     def levels_by_tier(
@@ -254,7 +254,7 @@ class PrefixIndex:
     def _end_level(
         self, block_hashes: Sequence[BlockHash], level: Depth, among: int, below: int, found: list[Depth]
     ) -> None:
-        """Of the level, those that had everything up to its last stride, and whether they have the rest."""
+        """Split a level: which replicas with everything up to its last stride also have the rest."""
         depth, mask = level
         mask &= among
         off_stride = depth % self._blocks_per_stride
@@ -326,10 +326,8 @@ class PrefixIndex:
         return foretold
 
     def departed(self, block_hashes: Sequence[BlockHash], first: int) -> list[tuple[int, Departure]]:
-        """The latest departures of this chain's blocks from `first` on, as far as they are known: those on
-        the stride, and up to a stride past the last of them, where a shorter prompt may have ended. Each with
-        its block's place.
-        """
+        """Return the latest known departures of this chain's blocks from `first` on, each with its position:
+        on the stride, and up to a stride past the last of them, where a shorter prompt may have ended."""
         stride = self._blocks_per_stride
         at_first = range(first, min(first + stride, len(block_hashes)))
         on_stride = range(at_first.stop + (stride - 1 - at_first.stop) % stride, len(block_hashes), stride)
@@ -344,14 +342,14 @@ class PrefixIndex:
     ) -> list[tuple[int, Departure]]:
         hashes = [block_hashes[position] for position in positions]
         left = self.departures.of(hashes)
-        if self._holders.has_mourned:
-            left = [self._holders.mourned_at(each) or one for each, one in zip(hashes, left, strict=True)]
+        if self._holders.has_retired:
+            left = [self._holders.retired_at(each) or one for each, one in zip(hashes, left, strict=True)]
         return [(position, one) for position, one in zip(positions, left, strict=True) if one is not None]
 
-    def _bereaved(self, mourned: Departure, block_hashes: Sequence[BlockHash]) -> None:
+    def _on_departed(self, retired: Departure, block_hashes: Sequence[BlockHash]) -> None:
         """A replica that is gone had these, which the table has no more."""
         self.departures.left(
-            mourned.replica_id, mourned.epoch, block_hashes, is_replica_gone=True, at=mourned.at
+            retired.replica_id, retired.epoch, block_hashes, is_replica_gone=True, at=retired.at
         )
 
     def stage(self) -> StagedHashes:
@@ -366,7 +364,7 @@ class PrefixIndex:
         *,
         last_change: int = 0,
     ) -> None:
-        """What the replica holds now. `hashes` contain every change up to `last_change`, maybe more.
+        """Replace a replica's hashes. `hashes` contain every change up to `last_change`, maybe more.
 
         Own predictions stay, unless they were made for another incarnation.
         """
@@ -375,14 +373,14 @@ class PrefixIndex:
             staged.add(hashes)
             hashes = staged
         replica = self._replica(replica_id)
-        mourned = None
+        retired = None
         if replica.epoch not in (None, epoch):
             self._drop_all(replica)
-            mourned = self._mourned(replica_id, replica)
+            retired = self._retired(replica_id, replica)
         self._drop_announced(replica)
         replica.epoch = epoch
         replica.last_change = last_change
-        self._become(replica, *hashes.take(), mourned=mourned)
+        self._become(replica, *hashes.take(), retired=retired)
 
     def apply(self, change: IndexChange) -> ChangeOutcome:
         replica = self._replicas.get(change.replica_id)
@@ -427,11 +425,11 @@ class PrefixIndex:
         if replica is None:
             return
         self._drop_all(replica)
-        mourned = self._mourned(replica_id, replica)
-        self._holders.give_back(replica.bit, is_clean=replica.num_stored == 0, mourned=mourned)
+        retired = self._retired(replica_id, replica)
+        self._holders.give_back(replica.bit, is_clean=replica.num_stored == 0, retired=retired)
         self._slots = None
 
-    def _mourned(self, replica_id: ReplicaId, replica: _Replica) -> Departure | None:
+    def _retired(self, replica_id: ReplicaId, replica: _Replica) -> Departure | None:
         epoch = replica.epoch
         return None if epoch is None else Departure(replica_id, epoch, True, self.departures.now)
 
@@ -549,12 +547,13 @@ class PrefixIndex:
             del replica.predicted_again[block_hash]
 
     def _become(
-        self, replica: _Replica, bit: int, num_stored: int, *, mourned: Departure | None = None
+        self, replica: _Replica, bit: int, num_stored: int, *, retired: Departure | None = None
     ) -> None:
-        """From now on the replica is this bit, and has stored what has it. What it had is `mourned`."""
+        """Switch the replica to this bit, with what is stored under it. Its old hashes depart as
+        `retired`."""
         for block_hash in set().union(*(each.block_hashes for each in replica.predictions.values())):
             self._predicted[block_hash] ^= replica.bit | bit
-        self._holders.give_back(replica.bit, is_clean=replica.num_stored == 0, mourned=mourned)
+        self._holders.give_back(replica.bit, is_clean=replica.num_stored == 0, retired=retired)
         replica.bit, replica.num_stored = bit, num_stored
         self._slots = None
 

@@ -287,7 +287,7 @@ class RoutingTable:
         return self._model(model).index
 
     def backlog_seconds(self, model: str) -> float:
-        """What the replica that will have done so first needs for the prompts that it has; 0 without any."""
+        """Return the seconds until the first replica has done its prompts; 0 without replicas."""
         fleet = self._models.get(model)
         if fleet is None:
             return 0.0
@@ -345,7 +345,7 @@ class RoutingTable:
         *,
         adapter: Adapter | None = None,
     ) -> Preview:
-        """What `route` would decide now. Nothing is reserved, and what it decides next stays the same.
+        """Return what `route` would decide now. Nothing is reserved, and later decisions do not change.
 
         Raises UnknownModel or NoReplicaAvailable.
         """

@@ -1,1 +1,1 @@
-"""What the routers of one cluster tell and ask each other, over Redis and in the background."""
+"""Exchange between the routers of one cluster, over Redis and in the background."""

@@ -1,10 +1,9 @@
-"""HistoryExchange: answers that this router tells the others of, and hears of from them.
+"""HistoryExchange: shares answers with the other routers, and learns theirs.
 
-Owns what waits to be told, and how long a request may wait to hear. Nobody waits for telling, and what there
-is no room for is dropped. Hearing is one read of Redis that may take some milliseconds; when it takes longer
-or fails, no request asks again before Redis has answered in that time in the background, so that a Redis that
-hangs costs those requests that were asking, and no others. What was not there is not asked for again for a
-while: it was answered elsewhere, or never.
+Owns what waits to be sent, and how long a request may wait for a read. Sending is in the background; without
+room, records are dropped. A read of Redis may take some milliseconds; after a late or failed one no request
+asks again until Redis has answered in time in the background, so a hanging Redis costs only the requests that
+were asking. A missing record is not asked for again for a while: it was answered elsewhere, or never.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ T = TypeVar("T")
 MOST_LOOKING = 16
 """Reads at a time."""
 PASSES = 50
-"""Of the event loop, which a read may have in any case: when the loop is late, Redis is not."""
+"""Passes of the event loop that a read may always take: if the loop is late, Redis is not."""
 REDIS_SECONDS = 1.0
 """For one write."""
 SURVEY_SECONDS = 10.0
@@ -64,9 +63,8 @@ class Look(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HistoryExchangeStatistics:
-    """`num_told` by what became of it: told, dropped (no room here), too_large, failed (Redis). `num_bytes`
-    of all routers' records in Redis, as this one has seen it last. Nobody asks Redis while this router
-    `is_resting`."""
+    """`num_told` by outcome: told, dropped (no room here), too_large, failed (Redis). `num_bytes` of all
+    routers' records in Redis, as last seen. While `is_resting`, this router does not ask Redis."""
 
     num_looks: dict[str, int]
     num_told: dict[str, int]
@@ -111,7 +109,7 @@ class HistoryExchange:
 
     @property
     def seconds(self) -> float:
-        """For which what is told is surely there, if nobody needs the room."""
+        """Minimum retention, in seconds, unless evicted."""
         return self._redis.bounds.seconds
 
     def statistics(self) -> HistoryExchangeStatistics:
@@ -126,7 +124,7 @@ class HistoryExchange:
         )
 
     def tell(self, telling: Telling) -> None:
-        """Nobody waits for it."""
+        """Send in the background."""
         if telling.num_bytes > self._redis.bounds.bytes_per_record:
             self._num_told["too_large"] += 1
             return
@@ -139,7 +137,7 @@ class HistoryExchange:
         self._wake.set()
 
     async def look(self, tenant: str, keys: Sequence[ConversationKey]) -> list[Told | None]:
-        """What others have told of these conversations of a tenant's; nothing where that cannot be said."""
+        """Fetch other routers' records of a tenant's conversations; empty if that is not possible."""
         nothing: list[Told | None] = [None] * len(keys)
         now = self._clock()
         asked = [key for key in keys if (self._missing.peek((tenant, key)) or now) <= now]
@@ -188,7 +186,7 @@ class HistoryExchange:
                 await self._tell_some()
 
     async def close(self) -> None:
-        """What cannot be told soon is lost."""
+        """Close; what cannot be sent soon is lost."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_SECONDS):
                 while self._untold and not self._is_resting:
@@ -275,7 +273,7 @@ class HistoryExchange:
             return
 
     def _rest(self, error: Exception) -> None:
-        """What Redis has had may be gone with it, if it was more than late."""
+        """Stop asking: after more than a delay, Redis' content may be gone too."""
         if not isinstance(error, TimeoutError):
             self.lost_at = self._clock()
         self._is_resting = True

@@ -1,8 +1,8 @@
-"""StoryExchange: why a prompt was not read from cache, asked of the router that has served it.
+"""StoryExchange: asks the router that served a request why its prompt was not read from cache.
 
-Owns the question and the answer, which all routers of a cluster see and none but they can read or make: both
-are sealed under the cluster secret. A router tells what it remembers of the named tenant, and nothing else.
-Nothing is sent while nobody asks, and no request of a client's but that for a story waits for one.
+Owns the question and the answer. All routers of a cluster can read and make them, and only they: both are
+sealed under the cluster secret. A router answers from its memory of the named tenant. Idle unless asked; only
+explain requests ever wait on it.
 """
 
 import asyncio

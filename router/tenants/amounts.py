@@ -70,9 +70,9 @@ def nothing() -> Amounts:
 
 
 def amounts_of(served: ServedRequest) -> Amounts:
-    """Of a client that has left, too: its prompts as far as a replica has taken them, and the output that has
-    reached the router. A request for which no replica was ready counts as none, like those that come before
-    there is a router."""
+    """Return a request's amounts. If the client left, these are the prompts that a replica took and the
+    output that reached the router. A request for which no replica was ready counts as none, like those before
+    routing."""
     amounts = nothing()
     if served.error_kind is ErrorKind.NO_REPLICA and all(prompt.usage is None for prompt in served.prompts):
         return amounts
@@ -105,8 +105,8 @@ def num_prompt_tokens(amounts: Sequence[int]) -> int:
 
 
 def written_by_class(usage: PromptUsage, wished: Sequence[LeaseAnswer]) -> list[tuple[Amount, int]]:
-    """`wished` are the answers to the leases that the client has asked for; what the router keeps on its own
-    account costs nobody anything."""
+    """Divide written tokens by lease class (TTL bucket). `wished` are the answers to the client's leases;
+    leases that the router requested itself are free."""
     reach, end = usage.num_cached_tokens, usage.num_cached_tokens + usage.num_written_tokens
     found: list[tuple[Amount, int]] = []
     for lease in sorted(wished, key=lambda lease: -lease.seconds):

@@ -13,11 +13,11 @@ DEFAULT_TENANT = "default"
 """Whose everything is while there are no keys."""
 
 DEFAULT_LEASE_SHARE = 0.25
-"""Of a tenant whose `lease_share` is not set."""
+"""For a tenant without `lease_share`."""
 
 
 class Right(enum.StrEnum):
-    """What a key allows beyond asking for answers."""
+    """Permissions of a key beyond generating answers."""
 
     PRIORITY = "priority"
     """A request's wish to go before others of its tenant counts."""
@@ -77,8 +77,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def lease_share(self) -> float | None:
-        """What of the room for leases, and of all named caches, its tenant may have. None where there are no
-        keys, and so one tenant, which may have all."""
+        """The tenant's share of the room for leases and of all named caches. None without keys: the one
+        tenant may have all."""
         if self.key_id is None:
             return None
         share = self.tenant.limits.lease_share
@@ -86,7 +86,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def namespace(self) -> str | None:
-        """What its prompts' chains are rooted in, beside the salt: who may share KV."""
+        """The root of its prompts' chains besides the salt: who may share KV."""
         return self.owner if self.group is None else f"group:{self.group}"
 
     @property
@@ -108,7 +108,7 @@ CALLER = "kvasir.caller"
 
 
 def caller_of(scope: Mapping[str, object]) -> Caller:
-    """Of a request that has been let in."""
+    """Return the caller of an admitted request."""
     caller = scope.get(CALLER, OPEN_CALLER)
     assert isinstance(caller, Caller)
     return caller

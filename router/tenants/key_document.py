@@ -32,9 +32,9 @@ from router.tenants.key_record import KeyDocument, KeyRecord, is_key_id
 from router.tenants.key_yaml import BadYaml, read_yaml
 
 MAX_BYTES = 64 * 2**20
-"""Of a document: about 300,000 keys."""
+"""Size of a document: about 300,000 keys."""
 MAX_DEPTH = 32
-"""Of lists and mappings in each other, and a few hundred columns: the reader of YAML recurses."""
+"""Nesting of lists and mappings, and a few hundred columns: the YAML reader recurses."""
 MAX_LINE_BYTES = 1024
 MOST_GROUPS = 16
 MOST_NAME_CHARACTERS = 256
@@ -49,7 +49,7 @@ _BRACKET = re.compile(rb"[\[\]{}]")
 
 
 class BadKeys(ValueError):
-    """What is wrong with a document, and where, in one sentence that shows no secret."""
+    """An error in a document and its place, in one sentence without secrets."""
 
 
 class _TenantFields(msgspec.Struct, forbid_unknown_fields=True):
@@ -100,7 +100,7 @@ def document_from(plain: object) -> KeyDocument:
 
 
 def plain_document(document: KeyDocument) -> dict[str, Any]:
-    """What `document_from` takes."""
+    """Return the argument of `document_from`."""
     tenants = {name: plain_tenant(tenant) for name, tenant in document.tenants.items()}
     keys = [msgspec.to_builtins(key) for key in document.keys]
     for key in keys:
@@ -110,7 +110,7 @@ def plain_document(document: KeyDocument) -> dict[str, Any]:
 
 
 def plain_tenant(tenant: Tenant) -> dict[str, Any]:
-    """What is not as it would be by default."""
+    """Return the values that differ from their defaults."""
     plain: dict[str, Any] = msgspec.to_builtins(tenant)
     del plain["name"]
     if tenant.weight == DEFAULT_WEIGHT:

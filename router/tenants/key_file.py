@@ -22,7 +22,7 @@ LOOK_SECONDS = 2.0
 
 
 class _Version(NamedTuple):
-    """Of a file's content, as the file system tells without reading it."""
+    """Version of a file, by metadata alone."""
 
     device: int
     inode: int

@@ -1,7 +1,7 @@
-"""KeyRecord: what is kept of one API key, and how the text of a new key is made and read.
+"""KeyRecord: an API key's stored form, and how a new key's text is made and parsed.
 
-The text is `sk-kvasir-{key_id}-{secret}`: an id of 12 hex digits, which is no secret, and 256 random bits.
-Whoever made it has shown it once; kept of it is its SHA-256, from which nobody gets it back.
+The text is `sk-kvasir-{key_id}-{secret}`: an id of 12 hex digits, which is no secret, and 256 random bits. It
+is shown once when made; only its SHA-256 is kept, from which the key cannot be recovered.
 """
 
 import re
@@ -40,7 +40,7 @@ class KeyRecord(
     expires: Moment | None = None
 
     def caller(self, tenant: Tenant) -> Caller:
-        """Who asks with this key. A tenant that agrees to share does so, with the first of its groups."""
+        """Return the caller with this key. A tenant with groups shares with the first."""
         return Caller(
             tenant=tenant,
             key_id=self.key_id,
@@ -74,7 +74,7 @@ def _held(key: KeyRecord, tenant: Tenant) -> HeldKey:
 
 
 def make_key(random_bytes: bytes) -> tuple[str, str]:
-    """The id and the text of a new key, of RANDOM_BYTES that nobody can guess."""
+    """Make a new key's id and text from RANDOM_BYTES secret random bytes."""
     assert len(random_bytes) == RANDOM_BYTES
     key_id = random_bytes[:ID_BYTES].hex()
     secret = urlsafe_b64encode(random_bytes[ID_BYTES:]).rstrip(b"=").decode()

@@ -1,8 +1,8 @@
-"""What a key document in YAML says, made while it is read.
+"""Reads a key document in YAML incrementally.
 
-Owns that reading is done in small steps: the usual loaders make all nodes of a document before any value,
-which for a hundred thousand keys is seconds in which no other thread runs, and memory by the gigabyte. What
-is special here is refused with a sentence: a name twice in one mapping, a tag, too many levels.
+Reads in small steps: the usual loaders build all nodes of a document before any value, which for 100,000 keys
+blocks all other threads for seconds and takes gigabytes. Special features are refused with a sentence: a
+duplicate name in a mapping, a tag, deep nesting.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class BadYaml(ValueError):
-    """What is wrong with it, and where."""
+    """The error and its place."""
 
 
 def read_yaml(

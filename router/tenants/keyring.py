@@ -61,12 +61,11 @@ class Keyring:
         return held.caller
 
     def let_go(self) -> None:
-        """When nobody looks anything up in it any more: give its memory back piece by piece, so that the
-        event loop beside the thread that does this is not held up."""
+        """Free the memory piece by piece once it is unused, so that the event loop is not blocked."""
         while self._keys:
             self._keys.popitem()
 
 
 def key_digest(key: str) -> bytes:
-    """What is kept of a key. It has 256 random bits, so that one round of SHA-256 is enough."""
+    """Return a key's stored digest. It has 256 random bits, so one round of SHA-256 is enough."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

@@ -39,7 +39,7 @@ def key_set(document: KeyDocument) -> KeySet:
 
 
 class KeysInForce:
-    """For one event loop. Before the first `put` nobody is let in."""
+    """For one event loop. Before the first `put` no request is admitted."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -61,7 +61,7 @@ class KeysInForce:
         return old
 
     def confirm(self) -> None:
-        """What is in force is the newest that there is."""
+        """Confirm that the keys in force are the newest."""
         if self._complaint is not None:
             logger.info("the source of the keys is right again")
         self._complaint, self._is_newest_refused = None, False
@@ -73,7 +73,7 @@ class KeysInForce:
         self._say(complaint)
 
     def miss(self, complaint: str) -> None:
-        """Which keys are the newest cannot be seen now; those that are known stay in force."""
+        """Record that the newest keys cannot be read; known keys stay in force."""
         self._say(complaint)
 
     def statistics(self) -> KeyStatistics:
@@ -89,5 +89,5 @@ class KeysInForce:
         if complaint != self._complaint:
             self._complaint = complaint
             num_keys = len(self._set.keyring)
-            then = "those before stay in force" if num_keys else "nobody is let in"
+            then = "those before stay in force" if num_keys else "no request is admitted"
             logger.error("%s; %s keys=%d", complaint, then, num_keys)

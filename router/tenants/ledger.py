@@ -17,7 +17,7 @@ HOUR_SECONDS = 3600
 OTHER = "(other)"
 """The tenant, key and model of what there was no room to tell apart."""
 UNKNOWN_MODEL = "unknown"
-"""Of requests for no model that is served."""
+"""For requests of unserved models."""
 NO_KEY = ""
 """Where there are no keys."""
 
@@ -62,7 +62,7 @@ class _Hour:
 
 
 class HeldHour(NamedTuple):
-    """Of the ledger, not a copy: read it soon."""
+    """A view of the ledger, not a copy: read it soon."""
 
     part: int
     tenants: list[tuple[str, list[tuple[Use, Amounts]]]]
@@ -148,8 +148,7 @@ class Ledger:
                     hour.unwritten[tenant, use] = None
 
     def let_go(self, now_hour: int, num_hours: int) -> None:
-        """Of what has been written all but this hour and the one before; and whatever is more than
-        `num_hours` away."""
+        """Forget written hours except this one and the last, and anything more than `num_hours` away."""
         for number in list(self._hours):
             hour = self._hours[number]
             is_too_old = abs(now_hour - number) > num_hours

@@ -48,8 +48,8 @@ class PublishedStore(SealedStore):
             await asyncio.sleep(LOOK_SECONDS)
 
     async def change(self, change: Change) -> None:
-        """Of two changes at once, the second sees the first. `change` may raise, and may be called again.
-        Raises CachesUnavailable."""
+        """Apply a change; of two concurrent ones the second sees the first. `change` may raise, and may run
+        again. Raises CachesUnavailable."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self._change(change)

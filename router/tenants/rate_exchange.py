@@ -27,7 +27,7 @@ KEPT_SECONDS = 120
 
 @dataclass(frozen=True, slots=True)
 class ExchangeStatistics:
-    """Since the beginning, but for the other routers, which are those that were heard lately."""
+    """Counts since the start, except the other routers, which are those heard lately."""
 
     num_routers: int
     num_told: int

@@ -18,7 +18,7 @@ NUM_LOOKED_AT = 2
 
 
 class Taken(NamedTuple):
-    """What a request has taken. To be handed to `end` or `give_back`, once."""
+    """A request's reservation. Pass it to `end` or `give_back`, once."""
 
     ask: Ask
     parts: Sequence[tuple[RateAccount, int]]
@@ -34,7 +34,7 @@ class Quotas(NamedTuple):
 class RateStatistics(NamedTuple):
     num_accounts: int
     num_sequences: int
-    """Of tenants that have limits."""
+    """For tenants with limits."""
     num_refused: dict[Limited, int]
 
 
@@ -47,7 +47,7 @@ class RateLimits:
         self._hand: deque[RateAccount] = deque()
         """Each account once; the next to be looked at comes first."""
         self.changed: dict[RateAccount, None] | None = None
-        """Of which other routers are to be told, the longest untold first; None where there are none."""
+        """Accounts to report to other routers, oldest first; None without other routers."""
         self._num_sequences = 0
         self._num_refused = dict.fromkeys(Limited, 0)
 
@@ -76,7 +76,7 @@ class RateLimits:
         return taken
 
     def end(self, taken: Taken, num_output_tokens: int, now: float) -> None:
-        """Its answers had so many tokens."""
+        """End a request whose answers had that many tokens."""
         self._num_sequences -= taken.ask.num_sequences
         for account, reserved in taken.parts:
             account.pass_time(now)

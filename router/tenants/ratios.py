@@ -1,7 +1,6 @@
-"""CostRatios: what a token costs beside a plain one of a prompt, and what a tenant's amounts come to.
+"""CostRatios: the cost of a token relative to a plain prompt token, and the cost of a tenant's amounts.
 
-Owns the table and the sums made with it. A cost is in plain prompt tokens: one that is computed, and that
-nobody has promised to keep, costs 1.
+Owns the table and the sums. The unit is a plain prompt token: computed and not leased, it costs 1.
 """
 
 import math
@@ -70,8 +69,8 @@ def cost_of(amounts: Sequence[int], ratios: CostRatios) -> Cost:
 
 
 class RatioTable:
-    """What holds for each tenant. Made of texts as `read=0.05`, for all, and `TENANT:read=0.02`; what they
-    leave out is as by default. Raises ValueError."""
+    """Ratios of each tenant. Parses texts such as `read=0.05`, for all, and `TENANT:read=0.02`; missing ones
+    have their defaults. Raises ValueError."""
 
     def __init__(self, texts: Collection[str] = ()) -> None:
         self._default = DEFAULT_RATIOS

@@ -43,8 +43,8 @@ Tell = Callable[[ServedRequest, Amounts, Cost], None]
 
 @dataclass(frozen=True, slots=True)
 class UsageStatistics:
-    """What this router holds, and since it began: writes that failed, times that Redis had lost what was
-    written, requests under a shared name, and requests that were never written."""
+    """The amounts that this router holds, and since its start: failed writes, losses of Redis' content,
+    requests under a shared name, and requests that were never written."""
 
     num_entries: int
     num_unwritten: int
@@ -95,7 +95,7 @@ class UsageStore:
             await self.write()
 
     async def close(self) -> None:
-        """What cannot be written soon is lost."""
+        """Close; what cannot be written soon is lost."""
         try:
             async with asyncio.timeout(FAREWELL_SECONDS):
                 await self.write()

@@ -15,7 +15,7 @@ from router.tenants.ledger import HOUR_SECONDS, HeldHour, Use
 Bucket = Literal["hour", "day"]
 BUCKET_SECONDS: Mapping[Bucket, int] = {"hour": HOUR_SECONDS, "day": 24 * HOUR_SECONDS}
 MAX_GROUPS = 20_000
-"""Of one answer."""
+"""Groups in one answer."""
 
 _NUMBERS = msgspec.msgpack.Decoder(list[int])
 _encode = msgspec.msgpack.Encoder().encode

@@ -58,8 +58,8 @@ class MessagesBody(GenerationFields, kw_only=True):
 
 
 class ShownAnswer(msgspec.Struct, frozen=True):
-    """What the writer of the answer has to know of the question: how many of the wishes to keep the prompt
-    are the client's marks, and whether the words of its thinking stay unsaid."""
+    """Facts of the question for the answer's writer: how many leases are the client's marks, and whether the
+    words of thinking are omitted."""
 
     num_marks: int
     omits_thinking: bool
@@ -127,7 +127,7 @@ def read_message(body: bytes, max_choices: int) -> ChatRequest:
 
 
 def read_counted_message(body: bytes) -> ChatRequest:
-    """Of which only the prompt matters. Raises InvalidRequest."""
+    """Read a message for counting; only the prompt matters. Raises InvalidRequest."""
     asked, unknown = MESSAGE.read(body)
     with about_model(asked.model):
         return _request(asked, unknown)
@@ -180,7 +180,7 @@ def _request(asked: MessagesBody, unknown: list[str]) -> ChatRequest:
 
 
 def _is_empty(message: dict[str, Any]) -> bool:
-    """Of the assistant's: nothing that could be continued."""
+    """Whether an assistant's message has nothing to continue."""
     return message["role"] == "assistant" and not message["content"].strip()
 
 

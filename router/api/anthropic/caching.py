@@ -123,6 +123,6 @@ def usage_of(
 
 
 def _end(leases: Sequence[PrefixLease], block_size: int, num_known: int, least_seconds: int) -> int:
-    """Of the prompt's beginning, as far as it is cached or written, that leases of this class reach over."""
+    """Return the end of the cached or written beginning that leases of this class cover."""
     ends = [lease.end_block * block_size for lease in leases if lease.seconds >= least_seconds]
     return min(num_known, max(ends, default=0))

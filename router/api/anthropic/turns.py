@@ -36,7 +36,7 @@ class Turns:
         self._num_characters = 0
         self._reasoning: list[str] = []
         self._calls: dict[str, str] = {}
-        """Of the latest turn of the assistant: the names of the tools that it called, by the calls' ids."""
+        """Names of the tools called in the assistant's latest turn, by call id."""
         self._unanswered: dict[str, None] = {}
         self._calls_path = ""
 
@@ -217,7 +217,7 @@ class Turns:
         self._marks.block(path, block, place or Place(len(self.messages) - 1, self._num_characters))
 
     def _close(self) -> None:
-        """What the assistant says goes on from block to block; the blocks of others are lines."""
+        """Close a message. An assistant's text continues across blocks; others' blocks are lines."""
         if self._role:
             message = self.messages[-1]
             message["content"] = content_of(self._texts, "" if self._role == "assistant" else "\n")
@@ -246,7 +246,7 @@ def _text(path: str, block: Any) -> str:
 
 
 def _read_text(path: str, block: Any) -> str:
-    """Of a block whose content is text in one way or another."""
+    """Read a block whose content is text in some form."""
     match _kind(path, block):
         case "text":
             return _text(path, block)

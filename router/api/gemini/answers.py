@@ -33,7 +33,7 @@ _EMPTY_PART = {"text": ""}
 
 
 class _Candidate:
-    """What a stream has yet to write of one."""
+    """The unwritten part of a stream's candidate."""
 
     __slots__ = ("arguments", "call", "is_malformed", "logprobs")
 
@@ -175,7 +175,8 @@ def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any
 
 
 def usage_of(usage: AnswerUsage) -> dict[str, Any]:
-    """What was cached is a part of the prompt; what was thought is none of the candidates'."""
+    """Return Gemini's usage: cached tokens are part of the prompt, thoughts are not part of the
+    candidates."""
     num_prompt_tokens, num_cached_tokens = usage.num_prompt_tokens, usage.num_cached_tokens
     num_image_tokens, num_cached_image_tokens = usage.image_tokens()
     return {

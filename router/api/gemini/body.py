@@ -48,7 +48,7 @@ MAX_LOGPROBS = 20
 JSON_TYPE = "application/json"
 ENUM_TYPE = "text/x.enum"
 ANY_JSON = {"type": ["object", "array"]}
-"""What an answer in JSON is where no schema says more."""
+"""Form of a JSON answer without a schema."""
 
 _ROLES = ("user", "model", "function")
 _FUNCTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.:\-]{0,127}")
@@ -79,7 +79,7 @@ def read_gemini(body: bytes, max_choices: int) -> ChatRequest:
 
 
 def read_counted(body: bytes) -> ChatRequest:
-    """What countTokens is asked. Raises InvalidRequest."""
+    """Read a body of countTokens. Raises InvalidRequest."""
     asked, unknown = COUNT.read(_count_reader.respelt(body))
     with about_model(asked.model):
         inner = asked.generate_content_request or asked

@@ -39,7 +39,7 @@ _TTL = re.compile(r"([0-9]{1,9})(\.[0-9]{1,9})?s")
 
 
 class _Beginning(Struct, rename="camel", omit_defaults=True):
-    """What requests may begin with."""
+    """Fields that requests may begin with."""
 
     contents: Raw = Raw(b"")
     system_instruction: Raw = Raw(b"")
@@ -48,7 +48,7 @@ class _Beginning(Struct, rename="camel", omit_defaults=True):
 
 
 class GeminiCacheUse(_Beginning, rename="camel"):
-    """What matters here of a request that may name a cache."""
+    """The fields of a request that may name a cache."""
 
     model: str = ""
     cached_content: str | None = None

@@ -52,7 +52,7 @@ class FunctionDeclaration(Struct, rename="camel", kw_only=True):
 
 
 class Tool(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True):
-    """Functions. The others are tools that Google runs, and nobody here."""
+    """Functions. Other tools run at Google and are not served."""
 
     function_declarations: list[FunctionDeclaration] | FunctionDeclaration | None = None
     google_search: Any = None
@@ -129,7 +129,7 @@ class CountTokens(GenerateContent, kw_only=True, rename="camel"):
 
 
 class NewCachedContent(Struct, rename="camel", kw_only=True):
-    """What creates a cache: what it is made of stays JSON. One of `ttl` ("3600s") and `expire_time`."""
+    """Body that creates a cache; its content stays JSON. One of `ttl` ("3600s") and `expire_time`."""
 
     model: str
     contents: Raw = Raw(b"")

@@ -4,7 +4,7 @@ from typing import Any
 
 
 def details(num_tokens: int, num_image_tokens: int) -> list[dict[str, Any]]:
-    """Of so many tokens, those of images among them."""
+    """Divide tokens by modality; `num_image_tokens` of them are images'."""
     found = [{"modality": "TEXT", "tokenCount": num_tokens - num_image_tokens}]
     if num_image_tokens:
         found.append({"modality": "IMAGE", "tokenCount": num_image_tokens})

@@ -57,7 +57,7 @@ class FieldsReader(Generic[Body]):
                 self._collect(inner)
 
     def _renamed(self, value: Any, kind: type[Struct]) -> Any:
-        """What is none of a Struct's fields stays as it is."""
+        """Rename the fields of a Struct; other keys stay."""
         if isinstance(value, list):
             return [self._renamed(each, kind) if isinstance(each, dict) else each for each in value]
         if not isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""What a path of Gemini's API says: which model, and what to do with it.
+"""Parses paths of Gemini's API: which model, and which method.
 
-Owns its methods' names, which requests speak this dialect, and how the path's words get into a body.
+Owns the methods' names, which requests speak this dialect, and how the path's words enter a body.
 """
 
 import re
@@ -32,7 +32,7 @@ class ModelMethod(NamedTuple):
 
 
 def model_method(path: str) -> ModelMethod | None:
-    """Of a path that ends in one, whatever stands before it. A model's name may have slashes and colons."""
+    """Parse the end of a path, after any prefix. A model's name may have slashes and colons."""
     if ":" not in path:
         return None
     found = _METHOD.search(path)

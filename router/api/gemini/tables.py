@@ -1,6 +1,6 @@
-"""Which fields of Gemini's requests are honoured, hints, or refused: the FieldTables of its bodies.
+"""FieldTables of Gemini's bodies: fields that are honoured, hints, or refused.
 
-Owns the lists. Google's parser takes each field in two spellings, so both are in them.
+Owns the lists. Google's parser takes each field in two spellings, so both are listed.
 """
 
 import re

@@ -88,8 +88,8 @@ def keep_seconds(retention: str | None, options: PromptCacheOptions | None) -> l
 def keeps_of(
     retention: str | None, options: PromptCacheOptions | None, breakpoints: Sequence[int] = ()
 ) -> list[tuple[int, int | None]]:
-    """What is to be kept: for so many seconds, through which message, or all of the prompt for None.
-    `breakpoints` are positions of messages, in their order; the latest of them count."""
+    """Return the leases to request: seconds, and the last message (None is the whole prompt). `breakpoints`
+    are positions of messages in order; the latest count."""
     if retention is None and options is None and not breakpoints:  # nearly always
         return []
     seconds = keep_seconds(retention, options)
@@ -110,7 +110,7 @@ def _ttl_seconds(ttl: str) -> int | None:
 
 
 def lease_details(asked: Sequence[tuple[Sequence[PrefixLease], PromptUsage]]) -> dict[str, Any]:
-    """What `usage.prompt_tokens_details` says beside OpenAI's own fields, for the prompts of one request."""
+    """Return Kvasir's own fields of `usage.prompt_tokens_details` for the prompts of one request."""
     details: dict[str, Any] = {}
     leases: list[dict[str, Any]] = []
     num_early = 0
@@ -127,7 +127,7 @@ def lease_details(asked: Sequence[tuple[Sequence[PrefixLease], PromptUsage]]) ->
 
 
 def lease_headers(leases: Sequence[PrefixLease], usage: PromptUsage) -> list[tuple[bytes, bytes]]:
-    """Of the first prompt."""
+    """Return the lease header of the first prompt."""
     headers: list[tuple[bytes, bytes]] = []
     for kept in kept_of(leases, usage):
         if kept.refused is None:

@@ -47,7 +47,7 @@ class ChatBody(PeerFields, kw_only=True):
 
 
 class TokenizedChat(ChatBody, kw_only=True):
-    """What /tokenize is asked; with one model it need not be named."""
+    """Body of /tokenize; with one model it need not be named."""
 
     model: str = ""
 
@@ -151,7 +151,7 @@ def _adds_generation_prompt(chat: ChatBody) -> bool:
 
 
 def _template_arguments(chat: ChatBody) -> dict[str, Any]:
-    """What the client says of them itself goes first."""
+    """Merge template arguments; the client's explicit ones win."""
     given = chat.chat_template_kwargs or {}
     if chat.reasoning_effort is None and chat.enable_thinking is None and chat.thinking is None:
         return given

@@ -1,6 +1,6 @@
-"""What choices of OpenAI's answers say beside their text, for chats and plain completions.
+"""Fields that vLLM and SGLang add to choices, for chats and plain completions.
 
-Owns the fields that vLLM and SGLang have added to them: why an answer stopped, and its tokens.
+Owns why an answer stopped, and its tokens.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def stop_fields(request: GenerationFields, output: ChoiceOutput) -> dict[str, An
 
 
 class TokenIds:
-    """Which tokens of each choice a stream has yet to name."""
+    """Token ids of each choice that a stream has yet to write."""
 
     def __init__(self, num_choices: int) -> None:
         self._num_named = [0] * num_choices

@@ -97,7 +97,7 @@ def prompts_of(prompt: str | list[Any], max_prompts: int) -> list[str | list[Any
 
 
 def check_prompt(model: TextModel, request: CompletionRequest, prompt: str | list[Any]) -> None:
-    """What can be told before it is encoded."""
+    """Check a prompt before it is encoded."""
     if isinstance(prompt, str):
         check_text_length(model, prompt, "prompt")
         return

@@ -15,7 +15,7 @@ from router.prompt.images import SentImage
 
 ROLES = frozenset({"developer", "system", "user", "assistant", "tool", "function"})
 PLAIN_ROLES = ("user", "system", "developer")
-"""Of messages that are a text, and stay as they came."""
+"""Roles of messages that are plain text and stay unchanged."""
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 IMAGE_PARTS = ("image_url", "input_image")

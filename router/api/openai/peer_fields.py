@@ -26,7 +26,7 @@ class PeerFields(GenerationFields, kw_only=True):
 
 
 class Names(NamedTuple):
-    """What a dialect calls the fields that others call otherwise."""
+    """A dialect's names for fields that others call otherwise."""
 
     max_tokens: str = "max_tokens"
     stop: str = "stop"
@@ -148,7 +148,7 @@ OPENAI_NAMES = Names()
 
 
 def refused_fields(kind: type[msgspec.Struct], names: Names = OPENAI_NAMES) -> Mapping[str, Refusal]:
-    """Of bodies of this kind, but for those that it honours."""
+    """Return the refusals for bodies of this kind, without the fields that it honours."""
     refused = dict.fromkeys(NOT_SERVED, Refusal("'{name}' is not supported."))
     for name, idle in NOT_SERVED_BUT.items():
         refused[name] = Refusal(f"'{{name}}' is not supported: it can only be {_shown(idle)}.", idle_at(idle))

@@ -1,6 +1,6 @@
-"""What an answer's text must be, in the words of OpenAI, vLLM and SGLang → an OutputFormat.
+"""Parses the form of an answer's text from the fields of OpenAI, vLLM and SGLang.
 
-Owns these fields and their forms. Whether a schema or a grammar can be followed is found out later. Pure.
+Owns these fields and their forms. Whether a schema or a grammar can be followed is checked later. Pure.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -77,7 +77,8 @@ def check_function(path: str, function: Any, schema: str = "parameters") -> None
 
 
 def tool_choice_of(fields: ToolFields, tools: Sequence[dict[str, Any]]) -> ToolChoice:
-    """Of `tools_of` the same fields. Raises InvalidRequest for a tool that is not among them."""
+    """Parse the tool choice; `tools` come from `tools_of` the same fields. Raises InvalidRequest for a tool
+    that is not among them."""
     if fields.tool_choice is not None:
         parameter, asked = "tool_choice", fields.tool_choice
     else:
@@ -91,7 +92,7 @@ def tool_choice_of(fields: ToolFields, tools: Sequence[dict[str, Any]]) -> ToolC
 
 
 def simple_choice(asked: Any, *, parallel: bool) -> ToolChoice | None:
-    """What is asked for in one word, as all of OpenAI's routes know it; None for anything else."""
+    """Parse a one-word tool choice, common to OpenAI's routes; None for anything else."""
     match asked:
         case None | "auto":
             return ToolChoice(parallel=parallel)

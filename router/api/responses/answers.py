@@ -103,7 +103,7 @@ class ResponseWriter:
         return self._last_response(self._status(), usage)
 
     def failed(self, error: HttpError) -> bytes:
-        """What a stream ends with that fails."""
+        """Write the end of a failed stream."""
         message = error.message
         if error.retry_after_seconds is not None and "try again in" not in message:
             message += f" Please try again in {math.ceil(error.retry_after_seconds)}s."
@@ -184,7 +184,7 @@ class ResponseWriter:
 
 
 def _parts(output: ChoiceOutput) -> list[Part]:
-    """What was said, each piece whole."""
+    """Return the parts, each whole."""
     parts: list[Part] = []
     positions = itertools.count()
     for said in output.said:

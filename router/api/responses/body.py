@@ -27,8 +27,8 @@ MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 MAX_ECHOED_BYTES = 128 * 2**10
-"""Of each of tools, instructions, a format and a choice: what is longer is left out of the answer, whose
-stream has it three times."""
+"""For each of tools, instructions, a format and a choice: longer ones are left out of the answer, whose
+stream has them three times."""
 
 PLAIN_TEXT = {"type": "text"}
 
@@ -87,9 +87,8 @@ class ResponsesBody(PeerFields, kw_only=True):
 
 
 class Echo(msgspec.Struct, frozen=True):
-    """What the writer of the answer has to know of the question. `fields` are the response's that repeat it,
-    as JSON without the brackets around. `spaces` are the namespace and the name there of functions, by the
-    name that the model knows."""
+    """Facts of the question for the answer's writer. `fields` are the response's fields that repeat it, as
+    JSON without brackets. `spaces` map a function's name for the model to its namespace and name there."""
 
     fields: bytes
     spaces: dict[str, tuple[str, str]]
@@ -277,7 +276,7 @@ def _text_format(text: TextWishes | None) -> OutputFormat | None:
 
 
 def _echoed(asked: ResponsesBody) -> dict[str, Any]:
-    """What of the question stands in each response."""
+    """Return the fields of the question that each response repeats."""
     reasoning, text = asked.reasoning or Reasoning(), asked.text or TextWishes()
     options = asked.prompt_cache_options
     return {

@@ -33,11 +33,11 @@ WITHOUT_MEANING = frozenset(
 """Items that say nothing to the model: its answers that follow them stand for themselves."""
 
 PACKED = "kvasir-reasoning-1:"
-"""What `encrypted_content` of ours begins with. It is the reasoning's text, which the item says in the clear
-as well: there is nothing to hide from who asked, and some clients send only this back."""
+"""Prefix of our `encrypted_content`. It holds the reasoning's text, which the item also has in the clear: it
+is no secret from the client, and some clients send back only this."""
 
 SpacedName = tuple[str, str]
-"""Of a function: the namespace that it is in, or nothing, and its name there."""
+"""A function's namespace, possibly empty, and its name there."""
 
 
 class Conversation:
@@ -151,8 +151,7 @@ def _content(path: str, content: Any, images: Images | None) -> str | list[dict[
 
 
 def _reasoning(path: str, item: dict[str, Any]) -> str:
-    """What was thought: in the clear, or as we have packed it. What another server has encrypted says
-    nothing here."""
+    """Read reasoning, in the clear or as we packed it. Other servers' encrypted reasoning is empty here."""
     texts: list[str] = []
     content = item.get("content")
     if content is not None and not isinstance(content, list):

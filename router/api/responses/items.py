@@ -55,7 +55,8 @@ class Item:
 
 
 class AnswerItems:
-    """`spaces` are the namespaces of functions, as in Echo. Without `write_logprobs` nobody wants any."""
+    """`spaces` are the namespaces of functions, as in Echo. `write_logprobs` is None if they are not
+    requested."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
-"""A body that goes on from stored responses → the body that it stands for: their items, then what was sent.
+"""Replaces references to stored responses in a body by their items.
 
-Owns the fields `previous_response_id` and `input` as far as that takes, and items that are referred to.
-Bodies stay JSON: nothing of what they say is decoded here, so that large ones are no more work than small
-ones. Pure.
+Owns the fields `previous_response_id` and `input`, and references to items. Bodies stay JSON and their
+content is not decoded, so large ones cost no more than small ones. Pure.
 """
 
 import re
@@ -25,7 +24,7 @@ MAX_REFERENCED = 32
 
 
 class Sent(Struct):
-    """What matters here of a body."""
+    """The fields of a body that matter here."""
 
     model: str = ""
     previous_response_id: str | None = None

@@ -114,7 +114,8 @@ async def _find_items(store: ResponseStore, tenant: str, referred: Mapping[int, 
 def _stored(
     context: ApiContext, store: ResponseStore, writer: ResponseWriter, asked: Asked
 ) -> Iterator[None]:
-    """While it is answered there is room for the question; once it is, nobody waits for the storing."""
+    """Reserve room for the question while it is answered; storing happens afterwards, without delaying the
+    answer."""
 
     tenant, body = asked.caller.tenant.name, asked.body
 
@@ -178,7 +179,7 @@ class ResponseRoutes:
         )
 
     async def _count(self, request: Request) -> Response:
-        """What a request's input comes to, without an answer."""
+        """Count a request's input without an answer."""
         context, address = self._context, address_of(request.scope.get("client"))
         async with context.body(request.scope, request.receive) as body:
             prepared = await prepare_response(context, Asked(body, address, request.scope))

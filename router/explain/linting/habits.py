@@ -277,8 +277,8 @@ def _sorted(value: Any) -> str:
 
 
 def _have_other_key_order(earlier: Mapping[str, Any], later: Mapping[str, Any], steps: _Steps) -> bool:
-    """Whether the text at this place, or its turn, is the same in both but for the order of keys: those of
-    the body itself, and of JSON within texts."""
+    """Whether the text at this place, or its turn, differs only in the order of keys: the body's own, and
+    those of JSON within texts."""
     for end in dict.fromkeys((len(steps), min(2, len(steps)))):
         pair = [value_at(body, steps[:end]) for body in (earlier, later)]
         if json.dumps(pair[0]) != json.dumps(pair[1]) and _sorted(_read(pair[0])) == _sorted(_read(pair[1])):
@@ -311,7 +311,7 @@ def _pieces(text: str) -> list[Any]:
 
 
 def _said(turn: Any) -> str:
-    """What a prompt has of a turn, in one spelling."""
+    """Return a turn's content in the prompt, in one spelling."""
     return _sorted(_without(turn, _UNSAID))
 
 
@@ -322,7 +322,7 @@ def _without(value: Any, names: Collection[str]) -> Any:
 
 
 def _volatile(old: str, new: str) -> Habit | None:
-    """Whether two texts are the same but for times, ids or numbers."""
+    """Whether two texts differ only in times, ids or numbers."""
     for habit, patterns in (
         (Habit.TIME, (_TIMES,)),
         (Habit.RANDOM_ID, (_IDS,)),

@@ -1,8 +1,7 @@
-"""What is remembered of a log's earlier prompts: a cache that forgets nothing, and the prompts themselves.
+"""Memory of a log's earlier prompts: an endless cache, and the prompts themselves.
 
-Owns the bounds: beyond them the oldest is forgotten, and counted. Which prompt a later one goes on from is
-the one that it has most runs of tokens in common with, wherever these stand: the beginning may be what has
-changed.
+Owns the bounds: beyond them the oldest is evicted and counted. A prompt continues the one with which it has
+most runs of tokens in common, anywhere: its beginning may be what has changed.
 """
 
 import json
@@ -25,7 +24,7 @@ from router.explain.repeats import Grams
 
 MOST_BLOCKS = 2**20
 MOST_PROMPT_BYTES = 256 * 2**20
-"""Of tokens and packed bodies."""
+"""For tokens and packed bodies."""
 
 MOST_RUNS = 2**20
 NUM_LATEST = 4
@@ -35,7 +34,7 @@ NEARLY = 0.9
 """A prompt with so much of what the most similar one has is as similar."""
 
 SAMPLED = 8
-"""Of so many runs one is looked up."""
+"""Look up one n-gram in this many when searching for similar prompts."""
 
 TOKEN_BYTES = 4
 

@@ -117,7 +117,7 @@ def test_another_incarnation_and_a_set_that_is_read_anew_differ() -> None:
     assert index.num_entries == 0
 
 
-def test_a_slot_that_is_used_again_mourns_nobody() -> None:
+def test_a_slot_that_is_used_again_is_retired_nobody() -> None:
     chain = hashes(4)
     index = index_with(chain[1::2], [])
     index.forget(A)
