@@ -1,6 +1,6 @@
-"""What an option of the command line may be: the argparse types that several commands share.
+"""Argparse types for options that several commands share.
 
-Owns the sentences for values that make no sense.
+Owns the sentences for invalid values.
 """
 
 import argparse

@@ -55,7 +55,7 @@ def proportional_set_bytes(pids: Sequence[int]) -> int:
 
 
 def print_header(title: str) -> None:
-    """What makes a figure reproducible: command, commit, machine."""
+    """Print what makes a figure reproducible: command, commit, machine."""
     print(f"## {title}")
     print(f"command: python -m {_module()} {' '.join(sys.argv[1:])}")
     print(f"commit: {_commit() or 'unknown'}")

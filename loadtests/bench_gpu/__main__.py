@@ -1,8 +1,8 @@
-"""What our own engine makes of a GPU: time to first token with and without a cached prefix, decoding.
+"""Benchmarks our engine on a GPU: time to first token with and without a cached prefix, and decoding.
 
-Builds the torch engine in this process, with random weights in the shape of a Llama that are drawn on the
-device. Nothing else runs: no router, no Redis, no Ray, no network, no checkpoint. Each figure stands beside
-its share of what the device could do at best, by a matrix product and a copy that are measured first.
+Builds the torch engine in this process, with random weights in the shape of a Llama, made on the device.
+Nothing else runs: no router, no Redis, no Ray, no network, no checkpoint. Beside each figure is its share of
+the device's best, by a matrix product and a copy that are measured first.
 
     python -m loadtests.bench_gpu                               an 8B Llama in bfloat16 on the GPU
     python -m loadtests.bench_gpu --attention gather kernel     both ways to cached keys, one after the other
@@ -42,7 +42,7 @@ from replicas.torch_engine.engine import DTYPES, TorchEngine
 
 Figures = TypeVar("Figures")
 CLAIMED_PREFIX, CLAIMED_SAVING = 4096, 0.85
-"""What is often said of prefix caching: a cached prefix of this length saves this share of the TTFT."""
+"""A common claim about prefix caching: a cached prefix of this length saves this share of the TTFT."""
 ROOT = BlockHash(b"g" * HASH_BYTES)
 UNMEASURED_STEPS = 3
 USABLE_RATIO = 0.85
@@ -198,7 +198,7 @@ def decode_blocks(batch: int, num_context_tokens: int, num_steps: int) -> int:
 
 
 def block_needs(arguments: argparse.Namespace) -> list[int]:
-    """What each of the measurements takes."""
+    """Blocks that each measurement needs."""
     return [
         *(ttft_blocks(prefix, arguments.question) for prefix in arguments.prefixes),
         *(decode_blocks(batch, arguments.context, arguments.steps) for batch in arguments.batches),

@@ -1,4 +1,4 @@
-"""What a device is and does at most, as torch finds and measures it: matrix products, copies, free memory.
+"""A device's identity and limits, by torch: matrix products, copies, free memory.
 
 Owns how work on a device is timed.
 """
@@ -13,7 +13,7 @@ from loadtests.bench_gpu.model_work import DeviceLimits
 
 
 def wait_for(device: torch.device) -> None:
-    """What was queued on a GPU is done when this returns; a CPU has no queue."""
+    """Wait for a GPU's queue; a CPU has none."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -30,7 +30,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """What a device does at most, as measured on it."""
+    """Measured limits of a device."""
 
     flops_per_second: float
     bytes_per_second: float
@@ -40,7 +40,7 @@ class DeviceLimits:
         return max(self._seconds(work))
 
     def bound(self, work: Work) -> Literal["FLOPs", "bytes"]:
-        """Which of the two is the longer."""
+        """Return the larger of the two bounds."""
         arithmetic, memory = self._seconds(work)
         return "FLOPs" if arithmetic >= memory else "bytes"
 
@@ -80,7 +80,7 @@ def step_work(config: ModelConfig, extents: Sequence[Extent], itemsize: int) -> 
 
 
 def _matrix_parameters(config: ModelConfig) -> int:
-    """Of one layer: what each token is multiplied with."""
+    """Count the parameters of one layer that each token is multiplied with."""
     query_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (query_width + 2 * kv_width) + query_width * config.hidden_size
     return attention + 3 * config.hidden_size * config.intermediate_size

@@ -171,7 +171,7 @@ def counted(answer: dict[str, Any]) -> Counter[str]:
 
 
 class Cluster:
-    """What the parts count. `urls` are the routers'."""
+    """The parts that count. `urls` are the routers'."""
 
     def __init__(self, stack: LocalStack, urls: Sequence[str], ports: Sequence[int], keys: dict[str, str]):
         self.stack, self.urls, self.keys = stack, urls, keys
@@ -205,7 +205,7 @@ class Checks:
         self.are_equal = True
 
     def tenants(self, cluster: Cluster, load: Load) -> Counter[str]:
-        """What answers and routers say, tenant by tenant. Returns what all have used."""
+        """Compare the answers' and routers' counts by tenant; returns the total usage."""
         everybody: Counter[str] = Counter()
         print("\n  tenant  number               answers   /v1/usage, both routers")
         for tenant in (*STAYING, LEAVING):
@@ -224,7 +224,7 @@ class Checks:
     def engines(
         self, engines: Counter[str], routers: Counter[str], used: Counter[str], *, with_output: bool
     ) -> None:
-        """What was counted in one part."""
+        """Compare the engines' counts in one part."""
         print("  all, in this part             engines       routers     /v1/usage")
         for name in ("prompt_tokens", *TIERS):
             print(f"  {name:<24} {engines[name]:>12,} {routers[name]:>13,} {used[name]:>13,}")

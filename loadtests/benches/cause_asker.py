@@ -30,12 +30,12 @@ BUSY_SECONDS = 1.5
 MAX_SHOWN = 3
 
 Story = dict[str, Any]
-"""Of one prompt, as `GET /v1/cache/explain/{id}` has it."""
+"""One prompt's explanation, as in `GET /v1/cache/explain/{id}`."""
 
 
 @dataclass(slots=True)
 class Said:
-    """What was said where `cause` was to be named. A wrong one is kept as far as `MAX_SHOWN` go."""
+    """The answers where `cause` was expected. The first `MAX_SHOWN` wrong ones are kept."""
 
     cause: str
     block_size: int
@@ -49,7 +49,7 @@ class Said:
 
     @property
     def share(self) -> float:
-        """Of scenes whose cause was named, and its place."""
+        """Share of scenes with the right cause and place."""
         return min(self.causes[self.cause], self.num_places) / max(1, self.num_scenes)
 
     def take(
@@ -163,7 +163,7 @@ class Asker:
 
     @contextmanager
     def busy(self, beginning: list[int], num_answers: int, num_tokens: int) -> Iterator[None]:
-        """So many answers of so many tokens are always being written, to prompts that begin like this."""
+        """Keep `num_answers` answers of `num_tokens` tokens running, to prompts with this beginning."""
         prompts = [beginning + self.tokens(4) for _ in range(num_answers)]
         fields = {"max_tokens": num_tokens, "ignore_eos": True}
         has_ended = threading.Event()
@@ -211,7 +211,7 @@ class Asker:
         time.sleep(SETTLE_SECONDS)
 
     def push_out(self, num_tokens: int, each: int = 500) -> None:
-        """Prompts of so many tokens take what room there is."""
+        """Fill the cache with prompts of `num_tokens` tokens in all."""
         for _ in range(-(-num_tokens // each)):
             self._client.post(
                 f"{self.stack.url}/v1/completions", json=self._body(self.tokens(each), {})

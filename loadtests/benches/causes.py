@@ -1,11 +1,11 @@
-"""Whether the cause that a router names for a miss is the one that there was, and its place.
+"""Checks that a router names the true cause of a miss, and its place.
 
-Misses are made in known ways, end to end: prompts that nobody has sent, that had to make room, whose replica
-was killed, that another replica holds, by the policy or because that is busy, two equal ones at once, leases
-that ran out or were broken, files that were taken away; and the same conversation under another salt, model
-or chat template. Each is asked for once more, and what `GET /v1/cache/explain/{id}` says of it is compared
-with what was done: the cause that leads, and its place, which is every token that could have been read, at
-the replica that had it, and what the client has changed. `--least` is the share that has to be named rightly.
+Makes misses in known ways, end to end: new prompts, evicted ones, a killed replica, prompts that another
+replica holds (by policy or load), two equal ones at once, leases that expired or broke, deleted files; and
+the same conversation under another salt, model or chat template. Each is asked for once more, and `GET
+/v1/cache/explain/{id}` is compared with the truth: the leading cause, and its place, which is every token
+that could have been read, the replica that had it, and the client's change. `--least` is the required share
+of right answers.
 
     python -m loadtests.benches.causes [--engine torch|simulated|vllm] [--each 100] [--only CAUSE]
 """
@@ -39,7 +39,7 @@ LEASE_SECONDS = 2
 NUM_BUSY = 12
 BUSY_TOKENS = 400
 NEW_TOKENS = 8
-"""What the other template begins with."""
+"""First tokens of the other template."""
 
 OTHER_MODEL = "other_model"
 OTHER_TEMPLATES = "templates"
@@ -197,7 +197,7 @@ def lease_broken_elsewhere(asker: Asker, cause: str, each: int) -> Said:
 
 
 def lost_in_transfer(asker: Asker, cause: str, each: int) -> Said:
-    """What has gone from device and host memory is on disk alone; then its file is taken away."""
+    """Lose KV from device and host memory, so that it is on disk alone; then delete its file."""
     folder = asker.stack.run_directory / "kv"
 
     def wait_for_the_disk() -> None:
@@ -273,8 +273,8 @@ IN_TURNS: Settings = {"policy": "round_robin"}
 
 
 class Scene(NamedTuple):
-    """What is done, replicas' settings, how many, the router's settings, and the cause if the scene has
-    another name."""
+    """A scene: the actions, the replicas' settings and number, the router's settings, and the cause if the
+    scene has another name."""
 
     make: Callable[[Asker, str, int], Said]
     own: Settings
@@ -346,7 +346,7 @@ def scene(name: str, engine: str) -> Iterator[Asker]:
 
 
 def what_is_said(name: str, engine: str, each: int) -> Said:
-    """Of misses that were made in one way."""
+    """Explain misses that were made in one way."""
     with scene(name, engine) as asker:
         return SCENES[name].make(asker, SCENES[name].cause or name, each)
 

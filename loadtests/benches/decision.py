@@ -1,13 +1,13 @@
-"""What a routing decision costs, from 2 to 1,000 replicas, and what the index behind it costs.
+"""Measures a routing decision, from 2 to 1,000 replicas, and the index behind it.
 
-Calls the parts of a decision as the router does, in one process and without a network: the hashes of a
-prompt of 4,096 tokens, its bucket, the overlaps, the decision, reservation and prediction, and giving
-all of it back. Times are CPU seconds of the thread, so that other work on the machine counts little.
-Prompts are cold (no replica holds any of them), warm (one replica holds seven eighths) or hot (besides,
-every replica holds the first half). Blocks that a replica holds were hashed by this router before. First
-with memory below the device and without it, in turns; then without for every size of fleet, the rate at
-which the index takes in changes, and how long the event loop stands still when a replica comes or goes. The
-index's memory is a row of the ratchet.
+Calls the parts of a decision as the router does, in one process and without a network: the hashes of a prompt
+of 4,096 tokens, its bucket, the overlaps, the decision, reservation and prediction, and giving all of it
+back. Times are CPU seconds of the thread, so that other work on the machine counts little. Prompts are cold
+(no replica holds any of them), warm (one replica holds seven eighths) or hot (besides, every replica holds
+the first half). Blocks that a replica holds were hashed by this router before. First with memory below the
+device and without it, in turns; then without for every size of fleet, the rate at which the index takes in
+changes, and how long the event loop stands still when a replica comes or goes. The index's memory is a row of
+the ratchet.
 
     python -m loadtests.benches.decision
 """
@@ -39,7 +39,7 @@ from router.routing.table import RoutingTable
 
 MODEL = "model"
 LAYOUT = "one"
-"""Of every replica: each may pull from every other."""
+"""KV layout of every replica: each may pull from every other."""
 ROOT = BlockHash(b"r" * HASH_BYTES)
 EPOCH = Epoch("e")
 INDEX_STRIDE = 128
@@ -313,7 +313,7 @@ def once(call: Callable[[], object]) -> Iterator[None]:
 
 
 def measure_stalls(num_hashes: int) -> None:
-    """What the event loop does in one go when a replica comes or goes, each hash being at two of eight."""
+    """Measure the event loop's longest pause when a replica comes or goes, with each hash at two of eight."""
     print(f"\nlongest calls, {num_hashes:,} hashes in the index, each at two of 8 replicas")
     rng = random.Random(9)
     index = PrefixIndex(16, INDEX_STRIDE)

@@ -1,14 +1,13 @@
-"""What one request costs a router in CPU, next to another state of it and to SGLang's and vLLM's routers.
+"""Measures a router's CPU per request, next to another state of it and to SGLang's and vLLM's routers.
 
-Every system answers the same chats of about 1,000 tokens with one shared system prompt, streamed and whole,
-over connections each of which has its next request when it has its last answer. There are so many that the
-replica has no room for some requests, and Kvasir's queue holds them, or so few that all go at once; what part
-was held stands beside the figures. With few, a frame of the replica's has tokens for few requests, so that
-each costs more. Engines take steps of some milliseconds and give every request one token with each, since
-that is how answers come: an engine without any cost lets a busy router find several tokens at once. Kvasir's
-is the simulated engine; behind the other routers, which speak HTTP, stands a server with the same steps. All
-are up all the time and take turns in short bursts, and who goes first goes round. `--checkout` adds another
-state of this repository. Ratios are to the second system: the first other state, if there is one.
+Every system answers the same chats of about 1,000 tokens with one shared system prompt, streamed and whole.
+Each connection sends its next request when its last is answered. With many connections the replica lacks room
+and Kvasir's queue holds some requests; with few all go at once. The share held is beside the figures. With
+few, a frame has tokens for few requests, so each costs more. Engines take steps of some milliseconds and give
+every request one token per step, as real ones do: an engine without cost lets a busy router find several
+tokens at once. Kvasir's is the simulated engine; behind the other routers, which speak HTTP, is a server with
+the same steps. All are up all the time and take turns in short bursts, in rotating order. `--checkout` adds
+another state of this repository. Ratios are to the second system: the first other state, if there is one.
 
     python -m venv peers && peers/bin/pip install sglang-router==0.3.2 vllm-router==0.1.17
     python -m loadtests.benches.door --peers peers/bin/python --checkout before=../kvasir-before
@@ -39,7 +38,7 @@ LOADS = {"over capacity": 64, "below capacity": 8}
 WORKLOAD = PromptMix("one shared system prompt", 1, 800, 190)
 HARDWARE = "h100-8b"
 STEP_SECONDS = 0.0126
-"""What that hardware takes for a step of 64 requests."""
+"""Seconds of that hardware's step of 64 requests."""
 
 REPLICA = {
     "engine": "simulated",
@@ -168,7 +167,7 @@ def _wait_healthy(stack: LocalStack, port: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a burst: the router's CPU in microseconds a request, and how many of its requests were held."""
+    """A burst's router CPU in microseconds per request, and how many of its requests were held."""
 
     microseconds: float
     num_held: int

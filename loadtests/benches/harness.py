@@ -59,7 +59,7 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class SystemRun:
-    """What one system did with one run's requests, in their order; an answer is None if it failed."""
+    """One system's answers to a run's requests, in order; None for a failure."""
 
     answers: Sequence[Answer | None]
     seconds: float

@@ -1,10 +1,10 @@
-"""What the worst bodies do to others: how late the event loop gets, how long another client's stream stands.
+"""Measures the harm of the worst bodies: the event loop's lag, and gaps in another client's stream.
 
-A real router process with one replica of the simulated engine, a token each few milliseconds. One client
+A real router process with one replica of the simulated engine, a token every few milliseconds. One client
 streams; beside it each body of the corpus is sent by itself, then the worst of them several at a time. For
-each: its status and time, the longest gap in the other client's stream (the replica's steps are part of it),
-the longest answer to /health (which no replica is), the router's loop-lag gauge, and the memory that the
-router and its children took at most.
+each: status and time, the longest gap in the other client's stream (the replica's steps are part of it), the
+longest answer to /health (which no replica serves), the router's loop-lag gauge, and the peak memory of the
+router and its children.
 
     python -m loadtests.benches.loop_stall                      bodies of 8 MiB
     python -m loadtests.benches.loop_stall --size 1000000 --only tokenize
@@ -145,7 +145,7 @@ async def lag_seconds(port: int) -> float:
 
 @contextlib.asynccontextmanager
 async def watched_memory(pid: int) -> AsyncIterator[list[int]]:
-    """What the router and its children took, in bytes, sampled."""
+    """Sample the memory of the router and its children, in bytes."""
     samples: list[int] = []
 
     async def sample() -> None:

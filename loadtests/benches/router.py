@@ -1,10 +1,10 @@
-"""What the router costs: added latency, requests per second and core.
+"""Measures the router's cost: added latency, requests per second and core.
 
-The replica runs the simulated engine with a cost of zero, so all time that passes is the router's and
-the transport's. The router has core 0 to itself; replica, Redis and this client share core 1. Requests
-per second *per core* are what the router's own CPU time allows (1 / CPU seconds per request), since on
-two cores the other processes set the pace; the pace itself is printed beside it. *Added* latency is the
-difference of the medians to the same prompts sent straight to the replica over gRPC, in the same run.
+The replica runs the simulated engine with a cost of zero, so all time is the router's and the transport's.
+The router has core 0 to itself; replica, Redis and this client share core 1. Requests per second *per core*
+are what the router's own CPU time allows (1 / CPU seconds per request), since on two cores the other
+processes set the pace; the pace itself is printed beside it. *Added* latency is the difference of the medians
+to the same prompts sent straight to the replica over gRPC, in the same run.
 
     python -m loadtests.benches.router
 """

@@ -62,7 +62,7 @@ IN_FLIGHT = "router_in_flight"
 CACHES = ("router_token_cache_bytes", "router_hash_cache_bytes")
 SMALL_CACHES: dict[str, object] = {"tokenizer_cache_bytes": 8 << 20, "hash_cache_bytes": 1 << 20}
 SHORT_STREAM: dict[str, object] = {"events_stream_length": 5000}
-"""What is bounded shall be full before half-time: while it fills, nothing else that grows would be seen."""
+"""Bounded stores must be full before half-time: while they fill, other growth would be hidden."""
 MEBIBYTE = 2**20
 
 
@@ -71,13 +71,13 @@ class Sample:
     seconds: float
     memory: dict[str, Memory]
     router: dict[str, float]
-    """What it counts itself: requests in flight, bytes of caches."""
+    """The router's own counts: requests in flight, bytes of caches."""
     load_average: float
 
 
 @dataclass(slots=True)
 class Soak:
-    """What was seen. Times are seconds since `began`, on the wall clock."""
+    """Observations. Times are seconds since `began`, on the wall clock."""
 
     began: float
     samples: list[Sample] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Soak:
     run: Run | None = None
 
     def ttfts(self, start: float, end: float) -> list[float]:
-        """Of the requests that were to be sent between the two."""
+        """Return the TTFTs of requests scheduled in the interval."""
         assert self.run is not None
         zero = datetime.fromisoformat(self.run.info.started_at).timestamp() - self.began
         return [
@@ -178,7 +178,7 @@ def workload_of(cluster: Cluster, seed: int, seconds: float, qps: float) -> Work
 
 
 def asked_rate(cluster: Cluster, seed: int, seconds: float, wanted: float) -> float:
-    """What to ask the generator for: sessions that begin late are cut off, and so it gives less."""
+    """Return the rate to ask of the generator, which gives less because late sessions are cut off."""
     given = len(workload_of(cluster, seed, seconds, wanted).requests) / seconds
     return wanted * wanted / given
 

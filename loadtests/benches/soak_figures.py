@@ -1,6 +1,6 @@
-"""What a soak test reads and reckons: memory of a process, its growth, gauges that should be back at zero.
+"""Figures of a soak test: a process's memory, its growth, gauges that should return to zero.
 
-Owns which gauges may stand above zero on a cluster that does nothing.
+Owns which gauges may be above zero on an idle cluster.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 NUM_BINS = 10
 T_95 = 2.306
-"""Of Student's distribution, for two parameters from `NUM_BINS` means, two-sided."""
+"""Student's t for two parameters from `NUM_BINS` means, two-sided."""
 
 RAISED_AT_REST = frozenset(
     {
@@ -69,7 +69,8 @@ RAISED_AT_REST = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of a process and its children, in bytes. Pages of files are in the first, and those come and go."""
+    """Memory of a process and its children, in bytes. The first includes pages of files, which come and
+    go."""
 
     resident: int
     anonymous: int
@@ -94,8 +95,8 @@ def memory_of(pid: int) -> Memory:
 
 
 def growth(seconds: Sequence[float], values: Sequence[float]) -> Growth:
-    """Of a straight line through the means of ten parts of the time: samples next to each other are alike,
-    and would make the interval too narrow. Raises ValueError with fewer than two samples for each."""
+    """Fit a line through the means of ten parts of the time: neighbouring samples are alike, and would make
+    the interval too narrow. Raises ValueError with fewer than two samples for each."""
     if len(seconds) < 2 * NUM_BINS:
         raise ValueError(f"{len(seconds)} samples are too few")
     edges = [round(number * len(seconds) / NUM_BINS) for number in range(NUM_BINS + 1)]
@@ -123,7 +124,7 @@ def raised_gauges(metrics_text: str) -> dict[str, float]:
 
 
 def errors_by_kind(metrics_text: str) -> dict[str, int]:
-    """Of all requests that a router has had."""
+    """Count a router's errors by kind."""
     found: Counter[str] = Counter()
     for family in text_string_to_metric_families(metrics_text):
         if family.name == "router_request_errors":

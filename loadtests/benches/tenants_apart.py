@@ -1,10 +1,9 @@
-"""Whether a tenant can tell by the time to its first token what another tenant has sent.
+"""Tests whether a tenant can tell from TTFT what another tenant has sent.
 
 A real router with keys over a replica of our own engine with the toy model. For each probe a *victim* sends a
-prompt that nobody has sent before; then a *prober* sends that prompt and another one that nobody has sent, in
-random order, and times both. If the two samples of times differ by more than chance, as the two-sample
-Kolmogorov-Smirnov test tells, the prober learns something. The same is done with a prober of the victim's own
-tenant, which must differ: otherwise the bench could not see a hit if there was one.
+new prompt; then a *prober* sends that prompt and another new one, in random order, and times both. If the two
+samples differ by more than chance, by the two-sample Kolmogorov-Smirnov test, the prober learns something. A
+prober of the victim's own tenant must see a difference: otherwise the bench could not detect a hit.
 
 With `--pictures` the replica is vLLM with a model that takes images: prompts differ in their picture alone.
 
@@ -36,12 +35,12 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PICTURE_SIDES = 300, 200
 
 Content = str | list[dict[str, object]]
-"""What a user's message says."""
+"""Content of a user's message."""
 
 
 @dataclass
 class Samples:
-    """Seconds to the first token: of what the victim has sent, and of what nobody has."""
+    """Seconds to the first token: of the victim's prompts, and of new ones."""
 
     sent: list[float] = field(default_factory=list)
     unsent: list[float] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """TierPeer: an engine in a process of its own whose KV others may pull, for benches of where KV lies.
 
-Owns that process: it computes what it is told to, and a desk like a replica's serves what it then has in host
-memory. It has no Redis, no router and no Serve stream.
+Owns that process: it computes prompts on command, and serves its host memory like a replica. It has no Redis,
+no router and no Serve stream.
 """
 
 import asyncio

@@ -33,16 +33,16 @@ from replicas.vllm_engine.environment import vllm_environment
 
 ROOT = BlockHash(bytes(HASH_BYTES))
 TOKEN_BYTES = {"torch": 2560, "vllm": 1280}
-"""Of the toy model's KV, in the type in which the engine keeps it on a CPU."""
+"""KV bytes per token of the toy model, in the engine's type on a CPU."""
 
 HOST_PROMPTS = 3
 NUM_OTHERS = 5
-"""What host memory holds, and how many others there are: more."""
+"""Prompts that fill host memory and more."""
 
 WHERE = ("miss", "device", "host", "disk", "peer")
 
 PULL_BYTES_PER_SECOND = 1e9
-"""What the network is taken for until pulls have shown it."""
+"""Assumed speed of the network until pulls have measured it."""
 
 
 class Bench:

@@ -1,4 +1,4 @@
-"""What a frame costs on its way between router and replica: to write it and to read it.
+"""Measures the cost of writing and reading a frame between router and replica.
 
 Frames of 1, 32 and 64 deltas of one token each, as a replica sends them with every step, and of one submit of
 1,000 and of 100,000 tokens, as a router sends it with every request. Times are CPU seconds of the thread, the

@@ -1,1 +1,1 @@
-"""What sends requests and records what became of each: Locust's leader and workers, and the replay."""
+"""Senders of requests and records of their outcomes: Locust's leader and workers, and the replay."""

@@ -68,7 +68,7 @@ class _Sightings:
 
 
 class _Tenant:
-    """What one tenant sent, and when."""
+    """One tenant's requests and their times."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens

@@ -1,8 +1,8 @@
-"""What the replicas of a cluster say of themselves during a load test, read from their /metrics.
+"""The replicas' /metrics during a load test.
 
 Owns the reading, once a second, and the sums. Runs under gevent; a replica that does not answer leaves a gap.
-Where they are is said once, or in a file of targets as `kvasir up` writes it for Prometheus, which is read
-again each time: a replica that was started again is somewhere else.
+Addresses are fixed, or come from a file of targets as `kvasir up` writes it for Prometheus, which is read
+again each time, since a restarted replica has another address.
 """
 
 import json
@@ -44,7 +44,7 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{[^}]*\})? (\S+)", re.MULTILINE)
 
 
 class ClusterSamples:
-    """Of one run. `replicas` are [NAME=]URL, or files of targets that end in .json."""
+    """Samples of one run. `replicas` are [NAME=]URL, or files of targets that end in .json."""
 
     def __init__(self, replicas: Sequence[str]) -> None:
         self.samples: list[LoadSample] = []
@@ -53,7 +53,7 @@ class ClusterSamples:
         self._first: dict[str, dict[str, float]] = {}
         self._latest: dict[str, dict[str, float]] = {}
         self._last: dict[str, dict[str, float]] = {}
-        """Of the replicas that answered the last time."""
+        """Last values of the replicas that answered last time."""
         self._has_restarted = False
         self._start = time.perf_counter()
         self._greenlet: gevent.Greenlet | None = None

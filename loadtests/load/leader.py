@@ -119,7 +119,7 @@ class LoadLeader:
             self._write(self._last)
 
     def _quit(self, **_: Any) -> None:
-        """What was stopped by hand has its last records only now."""
+        """Record the last requests of a run that was stopped by hand."""
         if self._last is not None and self._last.has_news:
             self._write(self._last)
 

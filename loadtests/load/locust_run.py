@@ -21,7 +21,7 @@ LOCUSTFILE = Path(__file__).resolve().parents[1] / "locustfile.py"
 
 
 class LoadTestFailed(Exception):
-    """No run file was written; the message says why, as far as Locust did."""
+    """No run file was written; the message has Locust's reason, if it gave one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

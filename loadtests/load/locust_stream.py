@@ -35,7 +35,7 @@ class ChatAnswer:
     """When the events came that carry tokens."""
     done_seconds: float
     error: str | None
-    """What went wrong, in a word or two."""
+    """The error, in a word or two."""
     headers: dict[str, str]
     response_id: str | None
     usage: Usage
@@ -139,7 +139,7 @@ class StreamClient:
 
 
 class _Reading:
-    """What has come of one answer so far."""
+    """One answer so far."""
 
     def __init__(self) -> None:
         self.sent_seconds = time.perf_counter()

@@ -42,7 +42,7 @@ class OptionsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What one run needs to know; plain values only, since they travel to workers."""
+    """Options of one run; plain values only, since they travel to workers."""
 
     workload: str
     model: str
@@ -144,7 +144,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class LeaderOptions:
-    """What only the process that leads the run needs to know."""
+    """Options of the process that leads the run."""
 
     run_file: str
     replica_metrics: tuple[str, ...]

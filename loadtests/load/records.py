@@ -93,7 +93,7 @@ def unanswered(
 
 
 def refusal(status: int) -> str | None:
-    """What an answer's status says went wrong, in a word or two; None if it is a good one."""
+    """Name the error of an answer's status, in a word or two; None for success."""
     if status in REFUSALS:
         return f"refused ({status})"
     return None if status == 200 else f"status {status}"

@@ -167,7 +167,7 @@ def _write_run_file(
 
 
 def _changed(arguments: argparse.Namespace) -> dict[str, object]:
-    """What makes the workload another one, as it was asked for."""
+    """Return the options that change the workload, as given."""
     given = {
         "qps": arguments.qps,
         "set": " ".join(arguments.set) or None,
@@ -180,7 +180,7 @@ def _changed(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def _command_line(words: Sequence[str], api_key: str | None) -> str:
-    """As typed, but for the key."""
+    """Return the command as typed, without the key."""
     program, *others = words
     shown = [word.replace(api_key, "KEY") if api_key else word for word in others]
     return shlex.join([Path(program).name, *shown])
@@ -244,7 +244,7 @@ def _run(replay: Replay, total: int) -> bool:
 
 
 class _Cluster:
-    """What is asked of the cluster before the run."""
+    """The cluster's state before the run."""
 
     def __init__(self, client: httpx.Client, model: str | None) -> None:
         self._client = client

@@ -1,6 +1,6 @@
-"""The server that a load test talks to: what it serves, as far as it says so.
+"""The server of a load test, and what it says of itself.
 
-Owns the questions before a run. Any server that speaks OpenAI's API will do; what one leaves out is None.
+Owns the questions before a run. Any server with OpenAI's API will do; missing facts are None.
 """
 
 import json
@@ -47,7 +47,7 @@ def find_target(base_url: str, model: str | None, api_key: str) -> Target:
 
 
 def page_tokens(target: Target, api_key: str) -> dict[str, int] | None:
-    """What the model makes of a page of each kind, which /tokenize counts; None where that is not served.
+    """Ask /tokenize for the tokens of a page of each kind; None if it is not served.
 
     Raises TargetError if the model does not take images.
     """

@@ -1,10 +1,10 @@
-"""What sends requests in one process of a load test: arrivals at their time, or users who wait for answers.
+"""Sends requests in one process of a load test: scheduled arrivals, or users who wait for answers.
 
 Owns the sending and the records of its share of a workload, and Locust's events for them. `worker.py` takes
 the records to the leader.
 
-Open loop: one Locust user hands out the arrivals; each is a greenlet of its own, so no answer holds up the
-next request. Closed loop: a Locust user plays one session after another, turn by turn.
+Open loop: one Locust user hands out the arrivals; each is a greenlet of its own, so no answer delays the next
+request. Closed loop: a Locust user plays one session after another, turn by turn.
 """
 
 import itertools
@@ -33,7 +33,7 @@ Numbered = tuple[int, TraceRequest]
 
 
 class AnswerError(Exception):
-    """What Locust shows for a request that failed."""
+    """Locust's exception for a failed request."""
 
 
 class Sender:
@@ -112,7 +112,7 @@ class Sender:
                 self._num_playing -= 1
 
     def stop(self) -> None:
-        """What is under way is recorded as stopped."""
+        """Record requests in flight as stopped."""
         self._is_stopped = True
         self._greenlets.kill()
         for number, (request, due) in list(self._in_flight.items()):

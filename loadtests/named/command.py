@@ -93,7 +93,7 @@ def _announcement(plan: LoadtestPlan) -> str:
 
 
 def _run_all(plan: LoadtestPlan, runs: list[tuple[str, Run]], say: Say) -> None:
-    """What is finished, or was begun, is in `runs` whatever happens."""
+    """Run everything. Finished and started runs are in `runs`, whatever happens."""
     for number, planned in enumerate(plan.runs, start=1):
         label = f"[{number}/{len(plan.runs)}] {planned.label}"
         notes = _busyness()
@@ -113,7 +113,7 @@ def _run_all(plan: LoadtestPlan, runs: list[tuple[str, Run]], say: Say) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """What `kvasir up` and the load generator are told of API keys."""
+    """API keys for `kvasir up` and the load generator."""
 
     cluster_words: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
@@ -133,7 +133,7 @@ def _keys(plan: LoadtestPlan) -> Iterator[_Keys]:
 
 
 def _busyness() -> tuple[str, ...]:
-    """What to note of a machine that has other work. Before each run: it comes and goes."""
+    """Note other work on the machine. Asked before each run, since it varies."""
     busy = psutil.cpu_percent(1.0)
     if busy <= BUSY_PERCENT:
         return ()

@@ -12,10 +12,10 @@ from loadtests.workloads import SENDS_IMAGES
 
 SIMULATED = "simulated"
 OVERLOAD = frozenset({"refused (429)", "refused (503)"})
-"""What a cluster may say that has more to do than its queues hold."""
+"""Errors that an overloaded cluster may give."""
 
 CUT = frozenset({"failed"})
-"""What an answer that had begun may end with when no replica came back in time to go on with it."""
+"""Endings of a started answer when no replica came back in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class NamedTest:
     workload: str
     qps: float | None
     cache_tokens: int
-    """What the cache of one replica holds."""
+    """Capacity of one replica's cache."""
     parameters: Mapping[str, int | float] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
     kill_at: tuple[float, ...] = ()
     """When a replica is killed, as shares of the duration."""
     expected_errors: frozenset[str] = frozenset()
     computed_share: float = 0.12
-    """Of the rate, on an engine that computes on a CPU."""
+    """Share of the rate for an engine that computes on a CPU."""
     kills_all: bool = False
     """Every replica at once."""
     arms: tuple[Arm, ...] = ()
@@ -50,7 +50,7 @@ class NamedTest:
     """Unless told otherwise."""
     duration_seconds: float = 60.0
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Of simulated replicas."""
+    """Settings for simulated replicas."""
     slo_ttft: float = 0.5
     has_keys: bool = False
     """Every tenant has an API key, and the time of `slo_ttft` as its own."""
@@ -75,8 +75,8 @@ class Size:
 CROSS_USER = {"num_tenants": 20, "system_tokens": 2000}
 CROSS_USER_CACHE_TOKENS = 24576
 OVERLOAD_QPS = 8.0
-"""Of replicas at a quarter of their speed, so that few requests are too many: the load generator has the same
-cores."""
+"""Rate for replicas at a quarter of their speed, so that few requests overload them: the load generator has
+the same cores."""
 
 NAMED_TESTS: Mapping[str, NamedTest] = {
     "cross-user": NamedTest(

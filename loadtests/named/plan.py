@@ -45,7 +45,7 @@ class LoadtestError(ClusterError):
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """Of one policy; runs of one round have the same seed, and so the same traffic."""
+    """One policy's run; runs of one round have the same seed, and so the same traffic."""
 
     round_number: int
     policy: str
@@ -75,12 +75,12 @@ class LoadtestPlan:
     runs: tuple[PlannedRun, ...]
     trace: Path | None
     cluster_words: tuple[str, ...]
-    """What follows `kvasir up`, but for the policy."""
+    """Arguments of `kvasir up`, without the policy."""
     slo_ttft: float
     output: Path
 
     def locust_options(self, run: PlannedRun) -> dict[str, str]:
-        """What a run has besides rate, duration, seed and cluster."""
+        """Return a run's options besides rate, duration, seed and cluster."""
         options = {name: str(value) for name, value in self.size.parameters.items()}
         options |= self.test.options
         if self.size.qps is not None:
@@ -256,7 +256,7 @@ def tenants_of(plan: LoadtestPlan) -> list[str]:
 
 
 def _workload(plan: LoadtestPlan, seed: int) -> Workload:
-    """What a run with this seed sends. Raises LoadtestError with what generators and the reader refuse."""
+    """Make the workload for this seed. Raises LoadtestError for invalid parameters and files."""
     options = plan.test.options
     made = LoadOptions(
         workload=plan.test.workload,

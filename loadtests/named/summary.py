@@ -1,7 +1,7 @@
-"""What `kvasir loadtest` says of its runs: a table, one sentence, doubts and complaints. Pure.
+"""The terminal output of `kvasir loadtest`: a table, one sentence, doubts and complaints. Pure.
 
-Owns the choice of the figures for a terminal, and what makes a load test fail. What the figures mean, and
-whose runs belong together, is comparison.py's.
+Owns the choice of figures for a terminal, and the criteria for failure. comparison.py owns the figures'
+meaning, and which runs belong together.
 """
 
 from collections import Counter
@@ -45,7 +45,7 @@ SHOWN = (
 )
 LATE_SECONDS = 0.02
 LATE_SHARE = 0.2
-"""Of the median TTFT. A client that is later than both has measured itself."""
+"""Share of the median TTFT. A client that is later than both has measured itself."""
 
 _BY_LABEL = {figure.label: figure for figure in FIGURES}
 
@@ -68,7 +68,7 @@ def table(run_set: RunSet) -> str:
 
 
 def phase_table(run_set: RunSet) -> str | None:
-    """What became of requests before, just after and long after replicas were killed. None if none were."""
+    """Return a table of requests before, just after and long after the kills; None without any."""
     rows = phase_rows(run_set)
     return _aligned([list(PHASE_HEADS), *rows]) if rows else None
 
@@ -103,7 +103,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def sentence(run_set: RunSet) -> str | None:
-    """Who failed, and what our policy, or the last one, made of the traffic next to the first that did not.
+    """Return who failed, and how our policy, or the last one, compares with the first that did not.
 
     None if there is only one, which did not fail.
     """
@@ -179,7 +179,7 @@ def doubts(run_set: RunSet) -> list[str]:
 
 
 def complaints(run_set: RunSet, expected_errors: Collection[str], *, is_killing: bool) -> list[str]:
-    """What must not be. `is_killing`: replicas took their counters with them."""
+    """List the failures. `is_killing`: replicas took their counters with them."""
     return [
         f"{each.name}: {complaint}"
         for variant in run_set.variants

@@ -1,6 +1,6 @@
-"""What an entry of the index takes in a router's memory, as Python's own allocator counts it.
+"""Measures an index entry's memory in a router, by Python's own allocator.
 
-A resident set would count what the allocator keeps, and what others have left there.
+A resident set would also count the allocator's reserve, and leftovers of others.
 """
 
 import gc

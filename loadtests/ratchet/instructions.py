@@ -24,7 +24,8 @@ ROW = f"instructions, {platform.python_implementation()} {sys.version_info.major
 ROW += platform.machine()
 
 FEW_DECISIONS, MANY_DECISIONS = 20, 4020
-"""So many that what differs at the start of two processes, some millions of instructions, does not count."""
+"""Enough decisions that the difference between two process starts, some millions of instructions, is
+negligible."""
 NUM_CONNECTIONS = 8
 NUM_WARM_UP, NUM_REQUESTS = 16, 64
 IDLE_SECONDS = 5.0
@@ -117,7 +118,7 @@ class _RouterCounter:
 
 
 def _counting(out: Path) -> Sequence[str]:
-    """What stands before a command. Hashes of texts are the same in every run, or sets would not be."""
+    """Return the command's prefix. Hash randomisation is off, since sets would differ between runs."""
     return ["env", "PYTHONHASHSEED=0", "valgrind", "--tool=callgrind", f"--callgrind-out-file={out}"]
 
 

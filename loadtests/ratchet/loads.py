@@ -17,7 +17,7 @@ GROWING = ("qps", "num_requests", "num_sessions")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a generator makes with these parameters, and replicas to serve it."""
+    """A generator's parameters, and replicas to serve its requests."""
 
     generator: str
     parameters: tuple[tuple[str, float | int | str], ...]
@@ -26,7 +26,7 @@ class Load:
     num_replicas: int = 2
 
     def parameters_of(self, times: int) -> tuple[tuple[str, float | int | str], ...]:
-        """For so many times the rate."""
+        """Return the parameters for `times` the rate."""
         return tuple((name, value * times if name in GROWING else value) for name, value in self.parameters)
 
 

@@ -76,7 +76,7 @@ def _rows() -> Iterator[tuple[str, Row]]:
 
 ROWS = dict(_rows())
 CARRIED = {name: row for name, row in ROWS.items() if row.times == 1 and row.tiers is None}
-"""The fleet carries the load: with the queue these are as good as without it."""
+"""Rows whose load the fleet carries: the queue must not change these."""
 
 
 @functools.cache

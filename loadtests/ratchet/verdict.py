@@ -58,7 +58,7 @@ class Change:
 
 
 def worse(old: Figures, new: Figures) -> list[Change]:
-    """Of the rows that both have."""
+    """Compare the rows that both have."""
     return [each for each in _changes(old, new) if _tolerance(each.figure).is_worse(each.old, each.new)]
 
 

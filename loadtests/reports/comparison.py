@@ -38,7 +38,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of one figure over the runs of a variant."""
+    """Spread of one figure over a variant's runs."""
 
     median: float
     lowest: float
@@ -76,7 +76,7 @@ class Variant:
 
     @property
     def ttft_seconds(self) -> list[float]:
-        """Of all its runs, sorted."""
+        """Return the TTFTs of all its runs, sorted."""
         return sorted(seconds for each in self.runs for seconds in each.figures.ttft_seconds)
 
     @property
@@ -256,7 +256,7 @@ def compare(runs: Sequence[tuple[str, Run]], slo: Slo) -> list[RunSet]:
 
 
 def ratio(figure: Figure, variant: Variant, baseline: Variant) -> float | None:
-    """Of the medians, the baseline's being 1. None if one of them failed, or has no such figure."""
+    """Return the ratio of the medians to the baseline's. None if one failed or lacks the figure."""
     if variant.failure or baseline.failure:
         return None
     ours, theirs = variant.spread(figure), baseline.spread(figure)
@@ -283,7 +283,8 @@ def overlaps(figure: Figure, variant: Variant, other: Variant) -> bool:
 
 
 def leader(run_set: RunSet) -> tuple[Variant, Variant]:
-    """Who is ahead most often, and whom to name next to it: the baseline, or the second."""
+    """Return the variant that is ahead most often, and one to compare it with: the baseline, or the
+    second."""
 
     def num_wins(variant: Variant) -> int:
         return sum(
@@ -330,7 +331,7 @@ def in_words(parameters: dict[str, object]) -> str:
 
 
 def verdict(run_set: RunSet) -> str:
-    """Who failed; then one sentence on the others: who wins, by how much."""
+    """Say who failed; then one sentence on who of the others wins, and by how much."""
     standing = run_set.without_failed()
     sentences = [f"{failure}." for failure in run_set.failures]
     if standing.variants:

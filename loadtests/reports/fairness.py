@@ -1,10 +1,10 @@
-"""What became of each tenant in a run, and how fairly an overloaded fleet was shared. Pure.
+"""Results per tenant, and how fairly an overloaded fleet was shared. Pure.
 
 Owns the figures per tenant and Jain's index.
 
-The index is of what each tenant was served over what it would have been in max-min fairness, where nobody
-gets more than was asked for, and what one leaves the others share: (Σx)² / (n·Σx²), 1 if all had their fair
-part. Work is counted in prompt tokens of whole answers, which every server knows.
+The index compares each tenant's service with its max-min fair share, in which no tenant gets more than it
+asked for and the others share the rest: (Σx)² / (n·Σx²), 1 if all had their fair share. Work is counted in
+prompt tokens of whole answers, which every server reports.
 """
 
 import statistics
@@ -35,7 +35,7 @@ class Fairness:
     tenants: Mapping[str, TenantFigures]
     jain: float | None
     ttft_p90_of_others: float | None
-    """Of all but the tenant that asked for most."""
+    """For all tenants but the one that asked for most."""
     hit_rate_of_others: float | None
 
 
@@ -65,7 +65,7 @@ def jain(values: Sequence[float]) -> float | None:
 
 
 def max_min(asked: Mapping[str, float], total: float) -> dict[str, float]:
-    """Of so much in all: equal parts, but nobody's larger than what it asked for."""
+    """Divide a total into equal shares, none larger than what was asked for."""
     parts: dict[str, float] = {}
     left, num_left = total, len(asked)
     for name in sorted(asked, key=lambda each: asked[each]):

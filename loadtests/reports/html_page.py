@@ -36,7 +36,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What a policy makes of one figure. Empty texts are left out."""
+    """A policy's value of one figure. Empty texts are left out."""
 
     value: str
     ratio: str = ""

@@ -17,7 +17,7 @@ Point = tuple[float, float]
 
 CHARACTER_WIDTH = 7.2
 LINE_HEIGHT = 14.0
-"""Of a label, in units of the drawing: bold, in a wide face."""
+"""Height of a label, in units of the drawing: bold, in a wide face."""
 NUM_PLACES = 24
 """How many places along a line are tried for its label."""
 
@@ -51,7 +51,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Of a stack: one height for each interval."""
+    """A layer of a stack: one height per interval."""
 
     css_class: str
     label: str

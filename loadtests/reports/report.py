@@ -25,7 +25,7 @@ from loadtests.figures import percentiles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """What became of one request. Times are in seconds; `arrival_seconds` is when it was to be sent."""
+    """The outcome of one request. Times are in seconds; `arrival_seconds` is the scheduled one."""
 
     arrival_seconds: float
     num_input_tokens: int
@@ -37,12 +37,12 @@ class RequestRecord:
     num_cached_tokens: int | None = None
     """None: no usage came."""
     num_cross_user_tokens: int | None = None
-    """Of the cached tokens; None: the server does not say."""
+    """Cached tokens that another user computed; None if the server does not say."""
     predicted_tokens: int | None = None
-    """What the router expected to be cached."""
+    """Cached tokens that the router expected."""
     replica: str | None = None
     error: str | None = None
-    """What went wrong, in a word or two; None if the answer came whole."""
+    """The error, in a word or two; None if the answer came whole."""
     lateness_seconds: float = 0.0
     """By how much the client sent it after its time."""
     user: str | None = None
@@ -51,11 +51,11 @@ class RequestRecord:
     reason: str | None = None
     """Why the router chose that replica."""
     num_own_tokens: int | None = None
-    """Of the cached tokens, those that the same user had computed."""
+    """Cached tokens that the same user computed."""
     num_other_tenant_tokens: int | None = None
-    """Of the cached tokens, those that no earlier request of this tenant can have left; must be 0."""
+    """Cached tokens that no earlier request of this tenant can have left; must be 0."""
     num_host_tokens: int | None = None
-    """Of the cached tokens, those that were read from host memory; None: the server does not say."""
+    """Cached tokens read from host memory; None if the server does not say."""
     num_disk_tokens: int | None = None
     """And those that were read from disk."""
     itl_seconds: tuple[float, ...] = ()
@@ -64,7 +64,7 @@ class RequestRecord:
     num_images: int = 0
     """In the prompt of one that was answered."""
     num_image_tokens: int = 0
-    """That stand for them, as far as the client knows."""
+    """Tokens that stand for images, to the client's knowledge."""
 
     @property
     def tpot_seconds(self) -> float | None:
@@ -145,7 +145,7 @@ class Origins:
         )
 
     def share(self, num_tokens: int) -> float | None:
-        """Of the prompt tokens."""
+        """Return the share of the prompt tokens."""
         return num_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
 
     def __add__(self, other: "Origins") -> "Origins":
@@ -162,7 +162,7 @@ class Origins:
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """What became of the images in prompts, warm-up included, as the replicas' own counters do."""
+    """The outcome of images in prompts, warm-up included, like the replicas' own counters."""
 
     num_in_prompts: int
     num_taken: int
@@ -177,7 +177,7 @@ class Images:
 
     @property
     def cached_share(self) -> float:
-        """Of the tokens of images, those that were not encoded for their prompt."""
+        """Share of images' tokens that were not encoded for their prompt."""
         return max(0.0, 1 - self.num_encoded_tokens / self.num_tokens) if self.num_tokens else 0.0
 
 
@@ -205,7 +205,7 @@ class Report:
     imbalance_requests: Imbalance | None
     imbalance_computed_tokens: Imbalance | None
     imbalance_in_flight: Imbalance | None
-    """Of the time-averaged number of requests in flight."""
+    """Imbalance of the time-averaged number of requests in flight."""
     prediction: Prediction | None
     lateness: Distribution | None
     images: Images | None = None
@@ -260,7 +260,7 @@ def make_report(
 
 
 def origins_of(record: RequestRecord) -> Origins:
-    """Of one request; nothing where its usage is not known."""
+    """Return one request's origins of cached tokens; none if its usage is unknown."""
     if record.num_cached_tokens is None:
         return Origins()
     left = record.num_cached_tokens

@@ -1,11 +1,11 @@
-"""From a run to the figures that it is shown by: those of its report, and how they came about. Pure.
+"""From a run to its displayed figures: those of its report, and how they arose. Pure.
 
-Owns what they mean over time, over replicas and over tenants, and how they are held against the engines' own
-counters; what a request's figures mean is report.py's.
+Owns their course over time, over replicas and over tenants, and their comparison with the engines' own
+counters; report.py owns a request's figures.
 
-- Requests of the warm-up are left out, but for two things: the plots over time show them, and what is held
-  against the engines' counters (sums of tokens, and images) includes them, because the counters do.
-- Over time: prompts and their hits stand where the request was to be sent; good answers where they ended.
+- Requests of the warm-up are left out, with two exceptions: plots over time show them, and comparisons with
+  the engines' counters (sums of tokens, and images) include them, because the counters do.
+- Over time, prompts and hits are at the scheduled time, good answers at their end.
 """
 
 from bisect import bisect_right
@@ -26,7 +26,7 @@ NICE_SECONDS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 180
 
 @dataclass(frozen=True, slots=True)
 class TimeBin:
-    """What happened from `start_seconds` on, for `num_seconds`."""
+    """Events from `start_seconds` on, for `num_seconds`."""
 
     start_seconds: float
     num_seconds: float
@@ -65,7 +65,7 @@ class Reconciled:
 
 @dataclass(frozen=True, slots=True)
 class Reconciliation:
-    """Of the requests whose usage is not known: what became of them, and the length of their prompts."""
+    """Requests with unknown usage: their outcomes and prompt lengths."""
 
     sums: tuple[Reconciled, ...]
     silent: dict[str, int]
@@ -103,7 +103,7 @@ class RunFigures:
     report: Report
     num_warmup_requests: int
     ttft_seconds: tuple[float, ...]
-    """Of every answer that came whole, sorted."""
+    """TTFTs of all whole answers, sorted."""
     bins: tuple[TimeBin, ...]
     loads: Loads
     reasons: dict[str, int]
@@ -130,7 +130,7 @@ def figures_of(run: Run, slo: Slo, *, bin_seconds: float | None = None) -> RunFi
 
 
 def images_of(run: Run) -> Images | None:
-    """Of all its requests whose usage is known."""
+    """Return the images of all requests with known usage."""
     measured = [each for each in run.records if each.num_cached_tokens is not None]
     num_images = sum(each.num_images for each in measured)
     totals = run.engine_totals
@@ -192,7 +192,7 @@ def _loads(run: Run) -> Loads:
 
 
 def _sampled(samples: Sequence[LoadSample]) -> dict[str, tuple[LoadPoint, ...]]:
-    """Of samples that are too close to draw, the highest load stays: peaks are what matters."""
+    """Thin samples that are too close to draw; the highest load stays, since peaks matter."""
     width = max(sample.seconds for sample in samples) / NUM_LOOKS or 1.0
     highest: dict[str, dict[int, LoadPoint]] = defaultdict(dict)
     for sample in samples:

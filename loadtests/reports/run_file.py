@@ -1,7 +1,7 @@
-"""What is kept of one run of a load test: a JSON file, and how it is written and read.
+"""The file of one load test run: JSON, how it is written and read.
 
-Owns the file's format and what says where a run came from: commit, machine, time. Whatever is wrong with a
-file is a RunFileError with one sentence.
+Owns the format and the run's origin: commit, machine, time. Every defect of a file is a RunFileError with one
+sentence.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class RunFileError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What was run. None is not known."""
+    """The run's configuration. None is unknown."""
 
     test: str
     policy: str | None
@@ -53,14 +53,14 @@ class RunInfo:
     """Requests that were to arrive earlier are recorded, and not counted."""
     notes: tuple[str, ...] = ()
     cluster: str = ""
-    """What the cluster has that others of the test have not, in words."""
+    """How the cluster differs from the test's others, in words."""
     kill_seconds: tuple[float, ...] = ()
     """When replicas were killed, after the start."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """What one replica said of itself, `seconds` after the start of the run."""
+    """One replica's report, `seconds` after the start of the run."""
 
     seconds: float
     replica: str

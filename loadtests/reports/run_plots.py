@@ -1,6 +1,6 @@
-"""Which plots a comparison of runs is shown by, and what stands on their axes. Pure.
+"""The plots of a comparison of runs, and their axes. Pure.
 
-Owns the choice. How a plot is drawn is plots.py's; where it stands is the page's.
+Owns the choice. plots.py draws them; the page places them.
 """
 
 from collections.abc import Sequence

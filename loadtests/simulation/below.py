@@ -37,9 +37,10 @@ class Below:
         peer: VirtualStore | None,
         encode_seconds: Callable[[int], float] | None = None,
     ) -> None:
-        """A request waits, behind others that will compute so many tokens. What `peer` has may be pulled.
+        """A request waits behind others that will compute `num_tokens_before` tokens. `peer`'s KV may be
+        pulled.
 
-        Encoding its images takes `encode_seconds`, by how many of its leading tokens are ready.
+        `encode_seconds` returns the time to encode its images, by ready leading tokens.
         """
         request.chunk_names = self.store.names(request.hashes(request.num_tokens // self._block_size))
         token_seconds = self._token_seconds()

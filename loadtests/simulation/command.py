@@ -32,7 +32,7 @@ TIMED_HARDWARE = tuple(name for name, hardware in HARDWARE.items() if hardware.c
 """In virtual time, what costs nothing would serve everything at once."""
 
 MAX_WINDOWS = 10_000
-"""Of a curve of hits over time."""
+"""For a curve of hits over time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,10 +15,8 @@ BACK_POINTS = 0.02
 
 
 class Window(NamedTuple):
-    """Of the requests that arrived from `start` on: prompt tokens, and those of them that were cached; that
-    one cache for all that forgets nothing would have had; and that it would have had if it had lost, with
-    each replica that died, what lay nowhere else.
-    """
+    """Requests that arrived from `start` on: prompt tokens; cached ones; those of one endless cache for all;
+    and those of an endless cache that lost, with each dead replica, what was nowhere else."""
 
     start: float
     num_requests: int
@@ -31,7 +29,7 @@ class Window(NamedTuple):
 def curve(
     workload: Workload, records: Sequence[RequestRecord], losses: Sequence[Loss], seconds: float
 ) -> tuple[Window, ...]:
-    """Windows of so many seconds, from 0 to the last arrival. `records` are in the workload's order."""
+    """Return windows of `seconds`, from 0 to the last arrival. `records` are in the workload's order."""
     num_windows = 1 + int(max((record.arrival_seconds for record in records), default=0.0) / seconds)
     counts = [[0, 0, 0, 0, 0] for _ in range(num_windows)]
     possible = ideal_hits_by_request(workload, losses=losses)

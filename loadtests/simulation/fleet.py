@@ -76,7 +76,7 @@ class FleetResult:
     duplication: float | None
     """Mean over a few looks: indexed blocks in all caches / distinct ones."""
     losses: list[Loss]
-    """What was left at each death of a replica."""
+    """Remaining KV after each death of a replica."""
     images: Images | None = None
     """Warm-up included. None if no prompt had any."""
 
@@ -177,7 +177,7 @@ class VirtualFleet:
         return Images(num_in_prompts, self._num_images_taken, 0, num_tokens, self._num_encoded_tokens)
 
     def _count_images(self, replica: VirtualReplica) -> None:
-        """Of a replica that has ended."""
+        """Count the images of a replica that ended."""
         self._num_images_taken += len(replica.images)
         self._num_encoded_tokens += replica.num_encoded_tokens
 
@@ -492,7 +492,8 @@ class VirtualFleet:
             self._at(max([back_at, *ends]), lambda: self._bring_back(host))
 
     def _note_loss(self, lost: VirtualHost) -> None:
-        """What is left: at the others, by their index; on its disk; what requests that go on will make."""
+        """Note what remains: at the others, by their index; on its disk; and what continuing requests will
+        compute."""
         left = {block_hash for host in self.hosts for block_hash in host.kept}
         left.update(name.key for name, _ in lost.left_on_disk)
         left.update(block_hash for run in self._runs.values() for block_hash in run.prepared.block_hashes)
@@ -511,7 +512,7 @@ class VirtualFleet:
             self._place(run)
 
     def _introduce(self, host: VirtualHost) -> None:
-        """What a replica with tiers says before its first request: what it found, and what moving takes."""
+        """Report a tiered replica's found chunks and speeds, before its first request."""
         assert host.replica is not None
         if host.replica.store is not None:
             host.observe(host.replica.store.take_events())

@@ -76,7 +76,7 @@ class VirtualHost:
 
     @property
     def kept(self) -> frozenset[BlockHash]:
-        """What the index should hold for it now."""
+        """Return the hashes that the index should hold for it now."""
         return frozenset() if self._residency is None else frozenset(self._residency.kept)
 
     @property
@@ -112,7 +112,7 @@ class VirtualHost:
         self._announcements.end(announcement_id)
 
     def take_change(self) -> IndexChange | None:
-        """What has changed since the last one."""
+        """Return the changes since the last call."""
         residency, announcements = self._residency, self._announcements
         if residency is None or not (residency.has_change or announcements.has_change):
             return None

@@ -49,7 +49,7 @@ class Source:
     num_tenants: int | None = None
     """None leaves them as they are."""
     flood: int = 1
-    """So many times what is its own one of the tenants sends."""
+    """Factor by which one of the tenants exceeds its own share."""
     """Without, every `prompt_cache_key` is left out."""
 
 
@@ -63,7 +63,7 @@ class Job:
     warm_up: float
     slo: Slo
     window_seconds: float | None = None
-    """Of the curve of hits, if one is wanted."""
+    """Interval of the curve of hits, if one is wanted."""
 
 
 def run_all(jobs: Sequence[Job], num_processes: int) -> list[Summary]:
@@ -80,7 +80,7 @@ def run_all(jobs: Sequence[Job], num_processes: int) -> list[Summary]:
 
 
 def _run(job: Job, place: str | None = None) -> Summary:
-    """One fleet, served from beginning to end. The same job gives the same figures, but for real times.
+    """Serve one fleet from beginning to end. Equal jobs give equal figures, except real times.
 
     `place` is the job's among others; with it, progress is shown.
     """

@@ -42,7 +42,7 @@ class VirtualHandOver:
         self._asked: dict[ReplicaId, tuple[LeasedChunk, ...]] = {}
 
     def go_on(self, now: float) -> None:
-        """Hear what was answered, and ask whoever is asked nothing."""
+        """Take the answers, and ask peers without a question."""
         peers = _staying(self._hosts)
         for replica_id in [*self._asked]:
             self._hear(replica_id, peers)

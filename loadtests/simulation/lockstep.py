@@ -71,7 +71,8 @@ class Lockstep:
         return self._take(self._ends)
 
     def take_growing(self) -> list[VirtualRequest]:
-        """Those whose next token begins a block. Whoever gets one is noted again with `note_growth`."""
+        """Return the requests whose next token begins a block. Note those that get one again with
+        `note_growth`."""
         return self._take(self._growths)
 
     def note_growth(self, request: VirtualRequest) -> None:

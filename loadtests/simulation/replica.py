@@ -25,11 +25,11 @@ from replicas.protocol.frames import LoadSnapshot, StepFrame
 _rank = attrgetter("rank")
 
 UNMEASURED_TOKEN_SECONDS = 1e-4
-"""What a token takes to compute, as long as no step has shown it."""
+"""Seconds to compute a token until a step has shown it."""
 
 
 class Meter(Protocol):
-    """What measures a replica's speed from its steps: the engine loop's own."""
+    """Measures a replica's speed from its steps, with the engine loop's own code."""
 
     def encode_seconds(self, media: Sequence[MediaSpan]) -> Callable[[int], float] | None: ...
 
@@ -48,7 +48,7 @@ class LoadReport:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What a step, or a run of decoding steps, has brought."""
+    """The result of a step, or of a run of decoding steps."""
 
     first_tokens: list[VirtualRequest]
     finished: list[VirtualRequest]
@@ -70,7 +70,7 @@ class VirtualReplica:
         """Prompt tokens that were computed, those of preempted requests each time."""
         self.num_preemptions = 0
         self.num_encoded_tokens = 0
-        """Of images, each time that one is encoded."""
+        """Tokens of images, counted each time that one is encoded."""
         self.images: set[bytes] = set()
         """Those that prompts have brought. None is forgotten."""
         self._meter = meter
@@ -377,7 +377,7 @@ class VirtualReplica:
             request.encoding.expect(request.num_tokens - num_expected_tokens)
 
     def _num_expected_tokens(self, request: VirtualRequest) -> int:
-        """What it would have to compute, by what is cached now and what is being brought."""
+        """Return the tokens that it would have to compute, given what is cached and on its way."""
         num_cached_tokens = len(self._find_cached(request)) * self.shape.block_size
         return request.num_tokens - max(num_cached_tokens, request.num_planned_tokens)
 

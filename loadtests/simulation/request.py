@@ -131,12 +131,12 @@ class VirtualRequest:
         self.tenant = tenant
         self.num_tokens = self.num_submitted_tokens = num_prompt_tokens + num_output_tokens
         self.encoding = Encoding(media) if media else None
-        """Of its images, if it has any."""
+        """The encoding of its images, if it has any."""
         self.announcement_id: int | None = None
         """While what it will make is announced."""
         self.block_ids: list[int] = []
         self.chunk_names: list[ChunkName] = []
-        """Of what it may find cached, where there is memory below the device."""
+        """Names of the chunks that it may find cached, if there is memory below the device."""
         self.num_planned_tokens = 0
         """Those that are brought to the device while it waits."""
         self.waits_until = 0.0
@@ -167,7 +167,8 @@ class VirtualRequest:
         return (self.num_tokens - 1) // block_size
 
     def hashes(self, num_blocks: int) -> list[BlockHash]:
-        """Of the leading full blocks: the prompt's own, then this request's answer, which no other shares."""
+        """Return the hashes of the leading full blocks: the prompt's, then this request's answer, which no
+        other shares."""
         for block in range(len(self.block_hashes), num_blocks):
             value = _OUTPUT_BIT | self.number * _OUTPUT_BLOCKS_PER_REQUEST | block
             self.block_hashes.append(BlockHash(value.to_bytes(HASH_BYTES, "big")))

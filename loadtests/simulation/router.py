@@ -97,7 +97,7 @@ class VirtualRouter:
         return self.holding.ask(self._asking(request), now, call, exclude=exclude)
 
     def charge(self, request: HashedRequest, routed: RoutedRequest, held: Held | None) -> Charge:
-        """What the request's tenant was charged when it went."""
+        """Return the charge of the request's tenant at release."""
         assert self.holding is not None
         return self.holding.charge(self._asking(request), routed, held)
 

@@ -10,10 +10,10 @@ from replicas.simulated_engine.hardware import CostModel
 
 @dataclass(frozen=True, slots=True)
 class TierShape:
-    """What one replica has below its device, and how fast KV moves there.
+    """One replica's memory below its device, and its speeds.
 
-    `host_bytes_per_second` is one way between device and host memory, `pull_bytes_per_second` one way
-    between two replicas; without it none pulls.
+    `host_bytes_per_second` is one way between device and host memory, `pull_bytes_per_second` one way between
+    two replicas; without it none pulls.
     """
 
     bytes_per_token: int
@@ -25,7 +25,7 @@ class TierShape:
     pull_bytes_per_second: float | None = None
     write_bytes_per_second: float | None = None
     lease_seconds: int | None = None
-    """Every prompt is leased for so long after each use, as far as `lease_share` of each tier goes."""
+    """Every prompt is leased for this long after each use, within `lease_share` of each tier."""
     lease_share: float = 0.5
 
     def __post_init__(self) -> None:
@@ -35,13 +35,13 @@ class TierShape:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaShape:
-    """What one replica can do. `num_blocks` do not count the null block.
+    """One replica's capacity. `num_blocks` do not count the null block.
 
-    With `decodes_beside`, prefill and decode do not slow each other down: requests decode at their own
-    pace while a prompt is computed. Published comparisons of routers are often computed so; an engine
-    whose steps do both is slower. With `reads_shared_once`, a block that several requests attend to is
-    read once per decode step, not once for each of them. Without `counts_arrivals`, its load counts a
-    request only from the end of the step that follows its arrival.
+    With `decodes_beside`, prefill and decode do not slow each other down: requests decode at their own pace
+    while a prompt is computed. Published comparisons of routers often assume this; an engine whose steps do
+    both is slower. With `reads_shared_once`, a decode step reads a block once for all requests that attend to
+    it. Without `counts_arrivals`, its load counts a request only from the end of the step that follows its
+    arrival.
     """
 
     cost: CostModel

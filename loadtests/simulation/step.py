@@ -25,10 +25,10 @@ class VirtualChunk:
 
 @dataclass(slots=True)
 class Step:
-    """What is being computed: prefill chunks in one step, or `num_steps` of decoding only.
+    """Work in progress: prefill chunks in one step, or `num_steps` of decoding only.
 
-    `decode_seconds` is what the decoding took for itself, of all `num_steps` together. For the chunks
-    `num_encoded_tokens` of images have to be encoded.
+    `decode_seconds` is the decoding's own time, for all `num_steps` together. The chunks require encoding
+    `num_encoded_tokens` of images.
     """
 
     started_at: float

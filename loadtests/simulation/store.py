@@ -53,7 +53,7 @@ Writers = tuple[UserTag, ...]
 """Whose request computed each block of a chunk."""
 
 OnDisk = tuple[ChunkName, Writers]
-"""What a file says of itself."""
+"""A file's own description."""
 
 
 class VirtualStore:
@@ -74,10 +74,10 @@ class VirtualStore:
         )
         self._now = 0.0
         self._source: VirtualStore | None = None
-        """Of the take-overs that are asked for now."""
+        """Source of the current take-overs."""
         self._take_overs = TakeOvers(self.directory, self, self)
         self._sources: list[Epoch] = []
-        """Who has asked: a take-over's number is its place."""
+        """Sources that have asked: a take-over's number is its place."""
         self._writers: dict[BlockHash, Writers] = {name.key: writers for name, writers in restored}
         self.directory.restore([name for name, _ in restored])
         self._to_device = Link(shape.host_bytes_per_second, HOST_MOVE_SECONDS)
@@ -124,7 +124,7 @@ class VirtualStore:
         return events
 
     def on_disk(self) -> list[OnDisk]:
-        """What the next life will find, oldest use first."""
+        """Return the files for the next life, least recently used first."""
         return [(name, self._writers[name.key]) for name in self.directory.on_disk()]
 
     def speeds(self, now: float) -> MoveSpeeds:
@@ -178,9 +178,9 @@ class VirtualStore:
         peer: "VirtualStore | None",
         encode_seconds: Callable[[int], float] | None = None,
     ) -> Way:
-        """A request with these chunks has come: start what should be in host memory when its turn comes.
+        """Start to bring a new request's chunks into host memory before its turn.
 
-        Returns how much of it will not have to be computed, as far as can be seen.
+        Returns how many tokens it will not have to compute, by present knowledge.
         """
         chunk_tokens = self.blocks_per_chunk * self._block_tokens
         num_at_peer = 0
@@ -235,7 +235,7 @@ class VirtualStore:
         return tags[first_block - first_chunk * size : end_block - first_chunk * size]
 
     def load_seconds(self, num_blocks: int, now: float) -> float:
-        """What loading `num_blocks` from host memory would take."""
+        """Expected seconds to load `num_blocks` from host memory."""
         num_bytes = num_blocks * self._block_tokens * self._token_bytes
         link = self._to_device
         return link.backlog_seconds(now) + num_bytes / link.bytes_per_second + link.fixed_seconds
@@ -263,7 +263,7 @@ class VirtualStore:
     # What another had leased.
 
     def leased(self) -> list[LeasedChunk]:
-        """What is leased here, for one that leaves."""
+        """Return the leases here, for a leaving replica."""
         self._take_overs.ask(ListLeases(0))
         while True:
             for answer in self._take_overs.take_answers():
@@ -280,7 +280,7 @@ class VirtualStore:
         self._answered += self._take_overs.take_answers()
 
     def take_outcomes(self, epoch: Epoch) -> tuple[HandOverOutcome, ...] | None:
-        """Of what that one has asked for last, once that is over."""
+        """Return the outcomes of that source's last request, once it is over."""
         self._answered += self._take_overs.take_answers()
         for answer in self._answered:
             if self._sources[answer.number - 1] == epoch:

@@ -57,7 +57,7 @@ FIGURES = (
     Figure("decision_us", "decision, real time", "us"),
     Figure("wall_seconds", "simulation, real time", "s"),
 )
-"""All of them over the requests after the warm-up, but for images and the counts from `num_retries` on."""
+"""All over the requests after the warm-up, except images and the counts from `num_retries` on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Summary:
     reasons: Mapping[str, float]
     windows: tuple[Window, ...] = ()
     tenants: Mapping[str, TenantFigures] = field(default_factory=dict)
-    """Of one run, or of the first of several."""
+    """Figures of one run, or of the first of several."""
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
@@ -193,7 +193,7 @@ def _by_arrivals(report: Report, records: Sequence[RequestRecord]) -> dict[str, 
 
 
 def _fairness(found: Fairness | None) -> dict[str, float | None]:
-    """Of one tenant there is nothing to say."""
+    """Return the fairness figures; none for a single tenant."""
     if found is None or len(found.tenants) < 2:
         return dict.fromkeys(("jain", "others_ttft_p90", "others_hit_rate"))
     return {

@@ -19,7 +19,7 @@ BAR_WIDTH = 40
 
 @dataclass(frozen=True, slots=True)
 class SweepKind:
-    """What is varied, and which end of it is the cheap one: few replicas, but a high rate."""
+    """A parameter to vary, and its cheap end: few replicas, but a high rate."""
 
     name: str
     unit: str

@@ -1,1 +1,1 @@
-"""What load is sent to: clusters with and without Ray, single replicas, and a server with known delays."""
+"""Targets of load: clusters with and without Ray, single replicas, and a server with known delays."""

@@ -29,7 +29,7 @@ class FreshCluster:
     directory: RunDirectory
     state: ClusterState
     start_seconds: float
-    """What it took to come up."""
+    """Seconds until it was up."""
 
 
 @contextlib.contextmanager

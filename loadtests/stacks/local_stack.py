@@ -56,7 +56,7 @@ class LocalStack:
         return {"redis_url": self.redis_url, "secret_file": self.secret_file}
 
     def command(self, name: str) -> Sequence[str]:
-        """With which the process was started last."""
+        """Return the command with which the process was last started."""
         return self._commands[name]
 
     def pid(self, name: str) -> int:

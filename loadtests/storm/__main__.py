@@ -173,7 +173,7 @@ async def one_fault(
 
 
 class AtRest:
-    """What was there before anything was asked: gauges that are never at zero, and all processes."""
+    """The idle state: gauges that are never zero, and all processes."""
 
     def __init__(self, cluster: RunningCluster) -> None:
         self.gauges = {gauge for gauge, _ in cluster.raised_gauges()}
@@ -193,7 +193,7 @@ def started_when_needed(cluster: RunningCluster) -> dict[str, int]:
 
 
 async def left_behind(cluster: RunningCluster, at_rest: AtRest) -> list[str]:
-    """What is still there some time after the last request; none ends the wait."""
+    """List what remains some time after the last request; empty ends the wait."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + LEFT_SECONDS
     while True:

@@ -32,7 +32,7 @@ again. Only done if it is named."""
 
 
 class RunningCluster:
-    """What `kvasir up` keeps in `directory`. `num_replicas` are as many as were ready at first."""
+    """The cluster of `kvasir up` in `directory`. `num_replicas` were ready at first."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
@@ -78,7 +78,7 @@ class RunningCluster:
         return self._titled(part)
 
     def complaint(self) -> str | None:
-        """What is not well; None if all replicas are ready, in every router's eyes too."""
+        """Say what is wrong; None if all replicas are ready, in every router's eyes too."""
         try:
             return self._complaint()
         except (httpx.HTTPError, RuntimeError, OSError) as error:
@@ -111,7 +111,7 @@ class RunningCluster:
         return None
 
     def raised_gauges(self) -> set[tuple[str, str]]:
-        """What routers and replicas count as under way, with who does."""
+        """Return the raised gauges of work in progress, by process."""
         state = self.state()
         addresses = {page: f"{page}/metrics" for page in state.router_pages}
         addresses |= {

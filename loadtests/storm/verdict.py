@@ -1,4 +1,4 @@
-"""What a storm has proved: requests and faults on one clock → what was broken, and figures.
+"""Verdict on a storm: requests and faults on one clock to broken invariants and figures.
 
 Owns the judging. Pure. Times are seconds since the storm began.
 """
@@ -45,7 +45,7 @@ class StormRequest:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What was done to whom, from when until when; `healthy` is when all was well again, None if never."""
+    """A fault, its target and its time; `healthy` is when all was well again, None if never."""
 
     name: str
     target: str
@@ -111,7 +111,8 @@ def is_of_killed_router(request: StormRequest, kills: Sequence[float]) -> bool:
 
 
 def ttfts(requests: Sequence[StormRequest], faults: Sequence[Fault] = ()) -> list[float]:
-    """Of answers that overlap none of the faults, each of which lasts until all is well again."""
+    """Return the TTFTs of answers that overlap none of the faults, each of which lasts until all is well
+    again."""
     return [
         request.ttft
         for request in requests

@@ -204,8 +204,7 @@ MEAN_AGENT_TURNS = 8
 
 
 class Turns(NamedTuple):
-    """Of one conversation. Its questions and answers have about so many tokens; between two turns its user
-    thinks for so long on average."""
+    """Turns of one conversation: average tokens of questions and answers, and the user's average pause."""
 
     num_turns: int
     question_tokens: int

@@ -13,7 +13,7 @@ from loadtests.workloads.workload import Message, Workload
 from replicas.protocol.media import MAX_IMAGES
 
 KINDS = ("page_tokens", "page_tokens", "page_tokens", "slide_tokens", "table_tokens")
-"""What pages are drawn from."""
+"""Kinds that pages are drawn from."""
 
 
 def documents(

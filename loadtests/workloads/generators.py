@@ -15,7 +15,7 @@ Segment = tuple[str, int]
 """A piece of a prompt: a name that stands for its content, and its tokens."""
 
 HEAD_TOKENS = 256
-"""What routers that hash the beginning of a prompt look at."""
+"""Length of beginning that routers with prefix hashing use."""
 
 
 class PrefixIds:

@@ -1,7 +1,7 @@
-"""What a workload would hit in one cache that forgets nothing.
+"""Hits of a workload in one cache that forgets nothing.
 
-Owns the upper bound that results are given as a share of. Knows prompts only: that a next turn contains the
-answer of the last one is not known here.
+Owns the upper bound by which results are divided. Knows prompts only: that a next turn contains the last
+answer is not known here.
 """
 
 from collections.abc import Sequence

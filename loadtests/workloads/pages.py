@@ -21,7 +21,7 @@ PAGE_SIZES: Mapping[str, PageSize] = {
 """By the parameter that says how many tokens the model makes of one."""
 
 MOST_PAGE_BYTES = 40_000
-"""Of a file: its pixels have 35,840, and compression adds little where it takes nothing away."""
+"""Size of a file: its pixels have 35,840 bytes, and compression adds little where it removes nothing."""
 
 CACHED_PAGES = 1024
 """Files that are kept, in base64: some ten kilobytes each, and 55 at most."""
@@ -33,7 +33,7 @@ _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 @dataclass(slots=True)
 class Pages:
-    """Of one seed."""
+    """Pages of one seed."""
 
     seed: int
     _urls: dict[tuple[str, PageSize], str] = field(default_factory=dict)

@@ -13,7 +13,7 @@ MOST_EXPONENT = 20.0
 """Beyond, the first of a thousand gets everything, and powers end somewhere."""
 
 MOST = 1e6
-"""Of anything else: of tokens, tenants, requests."""
+"""Bound for all else: tokens, tenants, requests."""
 
 
 def parameter_names(workload: str, *, without: tuple[str, ...] = ()) -> list[str]:

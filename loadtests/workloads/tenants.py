@@ -18,7 +18,7 @@ FLOODER = tenant_name(0)
 
 
 def with_tenants(workload: Workload, num_tenants: int, flood: int = 1) -> Workload:
-    """The same requests, session by session of so many tenants in turn; of the first each `flood` times.
+    """Deal the sessions to `num_tenants` tenants in turn; the first sends each of its own `flood` times.
 
     The copies are other sessions, spread over the same time, with prefixes of their own.
     """

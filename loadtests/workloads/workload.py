@@ -1,7 +1,4 @@
-"""What a workload is, and how one is made smaller or faster.
-
-Owns the types.
-"""
+"""Types of a workload, and how one is made smaller or faster."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -109,7 +106,7 @@ def first_requests(workload: Workload, count: int) -> Workload:
 
 
 def first_seconds(workload: Workload, seconds: float) -> Workload:
-    """What arrives in the first `seconds`."""
+    """Return the requests of the first `seconds`."""
     return _with_requests(
         workload, [request for request in workload.requests if request.arrival_seconds < seconds]
     )

@@ -22,7 +22,7 @@ class WorstBody:
 
 
 def worst_bodies(size: int, *, model: str = "toy") -> Iterator[WorstBody]:
-    """Of about `size` bytes each."""
+    """Yield bodies of about `size` bytes each."""
     prefix = b'{"model":' + json.dumps(model).encode() + b',"max_tokens":1,'
     for route, shapes in SHAPES.items():
         for name, shape in shapes.items():

@@ -19,11 +19,11 @@ BOMB_SIDE = 5_700
 """Just under the most pixels that are read."""
 
 Content = Callable[[int], bytes]
-"""Size → an image of about so many bytes."""
+"""Size → an image of about that many bytes."""
 
 
 def worst_images(size: int, *, model: str = "toy") -> Iterator[WorstBody]:
-    """Of about `size` bytes each, as JSON."""
+    """Yield bodies of about `size` bytes each, as JSON."""
     num_bytes = (size - 1024) * 3 // 4
     for name, image_of in IMAGES.items():
         yield _chat(f"image: {name}", model, [_url(image_of(num_bytes))])
@@ -141,7 +141,7 @@ PARTS = (
     "GIF: tiny sub-blocks",
     "WebP: empty chunks",
 )
-"""Which have most to look at, or to send on."""
+"""Images with most to parse, or to forward."""
 
 
 def _exif(num_bytes: int) -> bytes:

@@ -7,10 +7,10 @@ import re
 from enum import Enum, auto
 
 MAX_DEPTH = 1000
-"""Objects and lists in each other; `is_object` takes no more of them, either."""
+"""Nesting of objects and lists, as in `is_object`."""
 
 MAX_SCALAR_CHARACTERS = 8192
-"""Of a number. It is looked at again with each piece."""
+"""Length of a number, which is parsed again with each piece."""
 
 _space = re.compile(r"[ \t\r\n]*")
 _string_run = re.compile(r'[^"\\\x00-\x1f]*')
@@ -25,7 +25,7 @@ _begun_scalar = re.compile(
 
 
 class _Next(Enum):
-    """What may come next, after blanks."""
+    """Tokens that may follow, after blanks."""
 
     OBJECT = auto()
     KEY = auto()
@@ -159,7 +159,7 @@ class ObjectPrefix:
 
 
 def completed_object(text: str) -> str:
-    """What a reader of partial JSON makes of an object that breaks off: all values that are complete."""
+    """Complete an object that breaks off with the values that are whole, as readers of partial JSON do."""
     prefix = ObjectPrefix()
     return prefix.completed(prefix.feed(text))
 

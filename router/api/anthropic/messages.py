@@ -50,7 +50,7 @@ class _MessageWriter:
         self._kind: type[Said] | None = None
         self._head = b""
         self._arguments = ObjectPrefix()
-        """Of the call that is being written."""
+        """Arguments of the call being written."""
 
     def open(self, prompt: Prompt, choice: int) -> bytes:
         usage = {**self._usage(prompt.usage_or_bare()), "output_tokens": 0}
