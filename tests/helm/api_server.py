@@ -253,7 +253,7 @@ def _decoded(body: bytes) -> Object:
     """An object as JSON or YAML, or a Secret as protobuf."""
     if body.startswith(b"k8s\0"):
         return _secret(dict(_fields(body[4:]))[2])
-    item: Object = yaml.safe_load(body)
+    item: Object = yaml.load(body, Loader=yaml.CSafeLoader)
     return item
 
 

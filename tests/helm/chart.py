@@ -205,7 +205,7 @@ def objects_in(files: Mapping[str, str]) -> list[Object]:
         found
         for path, text in files.items()
         if not path.endswith("NOTES.txt")
-        for found in yaml.safe_load_all(text)
+        for found in yaml.load_all(text, Loader=yaml.CSafeLoader)
         if found is not None
     ]
 

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ RUNBOOK = ROOT / "docs/alerts.md"
 UNIT_TESTS = ROOT / "helm/rules/kvasir_test.yaml"
 
 
+@cache
 def rules() -> list[dict[str, Any]]:
-    content = yaml.safe_load(RULES.read_text(encoding="utf-8"))
+    content = yaml.load(RULES.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
     return [rule for group in content["groups"] for rule in group["rules"]]
 
 
@@ -26,6 +28,7 @@ def alerts() -> list[dict[str, Any]]:
     return [rule for rule in rules() if "alert" in rule]
 
 
+@cache
 def recorded_labels() -> dict[str, Labels]:
     """Labels of all series, those that the rules record included. A rule knows only what stands above it."""
     known = series_labels()
