@@ -17,7 +17,7 @@ __all__ = ["ChatUser", "Load"]
 
 
 class Load(LoadTestShape):
-    """As many users as the run needs, until it is over; -u, -r and -t have no say."""
+    """Sets the number of users that the run needs; -u, -r and -t are ignored."""
 
     leader: LoadLeader | None = None
 

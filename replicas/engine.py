@@ -48,9 +48,9 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class SharedKv:
-    """Where an engine's host memory for KV lies, for who reads it on the same machine without asking it.
+    """An engine's host memory for KV, for readers on the same machine that bypass the engine.
 
-    `fd` is open in the process `pid`. `layout` is the digest of what the payloads look like.
+    `fd` is open in the process `pid`. `layout` is the digest of the payload's layout.
     """
 
     pid: int

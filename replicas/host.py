@@ -100,13 +100,13 @@ class ReplicaHost:
 
     @property
     def address(self) -> str:
-        """Where routers reach it: host:port. Known once it has started."""
+        """Address for routers: host:port. Known once it has started."""
         assert self._address is not None, "the replica has not started"
         return self._address
 
     @property
     def metrics_address(self) -> str | None:
-        """Where its metrics are: host:port."""
+        """Address of its metrics: host:port."""
         return None if self.metrics_port is None else host_port(self._config.host, self.metrics_port)
 
     async def start(self) -> None:

@@ -22,7 +22,7 @@ def open_tls(config: ReplicaConfig) -> FollowedFiles | None:
 
 
 def open_peer_tls(config: ReplicaConfig) -> RouterTls | None:
-    """As the caller of another replica, with its own certificate."""
+    """Open the TLS files of a caller of other replicas, with its own certificate."""
     if config.tls_certificate is None:
         return None
     files = TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca)

@@ -245,7 +245,7 @@ class Registration:
                 await self._redis.unlink(key)
 
     async def _begin(self, pipeline: "Pipeline") -> str | None:
-        """Whose epoch the record has. What follows is a transaction that fails if that changes."""
+        """Read the epoch in the record, and begin a transaction that fails if it changes."""
         try:
             await pipeline.watch(self._key)
             holder = await pipeline.hget(self._key, "epoch")

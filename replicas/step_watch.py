@@ -15,8 +15,8 @@ PATIENCE = 5.0
 and a machine may be shared."""
 
 UNMEASURED_PATIENCE = 2.0
-"""As long as no prompt has been measured. What the start-up proof says of the speed says too much already:
-its prompts are small, and the first ones."""
+"""Factor until a prompt has been measured. The start-up proof overestimates the speed: its prompts are small,
+and the first ones."""
 
 MAX_UNMEASURED_FLOORS = 20.0
 """And it is believed no further than this."""

@@ -52,7 +52,7 @@ def _besides(*others: str) -> Keep:
 
 
 def _besides_or_elsewhere(*others: str) -> Keep:
-    """As `_besides`, plus what those files have only for Windows."""
+    """Like `_besides`, plus what those files have only for Windows."""
     return lambda package, made: (
         _besides(*others)(package, made)
         or any("sys_platform == 'win32'" in made[other].get(package, "") for other in others)

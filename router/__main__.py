@@ -121,7 +121,7 @@ class _Server(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Those that were accepted in the last moment are connections before all are asked to end."""
+        """Take connections accepted at the last moment before all are asked to end."""
         for server in self.servers:
             server.close()
         for other in self._others:

@@ -58,7 +58,7 @@ class HeadFault(enum.StrEnum):
 
     HOST = "host"
     REPEATED = "repeated"
-    """One that says who asks, or whom, came twice."""
+    """A header that identifies the caller or the target came twice."""
     ORIGIN = "origin"
     CONTENT_TYPE = "content_type"
     CONTENT_ENCODING = "content_encoding"

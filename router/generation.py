@@ -54,7 +54,7 @@ class Generation:
         return array("I", self.told_apart()) if self.media else self.token_ids
 
     def image_path(self, position: int) -> str | None:
-        """Where the client's body has the image that the token at `position` stands for, if it does."""
+        """Return the path in the client's body of the image at the token `position`, if there is one."""
         for span, media in zip(self.submit.media, self.media, strict=True):
             if span.start <= position < span.start + span.length:
                 return media.path

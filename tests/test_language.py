@@ -14,7 +14,8 @@ BANNED_WORDS = re.compile(
     re.IGNORECASE,
 )
 BANNED_BEGINNINGS = re.compile(
-    r"(Of|What|Who|Which|That which|For which|By which|In which|To which|With which) "
+    r"((?:(?:For|By|In|To|With) which)|That which|Which|Of|What|Whose?|Where|When|As|Those|That|So|One that"
+    r"|There|They) "
 )
 VALUES = re.compile("^nobody$|loopback, everyone or nobody")
 """Values of a setting, which stay what they are."""

@@ -1,4 +1,4 @@
-"""Where `kvasir keys` reads and writes tenants and keys: a file, or Redis.
+"""Storage of `kvasir keys` for tenants and keys: a file, or Redis.
 
 Guarantees that no change is lost: of two concurrent commands the second waits, and readers see a whole
 document, old or new.

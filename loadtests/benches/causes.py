@@ -34,7 +34,7 @@ CHUNK_BYTES = 4096 + CHUNK_TOKENS * TOKEN_BYTES
 LONG_TOKENS = 1500
 BATCH = 10
 LARGE_BATCH = 50
-"""Where what is done to all of them takes long."""
+"""Number of repetitions in scenes that take long."""
 LEASE_SECONDS = 2
 NUM_BUSY = 12
 BUSY_TOKENS = 400

@@ -64,7 +64,7 @@ STAGES = ("hash", "bucket", "overlap", "decide", "reserve+predict", "release")
 class HeldPrompt:
     token_ids: list[int]
     holders: tuple[ReplicaId, ...]
-    """They hold the first NUM_HELD tokens."""
+    """Replicas with the first NUM_HELD tokens."""
 
 
 def random_hashes(rng: random.Random, count: int) -> list[BlockHash]:

@@ -59,7 +59,7 @@ def submit_of(num_tokens: int) -> Submit:
 
 
 def written(submit: Submit) -> bytes:
-    """As a router does: encoded and tried alone, then put into a frame."""
+    """Encode as a router does: encoded and tried alone, then put into a frame."""
     return encode_client_frame([encode_submit(submit)])
 
 

@@ -1,12 +1,12 @@
-"""Whose work a cached token was: an own earlier turn, another user of the tenant, or another tenant. Pure.
+"""Attributes cached tokens: to an own earlier turn, another user of the tenant, or another tenant. Pure.
 
-Owns the oracle: how many tokens of a prompt the requests of its own tenant can have left in any cache. What
-is cached beyond that was another tenant's (or an earlier run's, if it had the same seed), and that must not
-be. Between users, the server's own count is believed.
+Owns the oracle: how many tokens of a prompt the requests of its own tenant can have left in any cache. Cached
+tokens beyond that came from another tenant (or an earlier run with the same seed), which must not happen.
+Between users, the server's own count is believed.
 
 The oracle never says too little. It knows words, and the server says how many tokens a prompt has: each word
 is a token at least, so a prompt of T tokens, of which the last W words were never sent before, can have at
-most T - W cached. Only the part of a workload's block where two prompts part is given away.
+most T - W cached. It is only imprecise within the block where two prompts part.
 """
 
 from collections.abc import Mapping

@@ -32,7 +32,7 @@ class ChatAnswer:
 
     sent_seconds: float
     token_seconds: tuple[float, ...]
-    """When the events came that carry tokens."""
+    """Times of the events with tokens."""
     done_seconds: float
     error: str | None
     """The error, in a word or two."""
@@ -70,7 +70,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class StreamClient:
-    """As many connections to one server as there are requests in flight."""
+    """A client with one connection to a server per request in flight."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str]) -> None:
         """Raises ValueError for what is no URL."""

@@ -24,7 +24,7 @@ MOST_IDLE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests go."""
+    """Target of requests."""
 
     host: str
     port: int

@@ -121,7 +121,7 @@ class _Keys:
 
 @contextlib.contextmanager
 def _keys(plan: LoadtestPlan) -> Iterator[_Keys]:
-    """Where tenants have keys: new ones, in files that are gone afterwards."""
+    """Make new keys if tenants have any, in files that are removed afterwards."""
     if not plan.test.has_keys:
         yield _Keys()
         return

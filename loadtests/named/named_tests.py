@@ -38,7 +38,7 @@ class NamedTest:
     parameters: Mapping[str, int | float] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
     kill_at: tuple[float, ...] = ()
-    """When a replica is killed, as shares of the duration."""
+    """Times of kills, as shares of the duration."""
     expected_errors: frozenset[str] = frozenset()
     computed_share: float = 0.12
     """Share of the rate for an engine that computes on a CPU."""

@@ -250,7 +250,7 @@ def _parameters(test: NamedTest, settings: Sequence[str]) -> dict[str, int | flo
 
 
 def tenants_of(plan: LoadtestPlan) -> list[str]:
-    """Those that send anything in any run."""
+    """Return the tenants that send anything in any run."""
     sent = [_workload(plan, seed).requests for seed in sorted({run.seed for run in plan.runs})]
     return sorted({request.tenant for requests in sent for request in requests if request.tenant is not None})
 

@@ -37,7 +37,7 @@ REPLICA = {
     "model_name": MODEL,
     "simulated_speed": 0.25,
 }
-"""So slow that a router under valgrind writes each token by itself, as it would without."""
+"""Steps slow enough that a router under valgrind writes each token by itself, as it would without."""
 
 
 def count_instructions() -> Mapping[str, float]:

@@ -119,7 +119,7 @@ TIER_LOADS: Mapping[str, Load] = {name: LOADS[name] for name in ("conversations"
 
 
 HOST_BYTES = 150_000.0 * H100.bytes_per_token
-"""So little that there is something for a disk to hold."""
+"""Small enough that the disk gets something."""
 
 WAYS: Mapping[str, TierShape] = {
     "host memory": TierShape(H100.bytes_per_token, HOST_BYTES),

@@ -42,7 +42,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
 """By a figure's last word. Times are in seconds, goodput is requests a second."""
 
 MEAN_SHARE = 0.02
-"""So much worse the geometric mean of many rows may be."""
+"""Tolerance for the geometric mean of many rows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def _cell(figure: Figure, variant: Variant, run_set: RunSet) -> str:
 
 
 def _sources(run_set: RunSet) -> list[str]:
-    """Where the figures come from, one line a run."""
+    """List the runs that the figures come from, one line each."""
     lines = []
     for variant in run_set.variants:
         for run in variant.runs:

@@ -33,7 +33,7 @@ class Axis:
     is_log: bool = False
 
     def share(self, value: float) -> float:
-        """Where a value lies, from 0 at the low end to 1; what is outside lies at the end."""
+        """Return a value's position from 0 (low end) to 1; values outside are at the ends."""
         value = min(max(value, self.low), self.high)
         if self.is_log:
             return math.log(value / self.low) / math.log(self.high / self.low)
@@ -250,7 +250,7 @@ def _area(
 def _area_label(
     frame: Frame, edges: Sequence[float], bases: Sequence[float], tops: Sequence[float], layer: Layer
 ) -> str:
-    """Where the layer holds it over its whole width; else the legend has to do."""
+    """Place the label where the layer is high enough for its whole width; else only the legend has it."""
     width = len(layer.label) * CHARACTER_WIDTH
     best: tuple[float, float, float] | None = None
     for number in range(len(tops)):

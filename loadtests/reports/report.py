@@ -30,7 +30,7 @@ class RequestRecord:
     arrival_seconds: float
     num_input_tokens: int
     num_output_tokens: int = 0
-    """As received."""
+    """Received tokens."""
     ttft_seconds: float | None = None
     e2e_seconds: float | None = None
     """Until the end, good or bad."""

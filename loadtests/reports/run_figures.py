@@ -146,7 +146,7 @@ def images_of(run: Run) -> Images | None:
 
 
 def end_of(records: Iterable[RequestRecord]) -> float:
-    """When the last answer ended, in seconds since the start."""
+    """Return the end of the last answer, in seconds since the start."""
     return max((_ended(record) for record in records), default=0.0)
 
 

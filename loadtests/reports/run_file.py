@@ -55,7 +55,7 @@ class RunInfo:
     cluster: str = ""
     """How the cluster differs from the test's others, in words."""
     kill_seconds: tuple[float, ...] = ()
-    """When replicas were killed, after the start."""
+    """Times of kills, after the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class EngineTotals:
     num_host_tokens: int = 0
     num_disk_tokens: int = 0
     num_images: int = 0
-    """That they have taken of the routers."""
+    """Images received from routers."""
     num_image_bytes: int = 0
     num_encoded_image_tokens: int = 0
 
@@ -125,7 +125,7 @@ class _Kept:
 
 
 def surroundings() -> Surroundings:
-    """As they are now; call it when the run starts."""
+    """Read the present environment; call it when the run starts."""
     return Surroundings(
         commit_of(Path(__file__)), _machine(), datetime.now(UTC).isoformat(timespec="seconds")
     )

@@ -29,7 +29,7 @@ NUM_COLOURS = 8
 MOST_PANELS = 16
 """Replicas of a run whose load is drawn; of more, the busiest."""
 LEAST_SECONDS = 1e-4
-"""Where a logarithmic axis of times begins at the earliest."""
+"""Smallest start of a logarithmic time axis."""
 
 ORIGINS = (
     ("own", "own", "num_own_tokens"),

@@ -35,7 +35,7 @@ RETRY = RetryPolicy()
 """The router's own."""
 
 NUM_LOOKS = 8
-"""So often the copies in the fleet's caches are counted, evenly over the arrivals after the warm-up."""
+"""Number of counts of the copies in the fleet's caches, evenly over the arrivals after the warm-up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -165,7 +165,8 @@ class VirtualFleet:
         )
 
     def _images(self, records: Sequence[RequestRecord]) -> Images | None:
-        """Those of every prompt that was computed, and what replicas took and encoded, in all their lives."""
+        """Count the images of every computed prompt, and those that replicas received and encoded, in all
+        their lives."""
         computed = [record for record in records if record.num_cached_tokens is not None]
         num_in_prompts = sum(record.num_images for record in computed)
         if not num_in_prompts:

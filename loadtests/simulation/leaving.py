@@ -15,7 +15,7 @@ from replicas.protocol.pulls import PullHint
 from replicas.protocol.status import Epoch, ReplicaId
 
 MAX_CALL_BYTES = 128 << 20
-"""As a real replica's calls."""
+"""Size of a real replica's calls."""
 
 NO_LAYOUT = bytes(16)
 NO_ADDRESS = "127.0.0.1:1"

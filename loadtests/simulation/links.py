@@ -15,7 +15,7 @@ class Link:
     free_at: float = 0.0
 
     def take(self, now: float, num_bytes: float) -> float:
-        """When a move that is asked for now has ended."""
+        """Return the end of a move that is requested now."""
         self.free_at = max(now, self.free_at) + num_bytes / self.bytes_per_second
         return self.free_at + self.fixed_seconds
 

@@ -67,7 +67,7 @@ class Lockstep:
         return min(notes[0][0] for notes in (self._ends, self._growths) if notes) - self._num_steps
 
     def take_ending(self) -> list[VirtualRequest]:
-        """Those that have all their tokens now."""
+        """Return the requests that now have all their tokens."""
         return self._take(self._ends)
 
     def take_growing(self) -> list[VirtualRequest]:

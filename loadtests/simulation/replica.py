@@ -72,7 +72,7 @@ class VirtualReplica:
         self.num_encoded_tokens = 0
         """Tokens of images, counted each time that one is encoded."""
         self.images: set[bytes] = set()
-        """Those that prompts have brought. None is forgotten."""
+        """Images brought by prompts. None is evicted."""
         self._meter = meter
         self._below: Below | None = None
         if shape.tiers is not None:
@@ -91,7 +91,7 @@ class VirtualReplica:
 
     @property
     def ends_at(self) -> float | None:
-        """When the step that is being computed ends; None while there is nothing to do."""
+        """Return the end of the current step; None when idle."""
         return None if self._step is None else self._step.ends_at
 
     @property
@@ -223,7 +223,7 @@ class VirtualReplica:
         return step.num_steps > 0
 
     def _take_owed_steps(self, step: Step) -> None:
-        """As many decode steps as there is time for, up to where a request ends or needs a block."""
+        """Take the decode steps for which there is time, until a request ends or needs a block."""
         if not self._decoding.num_requests:
             step.num_steps, self._owed_seconds = 0, 0.0
             return

@@ -138,9 +138,9 @@ class VirtualRequest:
         self.chunk_names: list[ChunkName] = []
         """Names of the chunks that it may find cached, if there is memory below the device."""
         self.num_planned_tokens = 0
-        """Those that are brought to the device while it waits."""
+        """Tokens brought to the device while it waits."""
         self.waits_until = 0.0
-        """Then it is computed without what has not come."""
+        """Deadline of its wait; then missing tokens are computed."""
         self.rank = 0
         self.stint = 0
         """Grows whenever it stops to decode, so that what was noted for before is known to be void."""

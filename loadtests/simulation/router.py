@@ -92,7 +92,8 @@ class VirtualRouter:
         now: float,
         call: Callable[[], None],
     ) -> RoutedRequest | Held:
-        """As `route`, but it may be held until there is room for it. Raises TooLate and Overloaded too."""
+        """Route like `route`, but a request may be held until there is room. Raises TooLate and Overloaded
+        too."""
         assert self.holding is not None
         return self.holding.ask(self._asking(request), now, call, exclude=exclude)
 

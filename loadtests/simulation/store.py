@@ -50,7 +50,7 @@ MAX_COPY_SECONDS = 1.0
 
 
 Writers = tuple[UserTag, ...]
-"""Whose request computed each block of a chunk."""
+"""User whose request computed each block of a chunk."""
 
 OnDisk = tuple[ChunkName, Writers]
 """A file's own description."""
@@ -87,7 +87,7 @@ class VirtualStore:
         self._in = None if rate is None else Link(rate, PULL_MOVE_SECONDS)
         self._out = None if rate is None else Link(rate)
         self._due: dict[BlockHash, float] = {}
-        """When the chunks that are coming will be there."""
+        """Arrival times of the chunks on their way."""
         self._answered: list[StoreAnswer] = []
         self._num_moves = 0
         self._moves: list[tuple[float, int, Callable[[], None]]] = []
@@ -104,7 +104,7 @@ class VirtualStore:
 
     @property
     def ends_at(self) -> float | None:
-        """When the next move ends."""
+        """Return the end of the next move."""
         return self._moves[0][0] if self._moves else None
 
     def advance(self, now: float) -> None:
@@ -227,7 +227,8 @@ class VirtualStore:
         )
 
     def writers(self, names: Sequence[ChunkName], first_block: int, end_block: int) -> list[UserTag]:
-        """Whose requests computed blocks `[first_block, end_block)` of these chunks of a chain."""
+        """Return the users whose requests computed blocks `[first_block, end_block)` of these chunks of a
+        chain."""
         size = self.blocks_per_chunk
         first_chunk = first_block // size
         chunks = names[first_chunk : -(-end_block // size)]
@@ -311,7 +312,7 @@ class VirtualStore:
         return True
 
     def _read(self, keys: Iterable[BlockHash], now: float) -> None:
-        """Those of them that lie on disk alone, together."""
+        """Read the chunks that are on disk alone, together."""
         fetched = []
         for key in keys:
             if self.directory.place(key) is Place.DISK:

@@ -136,7 +136,7 @@ class LocalStack:
         return address.decode()
 
     def router_caller(self, model: str, replica_id: str) -> Caller:
-        """As a router would call it."""
+        """Return the caller as a router makes it."""
         client = redis.Redis.from_url(self.redis_url, protocol=2)
         epoch = client.hget(keys.replica_key(model, ReplicaId(replica_id)), "epoch")
         client.close()

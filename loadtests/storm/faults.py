@@ -188,7 +188,7 @@ class Faults:
         self.names = [f"{part}-{what}" for part in parts for what in ("kill", "freeze")] + ["redis-cut"]
 
     def possible(self) -> list[str]:
-        """Those whose part is there, and after which `kvasir up` puts all in order again."""
+        """Return the faults whose target exists, and that `kvasir up` repairs."""
         return [
             name
             for name in self.names

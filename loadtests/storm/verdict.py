@@ -12,7 +12,8 @@ RESET_SECONDS = 3.0
 """A stream of a killed router ends at once; so late its end may be noticed on a busy machine."""
 
 DYING_SECONDS = 0.5
-"""So long after the kill the system may still take what is sent to the process: it frees its memory first."""
+"""Seconds after a kill in which the system may still accept data for the process: it frees its memory
+first."""
 
 
 class Failure(Enum):
@@ -62,7 +63,7 @@ class Fault:
 class Verdict:
     wrong: tuple[StormRequest, ...]
     failed: tuple[StormRequest, ...]
-    """Those that no killed router excuses."""
+    """Failures that no killed router excuses."""
     of_killed_routers: tuple[StormRequest, ...]
     unhealed: tuple[Fault, ...]
     left_behind: tuple[str, ...]
@@ -134,7 +135,7 @@ def describe(request: StormRequest) -> str:
 
 
 def explain_wrong(request: StormRequest, reference: str, faults: Sequence[Fault]) -> str:
-    """Where the texts part, and what was done to the cluster meanwhile."""
+    """Say where the texts part, and which faults overlapped."""
     same = 0
     for ours, theirs in zip(request.text, reference, strict=False):
         if ours != theirs:

@@ -61,7 +61,7 @@ GENERATORS: dict[str, Callable[..., Workload]] = {
 """Every generator by the name that a command line uses."""
 
 SENDS_IMAGES = frozenset({"documents"})
-"""Those whose prompts have images, which a model of text cannot be asked about."""
+"""Workloads whose prompts have images, which text models reject."""
 
 __all__ = [
     "GENERATORS",

@@ -293,7 +293,8 @@ class Chats:
 
 
 def _images(messages: Sequence[Message], tenant: str) -> tuple[ImageSpan, ...]:
-    """Where they stand, as the workload counts tokens. Another tenant's are others, as its prefixes are."""
+    """Return the images' positions in the workload's token count. Each tenant's are different, like its
+    prefixes."""
     starts = itertools.accumulate((each.num_tokens for each in messages), initial=0)
     return tuple(
         ImageSpan(f"{tenant}/{each.content}", start, each.num_tokens)

@@ -34,7 +34,7 @@ class RequestHits(NamedTuple):
 
 
 def ideal_hits(workload: Workload, *, hit_tokens: int | None = None, warm_up: int = 0) -> IdealHits:
-    """As shares. The first `warm_up` requests fill the cache and are not counted."""
+    """Return shares. The first `warm_up` requests fill the cache and are not counted."""
     hits = ideal_hits_by_request(workload, hit_tokens=hit_tokens)[warm_up:]
     total = sum(request.num_input_tokens for request in workload.requests[warm_up:])
     if not total:

@@ -38,7 +38,8 @@ class Shape:
         return first + (last - first) * (seconds - start) / (end - start)
 
     def time_of(self, amount: float) -> float:
-        """When `amount` seconds of the workload's own time have passed; at most the shape's end."""
+        """Return the time when `amount` seconds of the workload's own time have passed; at most the shape's
+        end."""
         amounts = self._amounts()
         position = bisect.bisect_left(amounts, amount, lo=1)
         if position == len(amounts):

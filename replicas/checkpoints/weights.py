@@ -42,7 +42,7 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Where every tensor of a model lies. `files` maps a tensor's name to its safetensors file."""
+    """Location of every tensor of a model. `files` maps a tensor's name to its safetensors file."""
 
     directory: Path
     config: ModelConfig

@@ -23,7 +23,7 @@ class ConstraintExhausted(Exception):
 
 
 class Constraint(Protocol):
-    """Where one choice stands in its grammar, its resumed output included."""
+    """One choice's state in its grammar, its resumed output included."""
 
     def is_ready(self) -> bool:
         """Whether it is known what may come next, as it is at any time after the first. Raises

@@ -45,7 +45,7 @@ class HeldChoice:
         self.shared = shared
         self.future: Future[Matcher] = Future()
         self.cpu_seconds: Callable[[], float] = float
-        """That working out its grammar has taken so far."""
+        """Returns the processor time that compiling its grammar has taken so far."""
         self._holder = holder
         self._waits_until = holder.clock() + holder.seconds
         self._has_ended = False

@@ -15,7 +15,7 @@ class Announcements:
         self._begun: dict[int, None] = {}
         """Live ones that no write has brought, oldest first."""
         self._ended: dict[int, None] = {}
-        """Those that a write has brought, and whose end none has, oldest first."""
+        """Announcements that were written, and whose end was not, oldest first."""
 
     def __len__(self) -> int:
         return len(self._live)

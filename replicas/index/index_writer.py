@@ -141,7 +141,7 @@ class IndexWriter:
 
     @property
     def num_announcements(self) -> int:
-        """Those that have not ended."""
+        """Count the open announcements."""
         return len(self._announcements)
 
     @property
@@ -170,7 +170,7 @@ class IndexWriter:
         return True
 
     def end(self, announcement_id: int) -> None:
-        """That request has stored its blocks, and `observe` was told; or it never will."""
+        """End an announcement: its request has stored its blocks and `observe` was told, or never will."""
         self._announcements.end(announcement_id)
         self._metrics.announcements.set(len(self._announcements))
         self._write_soon()
@@ -386,7 +386,7 @@ def _held(change: IndexChange | NetChange) -> dict[BlockHash, Tier]:
 
 
 def _num_hashes(change: IndexChange) -> int:
-    """Those that concern the set."""
+    """Count the hashes that concern the set."""
     return len(change.added) + len(change.removed) + len(change.in_host) + len(change.on_disk)
 
 

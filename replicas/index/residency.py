@@ -50,7 +50,7 @@ class Residency:
         self._taken: dict[BlockHash, Tier] = {}
         """`_fastest` at the last take."""
         self._changed: set[BlockHash] = set()
-        """Where the two differ."""
+        """Hashes in which the two differ."""
         self._reasons: dict[BlockHash, Removal] = {}
         """Why those went that were not just evicted, and have left some tier or all: see `_has_left`."""
 

@@ -59,7 +59,7 @@ class TenantOrder:
         self._about: OrderedDict[bytes, _Holding] = OrderedDict()
         """Active tenants, least recent first."""
         self._gone: OrderedDict[bytes, _Holding] = OrderedDict()
-        """Those not about of whom something can go, who left longest ago first."""
+        """Inactive tenants with evictable blocks, least recent first."""
         self._heap: list[tuple[int, bytes, int]] = []
         """Tenants with evictable blocks; their holdings have only shrunk since they were pushed."""
 

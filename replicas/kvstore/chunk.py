@@ -22,7 +22,7 @@ class ChunkName(NamedTuple):
 
 
 class StoreTenant:
-    """One that has a share of the store: see `tenant_shares.py`."""
+    """A tenant with a share of the store: see `tenant_shares.py`."""
 
     __slots__ = ("num_held", "share")
 

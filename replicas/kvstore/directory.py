@@ -43,7 +43,7 @@ COLD_SHARE = 0.25
 
 
 class Place(enum.Enum):
-    """Where a chunk is, fastest first."""
+    """Location of a chunk, fastest first."""
 
     HOST = "host"
     COMING = "coming"
@@ -94,7 +94,7 @@ class Directory:
         """Chunks in host memory that are leased and have no file."""
         self._newest_in_host = NewestChain(self._hot, self._owed)
         self._disk, self._disk_leased = self._disk_shares.orders
-        """Those that are written, and those that are being written; and those of them that are leased."""
+        """Written chunks and those being written; and the leased ones among them."""
         self._newest_on_disk = NewestChain(self._disk, self._disk_leased)
         self._to_write = WriteQueues()
         self.num_changes = 0
@@ -148,7 +148,7 @@ class Directory:
         return Place.DISK if chunk.is_on_disk else None
 
     def find(self, keys: Iterable[BlockHash]) -> list[Place]:
-        """Where the leading chunks of a chain are, up to the first that is nowhere."""
+        """Return the locations of a chain's leading chunks, up to the first missing one."""
         places: list[Place] = []
         for key in keys:
             place = self.place(key)
@@ -245,7 +245,7 @@ class Directory:
         self._cool()
 
     def lease_end(self, key: BlockHash) -> tuple[float, int] | None:
-        """When the lease of a chunk ends that is leased and there, and the chunk's last block."""
+        """Return the lease's end and last block of a present, leased chunk."""
         chunk, end = self._chunks.get(key), self.leases.end(key)
         return None if chunk is None or end is None or not chunk.is_ready else (end, chunk.name.last_block)
 
@@ -258,7 +258,7 @@ class Directory:
         return records[0], chunk, self._shares.share_of(records[0].tenant)
 
     def known(self, tenancy: Tenancy) -> Tenancy:
-        """As a record has it, with the share of the store that its requests have last said here, if any."""
+        """Return a recorded tenancy with the latest share that its requests have set here, if any."""
         return self._shares.known(tenancy)
 
     def broken(self, keys: Iterable[BlockHash]) -> tuple[int, LeaseBreak | None]:
@@ -283,7 +283,7 @@ class Directory:
         self._end_leases(ended)
 
     def _end_leases(self, keys: Iterable[BlockHash]) -> None:
-        """They are leased no more."""
+        """Drop the chunks' leases."""
         ended = [chunk for key in keys if (chunk := self._chunks.get(key)) is not None]
         for chunk in sorted(ended, key=lambda chunk: chunk.name.last_block):
             key = chunk.name.key

@@ -13,7 +13,7 @@ from replicas.kvstore.layout import ChunkHeader, LayoutId
 from replicas.protocol.frames import UserTag
 
 Writers = tuple[UserTag, ...]
-"""Whose request computed each block of a chunk."""
+"""User whose request computed each block of a chunk."""
 
 
 class SlotBooks:

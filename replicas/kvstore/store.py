@@ -64,8 +64,8 @@ SPILL_PAUSE_SECONDS = 0.05
 MOVING_SECONDS = 0.002
 WRITING_SECONDS = 0.02
 WAITING_SECONDS = 1.0
-"""When to look again while something is read, while something is written, and while the write budget is
-spent or the disk takes no writes."""
+"""Seconds until the next look while a read or write runs, the write budget is spent, or the disk takes no
+writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class ChunkStore:
 
     @property
     def shared(self) -> SharedKv | None:
-        """Where others may read what is in host memory; None if they may not."""
+        """Return the host memory that others may read; None if they may not."""
         return self._books.shared
 
     def begin(self) -> None:
@@ -274,7 +274,7 @@ class ChunkStore:
         return self._books.transfer(slot)
 
     def loaded(self, num_tokens: int, seconds: float) -> None:
-        """So long did a load take: the speed that routers are told follows."""
+        """Record a load's duration, from which the reported speed follows."""
         self._host_rate.observe(num_tokens, seconds)
         self._tally.loads.moved(num_tokens, seconds)
 
@@ -311,7 +311,7 @@ class ChunkStore:
 
     @property
     def look_again_seconds(self) -> float | None:
-        """When to `poll` again; None while nothing ends by itself."""
+        """Return the seconds until the next `poll`; None if nothing ends by itself."""
         if self._reads or self.take_overs.is_listing or (self._pulls is not None and self._pulls.is_busy):
             return MOVING_SECONDS
         if self._writes or self._erasures or self.take_overs.is_busy:

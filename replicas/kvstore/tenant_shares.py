@@ -21,7 +21,7 @@ SPARE_TENANTS = 1024
 
 
 class Tenancy(NamedTuple):
-    """Whose a request is. A share of 0 is no bound of its own."""
+    """Owner of a request. A share of 0 sets no bound of its own."""
 
     tag: TenantTag = EVERYBODY
     lease_share: float = 0.0
@@ -149,7 +149,7 @@ class TierShares:
         self._is_shared = False
         self._held: dict[StoreTenant, int] = {}
         self._over: OrderedDict[StoreTenant, None] = OrderedDict()
-        """Those that hold more than their share, the one that gives next first."""
+        """Tenants beyond their share; the first is evicted from next."""
 
     def begin_shares(self) -> None:
         """Before the first chunk of a tenant that has a share."""

@@ -37,7 +37,7 @@ LIST_SECONDS = 10.0
 """How long the engine may take to say what is leased."""
 
 SETTLE_SECONDS = 0.3
-"""Where all replicas are told to leave at once, each finds after this that the others leave too."""
+"""Seconds after which a replica sees that the others leave too, when all are told at once."""
 
 REDIS_SECONDS = 1.0
 
@@ -202,7 +202,7 @@ class HandOver:
         return self._paces.setdefault(peer, Pace(self._chunks_per_call))
 
     def _asked(self, peers: Collection[PullHint]) -> list[PullHint]:
-        """Those that have not been given up."""
+        """Return the peers that have not been given up."""
         return [peer for peer in peers if self._pace(peer).given_up is None]
 
     def _take_note(self, plan: "Plan", taken_before: Collection[BlockHash], seconds: float) -> None:

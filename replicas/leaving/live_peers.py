@@ -22,7 +22,7 @@ from replicas.protocol.status import ReplicaId, ReplicaState
 logger = logging.getLogger(__name__)
 
 MAX_PEERS = 1024
-"""Whose leases are read."""
+"""Bound on the leases read."""
 
 
 class LivePeers:

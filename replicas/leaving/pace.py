@@ -27,7 +27,7 @@ class Pace:
         self.given_up: HandOverOutcome | None = None
         """Why it is asked nothing more."""
         self.was_late = False
-        """Then it may have done what it was asked for, and not have said so."""
+        """The call was late: it may have succeeded without an answer."""
         self._num_late = 0
 
     def recover(self) -> None:

@@ -80,7 +80,7 @@ class MediaShelf(Generic[Content]):
         return items
 
     def release(self, hashes: Iterable[bytes]) -> None:
-        """As often as they were held."""
+        """Release the images as often as they were held."""
         for content_hash in hashes:
             kept = self._kept[content_hash]
             kept.num_holders -= 1

@@ -68,7 +68,7 @@ class MediaStore(Generic[Content]):
         return answers
 
     def hold(self, hashes: Iterable[bytes]) -> list[MediaItem[Content]] | None:
-        """As a MediaShelf does."""
+        """Hold images as a MediaShelf does."""
         with self._changed:
             return self._shelf.hold(hashes)
 

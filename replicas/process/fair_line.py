@@ -63,7 +63,7 @@ class FairLine(Generic[Item]):
         return True
 
     def next(self) -> tuple[Hashable, Item] | None:
-        """Whose item begins now, in a place that `ends` gives back; None if none may."""
+        """Return the item that starts now, in a place that `ends` returns; None if none may."""
         if self.num_working >= self._num_places:
             return None
         ready = [

@@ -134,7 +134,7 @@ class _Outlet(SpanExporter):
 
 
 def traces_url(endpoint: str) -> str:
-    """Where spans go at a collector, which is named by its address alone or in full."""
+    """Return the address for spans at a collector, which is given by its base or its full address."""
     return endpoint if endpoint.endswith("/v1/traces") else endpoint.rstrip("/") + "/v1/traces"
 
 

@@ -1,7 +1,7 @@
-"""Where a process has the cluster secret from: a setting, or better a file, which no process list shows.
+"""Reads the cluster secret: from a setting, or better a file, which no process list shows.
 
-Owns the reading: hex digits or bytes, one secret or several; and who should not be able to read such a file.
-What is made of secrets, `cluster_secret.py` says.
+Owns the parsing (hex digits or bytes, one secret or several) and the check of a file's mode.
+`cluster_secret.py` derives keys from secrets.
 """
 
 import stat

@@ -58,7 +58,7 @@ class Pems:
 
     @property
     def ends(self) -> Mapping[str, float]:
-        """When they expire, in seconds since 1970: `certificate` and `ca`, if there are."""
+        """Return the expiry times in seconds since 1970: `certificate` and `ca`, if present."""
         return {file: validity.ends for file, validity in self.validities.items()}
 
 
@@ -171,7 +171,7 @@ class RouterTls:
 
     @property
     def ends(self) -> Mapping[str, float]:
-        """When what is in force expires, as `Pems` has it."""
+        """Return the expiry times in force, as `Pems.ends`."""
         return self._followed.pems.ends
 
     def current(self) -> ChannelTls:
@@ -234,7 +234,7 @@ def _check_certificates(path: str, content: bytes) -> list[Validity]:
 
 
 def _check_dates(path: str, found: list[Validity], now: float) -> None:
-    """One that is valid will do."""
+    """Check that at least one is valid."""
     if any(validity.begins <= now <= validity.ends for validity in found):
         return
     last = max(found, key=lambda validity: validity.ends)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 _HEADER = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 MAX_STATE_CHARACTERS = 8192
-"""As in OpenTelemetry; the recommendation asks for 512. A longer `tracestate` is ignored."""
+"""OpenTelemetry's bound; the recommendation asks for 512. A longer `tracestate` is ignored."""
 
 _NO_TRACE = "0" * 32
 _NO_SPAN = "0" * 16

@@ -37,7 +37,7 @@ _MAX_LONGEST_SIDE = 4096
 
 
 class Span(NamedTuple):
-    """Where the expansion of an image lies in a prompt, in tokens."""
+    """The expansion of an image in a prompt, in tokens."""
 
     offset: int
     length: int
@@ -236,7 +236,7 @@ def rule_fields(rule: ImageRule) -> dict[str, Any]:
 
 
 def written_rule(rule: ImageRule | None) -> str:
-    """As a model's card carries it; empty for none."""
+    """Encode a rule for a model's card; empty for None."""
     return "" if rule is None else json.dumps(rule_fields(rule))
 
 

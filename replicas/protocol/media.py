@@ -56,4 +56,4 @@ class MediaAnswer(Struct, frozen=True, array_like=True):
     problem: Annotated[str, Meta(max_length=MAX_MESSAGE_CHARACTERS)] = ""
     is_full: bool = False
     seconds: float = 0.0
-    """That it took to be read."""
+    """Seconds that reading it took."""

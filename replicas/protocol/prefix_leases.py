@@ -40,7 +40,7 @@ class LeaseRefusal(enum.StrEnum):
     TOO_LONG = "too_long"
     NO_TIME = "no_time"
     NO_TIER = "no_tier"
-    """There is no memory below the device, or none that keeps anything for so long: disk, beyond an hour."""
+    """No memory below the device, or none for that long: disk, beyond an hour."""
     NO_WHOLE_CHUNK = "no_whole_chunk"
     """The range is shorter than the unit in which KV moves."""
 

@@ -39,7 +39,7 @@ class Replica(Protocol):
 
 
 def path(method: str) -> str:
-    """As gRPC names it."""
+    """Return the method's gRPC name."""
     return f"/{SERVICE_NAME}/{method}"
 
 

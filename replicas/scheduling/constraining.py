@@ -21,7 +21,8 @@ def constrain(request: EngineRequest, constraints: Constraints | None) -> Constr
 
 
 def take_unheld(waiting: Iterable[Request]) -> list[tuple[Request, TokenDelta]]:
-    """Those whose grammar turned out to be none, with their last deltas. Notes whose grammar is there."""
+    """Return the requests whose grammar failed, with their last deltas. Notes those whose grammar is
+    ready."""
     unheld: list[tuple[Request, TokenDelta]] = []
     for request in waiting:
         if request.constraint is None or not request.awaits_grammar:

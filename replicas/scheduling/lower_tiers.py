@@ -65,7 +65,7 @@ class Progress:
     read: frozenset[BlockHash]
     """Chunks that are read from disk for it."""
     transfer: int | None
-    """That pulls chunks from a peer for it."""
+    """Transfer that pulls chunks from a peer for it."""
     waits_since: int | None = None
     """How much had changed in the store when it was found that it must wait for KV; None if it need not."""
     num_offered: int = 0
@@ -226,9 +226,8 @@ class LowerTiers:
         return num_read, num_pulled
 
     def take_loaded(self) -> list[tuple[Request, int]]:
-        """Those whose loads have ended since the last call, and how many of their leading blocks have KV on
-        the device now, for all to share.
-        """
+        """Return the requests whose loads ended since the last call, and how many of their leading blocks now
+        have KV on the device, for all to share."""
         ended: list[_Load] = []
         under_way: list[_Load] = []
         for load in self._loads:

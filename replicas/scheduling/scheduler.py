@@ -70,9 +70,9 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._lower_tiers = lower_tiers
         self._loading: list[Request] = []
-        """They hold all their blocks, and KV is copied into some of them."""
+        """Requests with all their blocks, into some of which KV is being copied."""
         self._loaded: list[Request] = []
-        """They hold all their blocks, and may run as soon as a step has a token for them."""
+        """Requests with all their blocks that may run once a step has a token for them."""
         self._constraints = constraints
         self._refused: list[TokenDelta] = []
         """Refusals for the next frame: requests whose grammar cannot be followed."""

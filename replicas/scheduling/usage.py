@@ -42,7 +42,7 @@ def prompt_usage(request: Request, block_size: int) -> PromptUsage:
 
 
 def shares_of(num_tokens: int, wanted: Iterable[int]) -> Iterator[int]:
-    """As much of each as the ones before it leave."""
+    """Yield each amount, limited by what the earlier ones leave."""
     for number in wanted:
         share = min(number, num_tokens)
         num_tokens -= share

@@ -44,7 +44,7 @@ class Arrivals:
 
     @property
     def num_requests(self) -> int:
-        """Those that the engine has not counted yet, each choice for itself."""
+        """Count the requests that the engine has not counted yet, each choice separately."""
         return self._num_requests
 
     def add(self, serial: int, *, num_requests: int, num_tokens: int, num_image_tokens: int = 0) -> None:

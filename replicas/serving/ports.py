@@ -1,7 +1,7 @@
-"""Where a replica's gRPC servers listen: a port, with TLS or without, and a socket that only tells health.
+"""A replica's gRPC servers: a port, with TLS or without, and a socket for health only.
 
-Owns the servers and what grpc.health answers; no certificate, and no service but health and reflection: what
-else is served is handed in.
+Owns the servers and grpc.health's answers. Certificates, and services besides health and reflection, are
+passed in.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from replicas.serving.grpc_options import SERVER_OPTIONS
 
 
 def host_port(host: str, port: int) -> str:
-    """As addresses are written, those of IPv6 too."""
+    """Format an address, IPv6 included."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -41,7 +41,7 @@ class PullDesk:
         self._epoch = epoch
         self._chunks = chunks
         self._num_pulls = 0
-        """Those that wait, too."""
+        """Waiting pulls included."""
         self._idle = asyncio.Event()
         self._idle.set()
         most = 0 if reader is None else MAX_BYTES // reader.image_bytes

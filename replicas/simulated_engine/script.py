@@ -18,7 +18,7 @@ class ScriptError(ValueError):
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where `when` is the last of all rules' in the prompt's text, `say` is the answer."""
+    """If `when` is the last of all rules' in the prompt's text, `say` is the answer."""
 
     when: Annotated[str, msgspec.Meta(min_length=1)]
     say: str

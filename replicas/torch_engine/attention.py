@@ -26,12 +26,12 @@ from replicas.torch_engine.rows import CachedAttend, CachedAttention, KVBlocks, 
 
 logger = logging.getLogger(__name__)
 KERNEL_DEVICES = ("cuda",)
-"""Where auto tries the kernel. On a CPU, a start would wait for a C++ compiler."""
+"""Devices on which auto tries the kernel. On a CPU, a start would wait for a C++ compiler."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Where the batch's keys go and what each row attends to; the same for every layer of a step.
+    """The places of the batch's keys, and what each row attends to; equal for every layer of a step.
 
     Rows in `fresh` start their sequence: they attend to each other, and need nothing cached.
     """

@@ -13,5 +13,5 @@ def toy_model_path() -> Path:
 
 
 def checkpoint_directory(model: str | None) -> Path:
-    """Where a replica's checkpoint lies, from its setting `model`."""
+    """Return a replica's checkpoint directory for its setting `model`."""
     return toy_model_path() if model is None else Path(model)

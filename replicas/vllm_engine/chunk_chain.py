@@ -32,11 +32,11 @@ class ChunkChain:
         self.tenancy: Tenancy = NOBODYS
         self.num_found_tokens = 0
         self.waits_until = 0.0
-        """When it stops waiting for chunks that are on their way into host memory, by a clock of others."""
+        """Deadline of its wait for chunks on their way into host memory, by the caller's clock."""
         self.read: frozenset[BlockHash] = frozenset()
         """Chunks that are read from disk for it."""
         self.transfer: int | None = None
-        """That pulls chunks from a peer for it."""
+        """Transfer that pulls chunks from a peer for it."""
         self.num_planned_tokens = 0
         """To have on the device when it starts, where anything is read or pulled for it."""
         self.num_lost_tokens = 0
@@ -95,7 +95,7 @@ class ChunkChain:
         return num_tokens
 
     def loaded_from(self, block_hash: BlockHash) -> UserTag | None:
-        """Whose request computed a block that this one has had loaded; None for any other."""
+        """Return the user whose request computed a block loaded for this one; None for any other."""
         return self._loaded.get(block_hash)
 
     def writers(self, name: ChunkName, known: Callable[[BlockHash], UserTag | None]) -> tuple[UserTag, ...]:

@@ -31,7 +31,7 @@ _NAMES = {
     ImageFormat.WEBP: "WEBP",
     ImageFormat.GIF: "GIF",
 }
-"""As Pillow calls them."""
+"""Pillow's names."""
 
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,

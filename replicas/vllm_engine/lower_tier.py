@@ -43,7 +43,7 @@ class Requests(NamedTuple):
     inner: Callable[[str], Any]
     user: Callable[[Any], UserTag]
     writer: Callable[[BlockHash], UserTag | None]
-    """Whose request computed a block that the device holds; None if that is not known."""
+    """Returns the user whose request computed a block on the device; None if unknown."""
     num_device_tokens: Callable[[Any], int]
     """How many of its leading tokens the device holds."""
     num_pending_tokens: Callable[[], int]
@@ -186,7 +186,7 @@ class LowerTier:
             self._store.close(self._config.spill_seconds)
 
     def loaded(self, num_blocks: int, seconds: float) -> None:
-        """So long did copying them to the device take."""
+        """Record the duration of copying blocks to the device."""
         self.store.loaded(num_blocks * self.block_size, seconds)
 
 

@@ -78,7 +78,7 @@ class EventTranslator:
         return self.hashes.cleared(tier)
 
     def writer(self, block_hash: BlockHash) -> UserTag | None:
-        """Whose request computed a block of ours; None if that is not known."""
+        """Return the user whose request computed a block of ours; None if unknown."""
         return self._writers.writer(block_hash)
 
     def token_shares(

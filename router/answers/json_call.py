@@ -103,7 +103,7 @@ class JsonCall:
         return at
 
     def finish(self, out: list[Part], *, is_whole: bool) -> str:
-        """Where the answer ends, by itself or cut off: an object that does not end is broken either way."""
+        """Finish at the answer's end, natural or cut off: an unfinished object is broken either way."""
         self._out = out
         self._fail()
         if not self.is_announced:
@@ -219,7 +219,7 @@ class JsonCall:
     # --- values ---
 
     def _begin_arguments(self, text: str, at: int, first: str) -> int:
-        """They are an object, or one written out in a string; null is an empty one."""
+        """Begin the arguments: an object, or one written in a string; null is an empty one."""
         if first not in '{"n':
             self._fail()
             return at
@@ -343,7 +343,7 @@ class JsonCall:
 
 
 def _end(run: "re.Pattern[str]", text: str, at: int) -> int:
-    """Where a run ends that begins at a place; runs may be empty."""
+    """Return the end of a possibly empty run at a position."""
     match = run.match(text, at)
     return at if match is None else match.end()
 

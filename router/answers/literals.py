@@ -19,7 +19,7 @@ _SPECIAL_NAME = re.compile(r"<[^<>\s\[\]]+>")
 
 
 def literal(text: str) -> str:
-    """As Lark quotes it, which is how JSON does."""
+    """Quote a text for Lark, which quotes like JSON."""
     return json.dumps(text)
 
 

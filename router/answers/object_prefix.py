@@ -60,7 +60,7 @@ class ObjectPrefix:
         """Characters up to where all that has begun could end: behind a value, or a bracket that opens."""
 
     def feed(self, text: str) -> str:
-        """As much of the text as goes on with an object."""
+        """Take the leading text that continues an object."""
         at = 0
         while at < len(text) and not self._is_broken:
             if not self._token:

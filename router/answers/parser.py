@@ -34,7 +34,7 @@ _SEPARATORS = ("", ";", ",")
 _separator = re.compile(r"\s*(?:[;,]\s*)?")
 
 Tools = Sequence[Mapping[str, Any]]
-"""As chat templates have them: `{"type": "function", "function": {"name": …, "parameters": {…}}}`."""
+"""Tools in the form of chat templates: `{"type": "function", "function": {"name": …, "parameters": {…}}}`."""
 
 State = Callable[[str, list[Part]], str]
 """Takes what it can of the text and holds back what it must; returns what the next state is to see."""
@@ -135,7 +135,7 @@ class AnswerParser:
     # --- reasoning ---
 
     def _begin(self, text: str, out: list[Part]) -> str:
-        """Where the prompt has opened the mark already, the model may repeat it."""
+        """Begin the answer. If the prompt has opened the mark already, the model may repeat it."""
         begun = text.lstrip()
         if len(text) - len(begun) <= MAX_HELD_BLANKS:
             if begun.startswith(self._reasoning.begin):
@@ -253,7 +253,8 @@ class AnswerParser:
         return text[1:] if is_end else text
 
     def _bare(self, text: str, out: list[Part]) -> str:
-        """Where Llama may write an object that is a call: at the answer's beginning, and behind a call."""
+        """Read where Llama may write an object that is a call: at the answer's beginning, and after a
+        call."""
         if self._num_ended_calls:
             text = text.lstrip()
             start = _end_of_separator(text)

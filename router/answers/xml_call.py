@@ -99,7 +99,7 @@ class XmlCall:
         return text
 
     def finish(self, out: list[Part], *, is_whole: bool) -> str:
-        """Where the answer ends: by itself, which ends the call too, or cut off. Returns what follows it."""
+        """Finish at the answer's end: a natural one ends the call too. Returns the text after it."""
         text, self._held = self._held, ""
         if not self.is_announced:
             out.append(Text(self._unsaid + text))

@@ -36,7 +36,7 @@ class AnswerUsage:
         return self.total().num_written_tokens
 
     def image_tokens(self) -> tuple[int, int]:
-        """Those of the prompts that stand for images, and the cached ones of them."""
+        """Count the prompts' image tokens, and the cached ones among them."""
         num_tokens = num_cached = 0
         for spans, prompt in zip(self.media, self.prompts, strict=False):
             for span in spans:

@@ -65,7 +65,7 @@ class Prompt:
 
     @property
     def wished_leases(self) -> Sequence[PrefixLease]:
-        """Those that the client has asked for."""
+        """Return the leases that the client asked for."""
         leases = self.generation.submit.leases
         return leases[: len(leases) - self.num_own_leases]
 

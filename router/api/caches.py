@@ -112,7 +112,7 @@ def _object(record: CacheRecord) -> dict[str, Any]:
 
 
 def _lease(lease: LeaseOutcome | None) -> dict[str, Any] | None:
-    """As `usage` says it."""
+    """Format a lease as in `usage`."""
     if lease is None:
         return None
     if lease.refused is not None:

@@ -274,7 +274,7 @@ class ChatHistory:
 
 
 def tenant_label(caller: Caller, model: ServedModel, salt: str | None) -> str:
-    """Whose a request is, for what is counted and shared out here."""
+    """Return the tenant of a request, for counts and shares here."""
     return model.tenant_label(salt) if caller.key_id is None else caller.tenant.name
 
 

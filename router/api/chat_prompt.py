@@ -254,8 +254,8 @@ def _num_kept_tokens(model: TextModel, chat: RenderedChat, keep: KeepThrough) ->
 
 
 def _head_end(chat: RenderedChat) -> int | None:
-    """Where the first message that is no system's begins, or a little later: found from the end, since what
-    stands before it, such as tools, may have any text."""
+    """Return roughly where the first non-system message begins, found from the end, since the text before it,
+    such as tools, is arbitrary."""
     roles = [message["role"] for message in chat.messages]
     first = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
     end = len(chat.text)
@@ -269,7 +269,7 @@ def _head_end(chat: RenderedChat) -> int | None:
 
 
 def _place_of(chat: RenderedChat, position: int) -> tuple[int, int] | None:
-    """Where the text of the message at `position` begins and ends."""
+    """Return the range of the message's text."""
     start = end = 0
     for message in chat.messages[: position + 1]:
         if not isinstance(message["content"], str):

@@ -50,9 +50,9 @@ class ChatRequest(GenerationFields, kw_only=True):
     messages_field: str = "messages"
     """The client's name for them."""
     tool_parameter: str = "tools[{}].function.parameters"
-    """Where the client has the schema of a tool's arguments, by its number."""
+    """Path of a tool's argument schema in the client's body, by its number."""
     unknown_fields: list[str] = field(default_factory=list)
-    """Those of the body that are neither honoured nor refused, nor known to be hints."""
+    """Fields of the body that are neither honoured nor refused nor hints."""
     answers: Any = None
     compared_id: str | None = None
     """The earlier answer that the client wants its prompt to be compared with."""

@@ -122,7 +122,7 @@ class ApiContext:
     history: ChatHistory = field(init=False)
     """Conversations that this router answered."""
     offload: Offload = field(init=False)
-    """Where bodies are prepared that would hold others up; to be closed with the router."""
+    """Prepares bodies that would block the loop; closed with the router."""
     grammars: GrammarChecks = field(init=False)
     witness: Witness = field(init=False)
     """Finds why prompts were not read from cache."""

@@ -47,7 +47,7 @@ OPENAI_ERRORS = OpenAiErrors()
 
 
 REQUEST_ID = "kvasir.request_id"
-"""Where the scope of a route that generates nothing has the request's id."""
+"""Scope key of the request id, on routes that generate nothing."""
 
 _MESSAGES = "/v1/messages"
 _MODELS = "/v1/models"

@@ -20,7 +20,7 @@ from router.tenants.caller import CALLER, Caller, Right
 from router.tenants.keyring import KeyFault
 
 OPERATORS_PATHS = ("/metrics", "/load", "/live/", "/explain/")
-"""Where they are on the clients' port: what they begin with. They tell of all tenants."""
+"""Prefixes of the operators' routes on the clients' port. They show all tenants."""
 
 CACHE_GROUP = b"x-kvasir-cache-group"
 """A request may say with which of its tenant's groups it shares KV, or with none."""

@@ -24,7 +24,7 @@ _LINES_SHARE = 1.05
 
 
 class Images:
-    """Those of one body, in the order in which its prompt has them."""
+    """Images of one body, in the order of its prompt."""
 
     def __init__(self) -> None:
         self.images: list[SentImage] = []

@@ -33,7 +33,8 @@ PREFIXES_SECONDS = 1.5
 
 
 class LiveFleet(Protocol):
-    """Where the page looks. `overlaps` has leading blocks of a chain by replica, for a model's name."""
+    """The fleet as the page sees it. `overlaps` has leading blocks of a chain by replica, for a model's
+    name."""
 
     @property
     def name(self) -> str: ...
@@ -99,7 +100,8 @@ class LiveRoutes:
         return _json(await kept.get())
 
     async def decisions(self, request: Request) -> Response:
-        """Those after the number `after`; only the last ones are kept, and only some are told."""
+        """Return decisions after the number `after`; only recent ones are kept, and only some are
+        returned."""
         after = _number(request.query_params.get("after", "0"))
         if after is None:
             return _refuse(HttpError(400, "'after' must be a number.", "invalid_request_error", "after"))

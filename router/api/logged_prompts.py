@@ -156,6 +156,6 @@ def _plain_place(
 
 
 def _space(model: str, block_size: int, tenant: str | None, salt: str | None) -> Namespace:
-    """As the router's own: another model, tenant or salt shares nothing."""
+    """Make the namespace as a router does: another model, tenant or salt shares nothing."""
     fingerprint = hashlib.blake2b(model.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     return Namespace(fingerprint, block_size, tenant=tenant, salt=salt or None)

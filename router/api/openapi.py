@@ -226,7 +226,7 @@ OPERATIONS: Sequence[Operation] = (
 
 @functools.cache
 def openapi_document() -> bytes:
-    """As JSON, the same for every router of this version."""
+    """Return the document as JSON, equal for every router of this version."""
     return encode_json(_document())
 
 

@@ -58,7 +58,7 @@ def calls_address(host: bytes, address: str) -> bool:
 
 
 def _plain_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """As IPv4 where it is that. Raises ValueError."""
+    """Parse an address, as IPv4 if possible. Raises ValueError."""
     parsed = ipaddress.ip_address(address)
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
     return mapped or parsed

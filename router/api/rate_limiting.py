@@ -129,7 +129,7 @@ def _anthropic_headers(quotas: Quotas, now: float) -> list[Header]:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: 12ms, 1.5s, 6m0s."""
+    """Format a duration like OpenAI: 12ms, 1.5s, 6m0s."""
     milliseconds = math.ceil(seconds * 1000)
     if milliseconds < 1000:
         return f"{milliseconds}ms"

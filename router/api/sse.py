@@ -49,7 +49,7 @@ class ChunkWriter:
         return b"]}\n\n" if not fields else b"]," + encode_json(fields)[1:] + b"\n\n"
 
     def plain(self, prefix: bytes, text: str) -> bytes:
-        """As `text`, where there is nothing to say but that: nearly all chunks."""
+        """Write a chunk like `text` with nothing else in it: nearly all chunks."""
         return prefix + encode_json(text) + self._after_text
 
     def text(

@@ -58,7 +58,7 @@ class Telling:
     _place: "asyncio.Future[Place | None] | None" = None
     _sought: _Sought | None = None
     _image: Place | None = None
-    """Where two prompts part at an image, nothing is to be looked for."""
+    """The place of a differing image; nothing else is searched then."""
     _placed: int = 0
     """The first index of the prompt in which that is looked for: the first that parts from an earlier one."""
 

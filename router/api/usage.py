@@ -101,7 +101,7 @@ def usage_query(params: QueryParams, caller: Caller, now: float, num_hours: int)
 
 
 def _tenant(params: QueryParams, caller: Caller) -> str | None:
-    """Whose use is asked for; None for everybody's. What others' names are is not told."""
+    """Return the requested tenant; None for all. Other tenants' names are not revealed."""
     asked = _name(params, "tenant")
     if caller.may(Right.ADMIN):
         return asked

@@ -128,7 +128,7 @@ class NamedCaches:
         return known.record, known.content
 
     async def look(self, cache_id: str, tenant: str) -> CacheRecord:
-        """As Redis has it. Raises CacheGone or CachesUnavailable."""
+        """Read a cache's record in Redis. Raises CacheGone or CachesUnavailable."""
         async with self._asking():
             return self._there(cache_id, tenant, await self._record(cache_id))
 

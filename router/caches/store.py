@@ -77,7 +77,7 @@ class CacheStore(SealedStore):
         return await self._read(content_key(cache_id), _decode_content)
 
     async def records(self, cache_ids: list[str]) -> list[CacheRecord]:
-        """Those that exist."""
+        """Return the records that exist."""
         opened = await self._read_all([record_key(cache_id) for cache_id in cache_ids], _decode_record)
         return [record for record in opened if record is not None]
 

@@ -59,7 +59,7 @@ class _InFlight:
     max_step_tokens: int
     attempts: dict[Attempt, None] = field(default_factory=dict)
     left: deque[tuple[float, Presence, PromptOf]] = field(default_factory=lambda: deque(maxlen=MAX_LEFT))
-    """Whose client has gone before they got anywhere: what they have begun may still be the end of it."""
+    """Prompts whose client left before they made progress: their work may still end a replica."""
     is_dead: bool = False
 
 
@@ -188,7 +188,7 @@ class DispatchState:
         )
 
     def _surviving_prompts(self) -> "_Prompts":
-        """Those that a living replica has computed just now: no replica dies of them."""
+        """Return the prompts that a living replica has just computed: no replica dies of them."""
         living = (there for there in self._in_flight.values() if not there.is_dead)
         return _Prompts(
             attempt.prompt for there in living for attempt in there.attempts if attempt.has_survived
@@ -207,9 +207,9 @@ class DispatchState:
     # What is told.
 
     def retry_after_seconds(self, model: str) -> float:
-        """When it is worth asking again: once the idlest replica has computed the prompts that it has.
+        """Return the seconds until a retry makes sense: until the idlest replica has computed its prompts.
 
-        While there is none: after as long again as there has been none.
+        Without replicas, as long again as there have been none.
         """
         return min(
             MAX_RETRY_AFTER_SECONDS,

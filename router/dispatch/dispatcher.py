@@ -58,7 +58,7 @@ class Dispatcher:
         return GenerationRun(self.state, generation, trace)
 
     def preview(self, generation: Generation) -> Preview:
-        """Where it would go now, without sending it. Raises UnknownModel or NoReplicaAvailable."""
+        """Return where it would go now, without sending it. Raises UnknownModel or NoReplicaAvailable."""
         request = RoutingRequest(
             generation.bucket,
             len(generation.token_ids),
@@ -70,7 +70,7 @@ class Dispatcher:
         )
 
     def retry_after_seconds(self, model: str) -> float:
-        """When it is worth asking again, for a client that was refused."""
+        """Return the seconds until a refused client should retry."""
         return self.state.retry_after_seconds(model)
 
     def statistics(self) -> DispatchStatistics:

@@ -409,7 +409,7 @@ class GenerationRun:
         )
 
     def _pull_hint(self, decision: Decision) -> PullHint | None:
-        """Where the replica should pull from, if that peer is still connected, be it about to leave."""
+        """Return the peer to pull from, if it is still connected, even if it is leaving."""
         if decision.pull_from is None:
             return None
         peer = self._state.clients(decision.pull_from)

@@ -34,7 +34,7 @@ BYTES_PER_TOKEN = 40
 """Per token of a waiting prompt: a Python list of integers."""
 
 LONGEST_PAUSE_SECONDS = 1.0
-"""One that is held looks for itself this often, whatever it is told."""
+"""Interval at which a held request checks by itself."""
 
 LEAST_PAUSE_SECONDS = 0.001
 
@@ -49,7 +49,7 @@ class Obstacle(enum.Enum):
     TRIALS = enum.auto()
     """It is suspected, and every replica has a suspect on trial."""
     HELD = enum.auto()
-    """There is a replica for it, which has too much to do."""
+    """Its replica has too much to do."""
     OWN_TRIAL = enum.auto()
     """The same prompt is on trial somewhere."""
 
@@ -80,7 +80,7 @@ class Placement:
         self._digest: PromptDigest | None = None
         self._held: Held | None = None
         self._asking: Asking | None = None
-        """As what it was held or let go."""
+        """The terms under which it was held or released."""
         self.charge: Charge | None = None
         self._has_given_up = False
 

@@ -68,8 +68,8 @@ class Leaf:
 
 
 def leaves_of(body: Mapping[str, Any]) -> tuple[list[Leaf], list[Leaf]]:
-    """Those of the tools, and those of system texts and turns: templates write the one before the other, or
-    in its midst."""
+    """Return the leaves of tools, and of system texts and turns: templates write one group before, or inside,
+    the other."""
     tools = [leaf for name in TOOL_FIELDS if name in body for leaf in _elements((name,), body[name])]
     turns = [
         leaf
@@ -81,7 +81,7 @@ def leaves_of(body: Mapping[str, Any]) -> tuple[list[Leaf], list[Leaf]]:
 
 
 def spelled(path: Path) -> str:
-    """As people write it: `tools[3].function.description`. Names with dots or brackets are in quotes."""
+    """Format a path for people: `tools[3].function.description`. Names with dots or brackets are quoted."""
     text = ""
     for step in path:
         if isinstance(step, int):
@@ -163,7 +163,7 @@ def _rank(item: tuple[str, Any]) -> int:
 
 
 def text_forms(value: str) -> tuple[str, ...]:
-    """As it is, escaped as in JSON, and either without white space around it."""
+    """Return the text as it is, escaped as in JSON, and either one stripped."""
     bare = value.strip()
     texts = [value] if not bare or bare == value else [value, bare]
     forms = dict.fromkeys(texts)

@@ -73,7 +73,7 @@ class Place:
 
 
 class _Found(NamedTuple):
-    """Where a leaf stands; `number` counts the leaves of its group."""
+    """The place of a leaf; `number` counts the leaves of its group."""
 
     start: int
     end: int
@@ -233,7 +233,7 @@ def _chain(text: str, leaves: Sequence[Leaf], first: int, cursor: int) -> list[_
 
 
 def _extent(text: str, leaves: Sequence[Leaf], anchors: Sequence[_Found]) -> tuple[int, int]:
-    """Where the tools begin and end: their long leaves, and short ones right beside these."""
+    """Return the range of the tools: their long leaves, and adjacent short ones."""
     if not anchors:
         return 0, 0
     start, end = anchors[0].start, anchors[-1].end
@@ -323,7 +323,7 @@ def _last(text: str, form: str, low: int, high: int) -> int:
 
 
 def _first(text: str, leaf: Leaf, low: int, high: int, *, is_word: bool = False) -> tuple[int, int] | None:
-    """Where the leaf stands first, in any of its forms; `high` bounds where it begins."""
+    """Return the leaf's first place, in any of its forms; `high` bounds its beginning."""
     best: tuple[int, int] | None = None
     for form in leaf.forms if is_word or not leaf.is_key else leaf.forms[:1]:
         at = text.find(form, low, high + len(form))

@@ -121,7 +121,7 @@ def _tiers(candidate: Candidate) -> dict[str, Any] | None:
 
 
 def _sentence(candidate: Candidate, load_seconds: float | None) -> str:
-    """Where the deepest of it lies, what either way takes, and which way is taken if not the first."""
+    """Say where the deepest copy lies, how long each way takes, and which is taken if not the first."""
     reach, cost = candidate.reach, candidate.cost
     place = "on disk" if reach.local > reach.host else "in host memory"
     compute_seconds = (reach.local - reach.device) * cost.token_seconds

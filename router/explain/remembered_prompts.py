@@ -309,7 +309,7 @@ class RememberedPrompts:
         return best if best is not None and best.num_common_tokens else None
 
     def _alike(self, mine: _Tenant, units: bytes) -> Sequence[RememberedPrompt]:
-        """Those that share most pieces with it."""
+        """Return the prompts with most pieces in common."""
         votes: Counter[int] = Counter()
         every = _numbers(units)
         looked_at = (

@@ -54,8 +54,8 @@ def repeats(
     block_size: int,
     least_part: int = LEAST_PART,
 ) -> list[Run]:
-    """Those tokens of this prompt from `start` on, in full blocks. `ours` and `theirs` are what either has
-    from `parted` on, which is the first token that differs."""
+    """Return the repeated tokens of this prompt from `start` on, in full blocks. `ours` and `theirs` are the
+    tokens from `parted` on, the first difference."""
     end = (parted + len(ours) - 1) // block_size * block_size
     found = []
     num_left = len(theirs)
@@ -112,8 +112,8 @@ def _runs(ours: Numbers, theirs: Numbers, start: int) -> Iterator[Run]:
 
 
 def _are_in(own: Grams, others: Grams) -> npt.NDArray[np.bool_]:
-    """As `np.isin`, which sorts both and takes ten times as long. Of grams that share a slot the last has it;
-    those that have lost theirs are looked up in a table of their own."""
+    """Test membership like `np.isin`, which sorts both and takes ten times as long. The last gram wins a
+    slot; the others are in a second table."""
     found = np.zeros(len(own), dtype=np.bool_)
     while len(others):
         bits = max(_LEAST_BITS, (_SLOTS_PER_GRAM * len(others)).bit_length())

@@ -35,7 +35,7 @@ SETTINGS_PATHS = {
     "cache_salt": "cache_salt",
     "template_arguments": "chat_template_kwargs",
 }
-"""Where a client has what changes a prompt's namespace or its template."""
+"""Paths in a client's body of settings that change a prompt's namespace or its template."""
 
 
 class Earlier(msgspec.Struct, frozen=True, array_like=True):
@@ -74,7 +74,7 @@ class PromptStory(msgspec.Struct, frozen=True, array_like=True):
         return "hit" if self.cause == Cause.HIT else "partial"
 
     def missed_spans(self) -> Iterator[MissedSpan]:
-        """As `causes.py` has found them."""
+        """Yield the spans as `causes.py` found them."""
         for cause, start, end, replica_id, at in self.spans:
             holder = None if replica_id is None else ReplicaId(replica_id)
             yield MissedSpan(Cause(cause), start, end, holder, at)
@@ -166,7 +166,7 @@ def header_of(stories: Sequence[PromptStory]) -> bytes:
 
 
 def told(story: Story) -> dict[str, Any]:
-    """As JSON has it."""
+    """Convert an explanation for JSON."""
     return {
         "object": "cache.explanation",
         "request_id": story.request_id,

@@ -14,7 +14,7 @@ UPLOAD_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 
 
 
 FAILURES = (RefusalCode.INVALID_REQUEST, RefusalCode.OVERLOADED, RefusalCode.INTERNAL)
-"""That uploads end with. They count from nought, so that a first failure is seen as one more."""
+"""Errors of uploads. They start at 0, so that the first failure is an increase."""
 
 
 @dataclass(slots=True)

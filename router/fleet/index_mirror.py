@@ -61,7 +61,7 @@ MIN_BACKOFF_SECONDS = 0.05
 MAX_BACKOFF_SECONDS = 2.0
 
 RESCAN_SPREAD_SECONDS = 2.0
-"""When Redis comes back, it is back for all routers at once: each reads its sets at a moment of its own."""
+"""After Redis returns, each router rereads its sets at a random moment within this time."""
 
 ENTRIES_PER_READ = 256
 HASHES_PER_SCAN = 2048

@@ -150,7 +150,7 @@ class RegistrySource:
         return view
 
     def _names(self, kind: str, of: str, decoded: tuple[Sequence[Name], int]) -> list[Name]:
-        """As many as one look takes: those that had a lease at the last one, then others in turn."""
+        """Return the names for one look: first those with a lease at the last one, then others in turn."""
         names, num_wrong = decoded
         if num_wrong:
             self._refuse((kind, of), f"{num_wrong} members of the registry's {kind} {of!r} are no names")

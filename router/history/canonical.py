@@ -31,7 +31,7 @@ ENDING_BYTES = 128
 it does not know."""
 
 Message = Mapping[str, Any]
-"""As chat templates expect it; `content` is a text, none, or a list of parts."""
+"""A message in the form of chat templates; `content` is a text, none, or a list of parts."""
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 _decode = msgspec.json.Decoder().decode
@@ -167,7 +167,7 @@ def _arguments(arguments: Any) -> Any:
 
 
 def _written(value: Any) -> bytes:
-    """As JSON with sorted keys."""
+    """Encode as JSON with sorted keys."""
     try:
         return _encode(value)
     except (UnicodeEncodeError, OverflowError):  # half a surrogate pair; an integer beyond 64 bits

@@ -143,8 +143,8 @@ class RememberedHistory:
         thought: Thought | None = None,
         asked: Asked | None = None,
     ) -> None:
-        """That the conversation of `key` has the packed tokens of `parent`, as it was found, and `added`,
-        which ends with an answer of that reasoning."""
+        """Remember a conversation: the packed tokens of `parent`, as found, and `added`, which ends with an
+        answer of that reasoning."""
         if parent is not None:
             before = self._records.get(parent.key)
             if parent.key == key or before is None or before.serial != parent.serial:

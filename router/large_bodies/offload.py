@@ -207,7 +207,7 @@ class Offload:
                 await self._load(Digest(digest), bundle)
 
     def _is_running(self) -> bool:
-        """One that has hung up is on its way out."""
+        """Whether it runs; a process that has hung up is ending."""
         return self._control is not None and self._process is not None and self._process.poll() is None
 
     async def _ensure_running(self) -> None:

@@ -15,7 +15,7 @@ REQUEST_BYTES = 4 * 2**10
 """A request counts as so much more than its body, since much of its work is the same for any."""
 
 MIXED_SECONDS = 1.0
-"""So long after the last request of another tenant one is taken to be alone, and nothing is held back."""
+"""Seconds without a request of another tenant after which a tenant counts as alone, and is not held back."""
 
 
 class PreparingTurns:

@@ -75,7 +75,7 @@ def _replica(replica: LiveReplica, slots: Sequence[Slot]) -> dict[str, Any]:
 
 
 def _tiers(load: LoadSnapshot) -> list[dict[str, Any]]:
-    """Those below the device, of replicas that have any."""
+    """Format the tiers below the device, if any."""
     tiers = (
         (Tier.HOST, load.num_host_bytes, load.max_host_bytes),
         (Tier.DISK, load.num_disk_bytes, load.max_disk_bytes),
@@ -164,7 +164,7 @@ def add_holders(row: dict[str, Any], depths: dict[int, dict[ReplicaId, int]]) ->
 
 
 def frontier(rows: Iterable[Node]) -> list[Node]:
-    """Those that have no child among them."""
+    """Return the nodes without a child among them."""
     nodes = list(rows)
     parents = {node.parent.number for node in nodes if isinstance(node.parent, ChainNode)}
     return [node for node in nodes if node.number not in parents]

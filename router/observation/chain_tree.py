@@ -124,7 +124,7 @@ class ChainTree(Generic[K]):
         return list(islice(reversed(self._nodes.values()), count))
 
     def first_nodes(self, root: BlockHash) -> Iterator[ChainNode[K]]:
-        """Those that chains of this root begin with, the last made first."""
+        """Yield the nodes that chains of this root begin with, newest first."""
         top = self._roots.get(root)
         return iter(()) if top is None else reversed(top.children.values())
 

@@ -49,7 +49,7 @@ UNKNOWN_MODEL = "unknown"
 MOST_TENANTS = 100
 
 ALARMING_CODES = ("429", "500", "503")
-"""Those that alerts and dashboards count."""
+"""Status codes that alerts and dashboards count."""
 
 DIALECTS = ("chat", "completion", "gemini", "messages", "responses")
 """The kinds of bodies that a prompt is made of."""

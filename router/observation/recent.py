@@ -25,9 +25,9 @@ _STEP = math.log(1.08)
 
 
 class Origins(msgspec.Struct, frozen=True):
-    """Where the tokens of prompts came from; they add up to all of them.
+    """Origins of prompts' tokens; they add up to all.
 
-    `num_unattributed` are cached, but the user who reads or who wrote them is not known.
+    `num_unattributed` are cached, but their reader or writer is unknown.
     """
 
     num_computed: int = 0
@@ -131,7 +131,7 @@ class Recent:
         return self._num_decisions
 
     def slot(self, now: float) -> Slot:
-        """That of `now`, to count in. Time that goes backwards is counted where it has been."""
+        """Return the slot of `now`. Time that goes backwards counts in the latest one."""
         number = int(now // SLOT_SECONDS)
         if self._newest is None:
             self._newest = number - 1
@@ -141,7 +141,7 @@ class Recent:
         return self._slots[-1]
 
     def slots(self, now: float) -> tuple[int, list[Slot]]:
-        """When the first begins, and all up to that of `now`, which is not over yet."""
+        """Return the start of the first slot, and all slots up to that of `now`, which is not over."""
         self.slot(now)
         assert self._newest is not None
         return (self._newest - len(self._slots) + 1) * SLOT_SECONDS, list(self._slots)
@@ -155,7 +155,7 @@ class Recent:
         self._decisions.append(decision)
 
     def decisions(self, after: int) -> Iterable[RecentDecision]:
-        """Those that are kept of the ones with greater numbers, newest first."""
+        """Return kept decisions with greater numbers, newest first."""
         for decision in reversed(self._decisions):
             if decision.number <= after:
                 return

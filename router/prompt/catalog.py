@@ -135,8 +135,8 @@ class ServedModel:
         return self._bounded(self, max_context)
 
     def tenant_label(self, salt: str | None) -> str:
-        """Where there are no keys: names the tenant of this salt without revealing it; alike for all models
-        and routers."""
+        """Return a label for the tenant of this salt without revealing it, where there are no keys; alike for
+        all models and routers."""
         return DEFAULT_TENANT if salt is None else self._tenant_label(salt)
 
     def root(self, namespace: str | None = None, salt: str | None = None) -> BlockHash:

@@ -27,7 +27,7 @@ class TokenBytes:
     without_special: tuple[bytes, ...]
 
     def showing(self, token_ids: Iterable[int]) -> tuple[bytes, ...]:
-        """As without special tokens, but with these."""
+        """Return the bytes without special tokens, except these."""
         shown = list(self.without_special)
         for token_id in token_ids:
             shown[token_id] = self.with_special[token_id]

@@ -70,7 +70,7 @@ class Shown(NamedTuple):
         return num_tokens
 
     def as_sent(self, position: int) -> int:
-        """Where the token at `position` stood in the prompt with one token for each image."""
+        """Return the token's position in the prompt with one token per image."""
         num_more = 0
         for image in self.images:
             if image.start > position:
@@ -79,7 +79,7 @@ class Shown(NamedTuple):
         return position - num_more
 
     def image_path(self, position: int) -> str | None:
-        """Where the client's body has the image that the token at `position` stands for, if it does."""
+        """Return the path in the client's body of the image at the token `position`, if there is one."""
         for image in self.images:
             if image.start <= position < image.start + image.length:
                 return image.path

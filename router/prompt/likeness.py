@@ -52,7 +52,7 @@ def is_like(tree: jinja2.nodes.Template) -> bool:
 
 
 def minded_characters(tree: jinja2.nodes.Template) -> str:
-    """Where one of them stands in the text that the fast engine makes, the reference may make another one."""
+    """Return characters whose presence in the fast engine's text may make the reference's text differ."""
     used = frozenset(_filters(tree))
     trims = not used.isdisjoint(_BLANK_FILTERS) or _calls_without_arguments(tree, _BLANK_METHODS)
     capitals = not used.isdisjoint(_CAPITAL_FILTERS) or _calls_without_arguments(
@@ -75,7 +75,8 @@ def _printed(tree: jinja2.nodes.Template) -> Iterator[jinja2.nodes.Expr]:
 
 
 def _is_list(printed: jinja2.nodes.Expr) -> bool:
-    """One that the template makes, which the engines write with other escapes than one that it is given."""
+    """Whether the template makes the list itself; the engines escape such lists differently from given
+    ones."""
     if isinstance(printed, jinja2.nodes.Filter):
         return printed.name in _LISTING_FILTERS
     return isinstance(printed, (jinja2.nodes.List, jinja2.nodes.Dict, jinja2.nodes.Tuple))

@@ -143,7 +143,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """As `render`, but raises TooMuchWork where that might take long."""
+        """Render like `render`, but raise TooMuchWork if it might take long."""
         template = self._choose(has_tools=tools is not None)
         return template.render_bounded(self._variables(messages, tools, add_generation_prompt, arguments))
 

@@ -1,8 +1,7 @@
-"""Where a token stands in its prompt's text: the reckoning of Tokenizer.characters_before.
+"""Maps tokens to positions in their prompt's text, for Tokenizer.characters_before.
 
-Owns how tokens and characters are paired: at special tokens, and between two of them by the bytes that tokens
-stand for. So tokens that do not quite say the text, as those of an answer that a conversation goes on from,
-put nothing out of place beyond the next special token.
+Pairs tokens and characters at special tokens, and between them by the tokens' bytes. So tokens that differ
+from the text, as those of a continued answer, shift nothing beyond the next special token.
 """
 
 import unicodedata

@@ -97,7 +97,7 @@ class Tokenizer:
         self.vocab_size: int = self._reference.get_vocab_size(with_added_tokens=True)
         self.cache = SegmentCache(cache_bytes)
         self._owner: Hashable = None
-        """Whose texts these are, for the cache."""
+        """Owner of the texts, for the cache."""
         self._splitter = _splitter(self._reference, backend, self.special_tokens)
         self._affixes = _affixes(self._reference)
         self.longest_token = _longest_token(self._reference, backend, self._token_bytes)
@@ -146,9 +146,9 @@ class Tokenizer:
     def encode_within(
         self, most: int, text: str, *, add_special_tokens: bool = False, is_quoted: bool = False
     ) -> list[int] | None:
-        """As `encode`; None, long before the end of a long text, if there will be more than `most` or so.
+        """Encode like `encode`; None, early in a long text, if there will be more than about `most` tokens.
 
-        A piece's tokens are those of the whole but at its two ends, and no piece is short.
+        A piece's tokens are those of the whole except at its two ends, and no piece is short.
         """
         if len(text) > max(most, PIECE_CHARACTERS):
             num_tokens = 0
@@ -163,7 +163,7 @@ class Tokenizer:
     async def encode_async(
         self, text: str, *, add_special_tokens: bool = False, is_quoted: bool = False
     ) -> list[int]:
-        """As `encode`, in a thread where the text is new and long enough to hold up the loop."""
+        """Encode like `encode`, in a thread if the text is new and long enough to block the loop."""
         if self._is_long(text):
             return await asyncio.to_thread(
                 self.encode, text, add_special_tokens=add_special_tokens, is_quoted=is_quoted

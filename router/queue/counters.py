@@ -113,7 +113,7 @@ class VirtualCounters:
         return len(self._active)
 
     def counter(self, name: str) -> float:
-        """Where it stands, or would if it came now."""
+        """Return its counter, or the one that it would start with now."""
         account = self._accounts.get(name)
         if account is None:
             return self.floor()
@@ -124,7 +124,7 @@ class VirtualCounters:
         return self._accounts[name].counter
 
     def behind(self, names: Iterable[str], counter: float) -> list[tuple[str, float]]:
-        """Those of these, who all wait, that stand before it, and how much work brings each there."""
+        """Return which of these waiting tenants are before `counter`, and the work that brings each there."""
         accounts = self._accounts
         return [
             (name, (counter - account.counter) * account.weight)
@@ -165,7 +165,7 @@ class VirtualCounters:
             self._last = account.counter
 
     def join(self, order: LeastFirst, name: str) -> None:
-        """One that waits is to stand in this order as well, until it leaves it."""
+        """Add a waiting tenant to this order, until it leaves it."""
         if name not in order:
             self._join(order, self._accounts[name])
 

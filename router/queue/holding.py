@@ -32,7 +32,7 @@ from router.routing.load import ReplicaLoad
 from router.routing.table import Choice, RoutedRequest, RoutingTable
 
 ASK_AGAIN_SECONDS = 0.1
-"""So often the first of a line that has no room asks whether another replica is better by now."""
+"""Interval at which a line's first request without room checks for a better replica."""
 
 LOOK_SECONDS = 0.02
 """Between two looks at a line whose replica is full: none of it can go, only be late or ask again."""
@@ -70,10 +70,10 @@ class _Fleet:
     shares: Shares
     delay: StandingDelay
     looked_at: dict[ReplicaId, float] = field(default_factory=dict)
-    """When somebody in a line has last looked for itself; however many wait there, that is not done oftener
-    than asking again is."""
+    """Last time that a line was checked by a waiter; it is not checked more often than asking again, however
+    many wait."""
     served_at: dict[ReplicaId, float] = field(default_factory=dict)
-    """When a line's replica has last said something that was acted upon."""
+    """Last report of a line's replica that was acted upon."""
 
 
 class Holding:

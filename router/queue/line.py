@@ -15,7 +15,7 @@ from operator import attrgetter
 from replicas.protocol.status import ReplicaId
 
 MAX_OVERTAKEN = 4
-"""So often others of its tenant may go before a request for their beginning."""
+"""Times that others of its tenant may overtake a request for their common beginning."""
 
 NUM_LOOKED_AT = 16
 """Waiters that are searched for one with the same beginning."""
@@ -98,7 +98,7 @@ class Line:
 
     @property
     def tenants(self) -> Collection[str]:
-        """Those of whom some wait."""
+        """Return the waiting tenants."""
         return self._tenants
 
     def work_of(self, tenant: str) -> float:

@@ -26,10 +26,10 @@ class StandingDelay:
 
     def __init__(self) -> None:
         self._since: float | None = None
-        """When the idlest replica was first seen with too much to do; None while it has less."""
+        """First time that the idlest replica had too much to do; None while it has less."""
         self._interval_seconds = 0.0
         self._began_at: float | None = None
-        """When the overload was seen at the replicas; None if requests are held for another reason."""
+        """Time when the overload was seen at the replicas; None if requests are held for another reason."""
         self._held_at: float | None = None
 
     def is_overload(self, now: float) -> bool:

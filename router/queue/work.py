@@ -10,7 +10,7 @@ CACHED_TOKEN = 0.05
 OUTPUT_TOKEN = 2.0
 
 LEAST_SECONDS = 1e-3
-"""That a prompt takes, where nothing says more."""
+"""Least seconds of a prompt without further knowledge."""
 
 
 def prompt_work(num_tokens: int, num_cached_tokens: int) -> float:

@@ -39,7 +39,7 @@ DRAWN_PER_CHOSEN = 3
 
 class DecisionReason(enum.StrEnum):
     ONLY_REPLICA = "only_replica"
-    """There was no choice."""
+    """Only one candidate."""
     OVERLAP = "overlap"
     """No replica holds more of the prompt."""
     HOME = "home"
@@ -64,10 +64,10 @@ class RoutingRequest(msgspec.Struct, frozen=True):
 
 
 class Replicas(Mapping[ReplicaId, ReplicaLoad]):
-    """Those that may serve. A load is looked up when it is asked for: in a large fleet few are.
+    """Candidates. A load is looked up on demand: in a large fleet few are.
 
-    `layouts` say how each lays out its KV; those of one layout may pull from each other, those without one
-    from none. They may name replicas besides, which take nothing new and may be pulled from while they live.
+    `layouts` say how each lays out its KV; replicas of one layout may pull from each other, those without one
+    from none. Layouts may also name replicas that take nothing new but may be pulled from while they live.
     """
 
     __slots__ = ("_layouts", "_mask", "_peer_masks", "_slots", "load_of", "ranking")
@@ -259,7 +259,7 @@ class _Reaches:
         self._alike: list[tuple[int, Depths, dict[str | None, Reach]]] = [
             (mask, depths, {}) for mask, depths in overlaps.alike(among)
         ]
-        """Those that have equal depths, and by layout what each of them reaches."""
+        """Groups of replicas with equal depths, and each group's reach by layout."""
         self._of_others: dict[str | None, Reach] = {}
 
     def of(self, bit: int, replica_id: ReplicaId, load: ReplicaLoad) -> Reach:

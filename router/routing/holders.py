@@ -118,7 +118,7 @@ class Holders:
         )
 
     def tier(self, bit: int, block_hash: BlockHash) -> Tier | None:
-        """Where the fastest copy of the one with this bit lies."""
+        """Return the tier of the fastest copy of the replica with this bit."""
         holders = self.shards[block_hash[0]].get(block_hash, 0)
         if not holders & bit:
             return None

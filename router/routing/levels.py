@@ -47,7 +47,8 @@ class Slots:
         return functools.reduce(operator.or_, self.bits(replica_ids), 0)
 
     def of(self, mask: int, positions: Sequence[int] | None = None) -> list[ReplicaId]:
-        """Whose bits these are, from the lowest on; with `positions`, only those of that ordinal (from 0)."""
+        """Return the replicas of these bits, lowest first; with `positions`, only those of that ordinal (from
+        0)."""
         if positions is None and mask and mask & (mask - 1) == 0:
             return [self._replica_ids[mask.bit_length() - 1]]
         packed = mask.to_bytes((mask.bit_length() + 7) // 8, "little")
@@ -185,7 +186,7 @@ class Overlaps(Mapping[ReplicaId, int]):
         return self._among(self._levels, among)
 
     def deepest_stored(self, among: int) -> Level | None:
-        """Those in the mask `among` that have stored most; None if none has stored any."""
+        """Return the replicas in the mask `among` that have stored most; None if none has stored any."""
         return next(self._among(self._view(View.STORED), among), None)
 
     def _among(self, levels: Sequence[Depth], among: int) -> Iterator[Level]:
@@ -218,7 +219,7 @@ class Overlaps(Mapping[ReplicaId, int]):
 
 
 def _split(levels: Sequence[Depth], mask: int) -> list[Depth]:
-    """Those in the mask by their depth in `levels`, 0 for who is in none."""
+    """Split the mask by depth in `levels`, 0 for replicas in none."""
     parts = []
     for depth, its in levels:
         part = its & mask

@@ -96,7 +96,7 @@ class Reservation:
 class _ReplicaBook:
     snapshot: LoadSnapshot = field(default_factory=LoadSnapshot)
     speeds: MoveSpeeds = NO_MOVES
-    """As the snapshot says."""
+    """Speeds in the snapshot."""
     num_silent_looks: int = LOOKS_OF_SILENCE
     """Looks at the registry since the last frame; at the start there was none to wait for."""
     num_reserved: int = 0
@@ -106,7 +106,7 @@ class _ReplicaBook:
     num_pending_image_tokens: int = 0
     """For the reservations on the way."""
     sent_reservations: dict[int, Reservation] = field(default_factory=dict)
-    """Those of them that have been sent, by ordinal, ascending."""
+    """The sent ones among them, by ordinal, ascending."""
     cached_view: ReplicaLoad | None = None
 
     def add(self, reservation: Reservation) -> None:

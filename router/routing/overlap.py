@@ -173,7 +173,7 @@ class PrefixIndex:
         return frozenset() if replica is None else self._holders.of(replica.bit)
 
     def stored_in(self, replica_id: ReplicaId, tier: Tier) -> frozenset[BlockHash]:
-        """Those whose fastest copy lies in this tier. Looks at all that anybody has stored."""
+        """Return the hashes whose fastest copy lies in this tier. Scans all stored hashes."""
         replica = self._replicas.get(replica_id)
         if replica is None:
             return frozenset()

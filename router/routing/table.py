@@ -43,11 +43,11 @@ class _Model:
     cards: dict[ReplicaId, ModelCard] = field(default_factory=dict)
     draining: set[ReplicaId] = field(default_factory=set)
     gone: set[ReplicaId] = field(default_factory=set)
-    """Those of them whose engine is gone: nothing is pulled from them."""
+    """Replicas whose engine is gone: nothing is pulled from them."""
     stalled: set[ReplicaId] = field(default_factory=set)
     """Alive, but getting nowhere."""
     ready: dict[Adapter | None, Replicas] = field(default_factory=dict)
-    """Those that may serve, by the adapter that is asked for. Emptied when one comes, goes or drains."""
+    """Candidates by adapter. Cleared when one comes, goes or drains."""
 
 
 class Preview(NamedTuple):

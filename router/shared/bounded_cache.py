@@ -45,7 +45,7 @@ class BoundedCache(Generic[K, V]):
         return self._entries.get(key)
 
     def put(self, key: K, value: V) -> None:
-        """One that is larger than all may be is evicted at once, after all others."""
+        """Store a value. One that is larger than the bound is evicted at once, after all others."""
         self.pop(key)
         self._entries[key] = value
         self.size += self._size_of(key, value)

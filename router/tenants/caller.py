@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import msgspec
 
 DEFAULT_TENANT = "default"
-"""Whose everything is while there are no keys."""
+"""Tenant of everything without keys."""
 
 DEFAULT_LEASE_SHARE = 0.25
 """For a tenant without `lease_share`."""
@@ -30,11 +30,11 @@ class Right(enum.StrEnum):
 class Limits(
     msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """Those of a tenant hold for all its keys together, those of a key within them. None bounds
-    nothing, except that of `lease_share`: see `Caller`.
+    """Limits of a tenant hold for all its keys together, those of a key within them. None bounds nothing,
+    except `lease_share`: see `Caller`.
 
-    `tokens_per_minute` counts the tokens of prompts and answers. `max_sequences` are served at a time.
-    Shares are of the whole: of the room for leases, and of the memory below the devices.
+    `tokens_per_minute` counts the tokens of prompts and answers. `max_sequences` are served at a time. Shares
+    are of the whole: of the room for leases, and of the memory below the devices.
     """
 
     requests_per_minute: int | None = None
@@ -72,7 +72,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def owner(self) -> str | None:
-        """Whose a request and all that is made of it is; None where there are no keys."""
+        """Owner of a request and all that is made of it; None without keys."""
         return None if self.key_id is None else f"tenant:{self.tenant.name}"
 
     @property
@@ -104,7 +104,7 @@ OPEN_CALLER = Caller(tenant=Tenant(name=DEFAULT_TENANT), rights=frozenset({Right
 settings."""
 
 CALLER = "kvasir.caller"
-"""Where a request's scope has who asks."""
+"""Key of the caller in a request's scope."""
 
 
 def caller_of(scope: Mapping[str, object]) -> Caller:
@@ -115,5 +115,5 @@ def caller_of(scope: Mapping[str, object]) -> Caller:
 
 
 def tenant_of(scope: Mapping[str, object]) -> str:
-    """Whose stored responses, named caches and the like a request sees."""
+    """Return the tenant whose stored responses, named caches and the like a request sees."""
     return caller_of(scope).tenant.name

@@ -19,7 +19,7 @@ OTHER = "(other)"
 UNKNOWN_MODEL = "unknown"
 """For requests of unserved models."""
 NO_KEY = ""
-"""Where there are no keys."""
+"""Key id without keys."""
 
 MAX_ENTRIES = 200_000
 """Keys times models, over all hours that are held: a current one and the one before it, as a rule."""
@@ -28,7 +28,7 @@ MAX_TENANTS = 20_000
 
 
 class Use(NamedTuple):
-    """Whose requests these are within a tenant."""
+    """Key and model of requests within a tenant."""
 
     key_id: str
     model: str
@@ -125,7 +125,7 @@ class Ledger:
         return sum(len(hour.unwritten) for hour in self._hours.values())
 
     def take_unwritten(self, most: int) -> list[Row]:
-        """They count as written, unless they are put back."""
+        """Take rows; they count as written unless they are put back."""
         rows: list[Row] = []
         for number, hour in self._hours.items():
             while hour.unwritten and len(rows) < most:
@@ -141,7 +141,7 @@ class Ledger:
                 hour.unwritten[row.tenant, row.use] = None
 
     def unwrite_all(self) -> None:
-        """Where it was written, it is no longer."""
+        """Mark everything as unwritten, since its store lost it."""
         for hour in self._hours.values():
             for tenant, uses in hour.tenants.items():
                 for use in uses:

@@ -18,13 +18,13 @@ from router.tenants.caller import Limits
 SECONDS_PER_MINUTE = 60.0
 
 SEQUENCE_WAIT_SECONDS = 1.0
-"""When to ask again for one of the sequences: the length of the running answers is not known."""
+"""Retry delay for a sequence: the length of the running answers is unknown."""
 
 _ROUNDING = 1e-6
 
 
 class Owner(enum.IntEnum):
-    """Whose limit it is."""
+    """Owner of a limit."""
 
     TENANT = 0
     KEY = 1
@@ -110,7 +110,7 @@ class RateAccount:
             self.tokens = _refilled(self.tokens, self.limits.tokens_per_minute, seconds)
 
     def fits(self, ask: Ask) -> bool:
-        """There is no shortage."""
+        """Whether there is no shortage."""
         limits = self.limits
         requests, tokens, sequences = (
             limits.requests_per_minute,
@@ -155,7 +155,7 @@ class RateAccount:
         self.use(0, num_output_tokens)
 
     def give_back(self, ask: Ask, reserved: int) -> None:
-        """As if it had never been asked."""
+        """Undo a reservation."""
         self.reserved -= reserved
         self.num_sequences -= ask.num_sequences
         self.use(-1, -ask.num_prompt_tokens)

@@ -25,7 +25,7 @@ class Taken(NamedTuple):
 
 
 class Quotas(NamedTuple):
-    """Those of which the least is left, of the tenant's and of the key's."""
+    """The tenant's or the key's quotas, whichever have less left."""
 
     requests: Quota | None
     tokens: Quota | None

@@ -38,7 +38,7 @@ class LeaseJournal(Protocol):
 
 
 def leases_within(lease_share: float, num_slots: int, max_files: int) -> Leases:
-    """That much of each tier may be leased."""
+    """Make leases with this share of each tier as budget."""
     return Leases(host_chunks=int(num_slots * lease_share), disk_chunks=int(max_files * lease_share))
 
 

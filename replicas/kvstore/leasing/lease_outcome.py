@@ -19,7 +19,7 @@ from replicas.protocol.prefix_leases import (
 
 
 class LeaseOutcome(NamedTuple):
-    """As `PromptUsage` has it."""
+    """Outcome in the form of `PromptUsage`."""
 
     answers: tuple[LeaseAnswer, ...] = ()
     num_evicted_early_tokens: int = 0

@@ -50,7 +50,7 @@ MAX_SOURCES = 4
 _SPARE_ENTRIES = 64
 
 TenantTag = NewType("TenantTag", bytes)
-"""Whose budget a lease is charged to."""
+"""Tenant whose budget a lease is charged to."""
 
 EVERYBODY = TenantTag(b"")
 
@@ -125,7 +125,7 @@ class _Lease:
 
     @property
     def due(self) -> float:
-        """When something becomes of it by time alone."""
+        """Return the time of the next change without input."""
         return self.end if self.store_by is None or self.broken_by else min(self.end, self.store_by)
 
 
@@ -188,7 +188,7 @@ class Leases:
         return self._kept.get(key, False)
 
     def end(self, key: BlockHash) -> float | None:
-        """When the chunk's lease ends, if it has one."""
+        """Return the end of the chunk's lease, if it has one."""
         lease = self._leases.get(key)
         return None if lease is None else lease.end
 
@@ -290,9 +290,8 @@ class Leases:
         return refusal
 
     def withdraw(self, key: BlockHash, source: Epoch) -> bool:
-        """As if this replica had never handed the chunk's lease over. It ends unless another has done so too,
-        or a request has asked for it here; says whether it does.
-        """
+        """Undo this replica's hand-over of the chunk's lease. The lease ends, and True is returned, unless
+        another replica has handed it over too, or a request has asked for it here."""
         lease = self._leases.get(key)
         if lease is None or lease.sources is None or source not in lease.sources:
             return False
@@ -340,7 +339,7 @@ class Leases:
     # What becomes of the chunks.
 
     def stored(self, key: BlockHash) -> None:
-        """There is a copy of it. A tombstone is needed no more."""
+        """Record a copy of the chunk, which removes its tombstone."""
         lease = self._leases.get(key)
         if lease is not None:
             lease.store_by = None

@@ -46,7 +46,7 @@ Moved = TypeVar("Moved")
 
 
 class FileMissing(Exception):
-    """There is no file for this chunk."""
+    """The chunk has no file."""
 
 
 class ChunkFiles:

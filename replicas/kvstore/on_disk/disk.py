@@ -71,7 +71,7 @@ class Disk:
         self.restored_lease_seconds: Mapping[BlockHash, int] = dict(self._journal.lease_seconds)
         """How long after its last use each ends, where that was noted."""
         self.restored_lease_tenants: Mapping[BlockHash, bytes] = dict(self._journal.lease_tenants)
-        """Whose each is, where that was noted."""
+        """Tenant of each lease, if recorded."""
         self._threads: list[threading.Thread] = []
         self._books = DiskBooks(options, self._journal.sizes(), self._start_worker, clock)
         self._keeper = DiskKeeper(options, self._files, self._journal, self._books)
@@ -122,7 +122,7 @@ class Disk:
     # What the journal keeps.
 
     def note_use(self, keys: Iterable[BlockHash]) -> None:
-        """They were used, in this order: the last is the newest. Unknown ones are ignored."""
+        """Record uses in order: the last is the newest. Unknown keys are ignored."""
         used = tuple(keys)
         self._books.note(lambda journal: journal.used(used))
 
@@ -143,7 +143,7 @@ class Disk:
 
     @property
     def can_write(self) -> bool:
-        """There is free space, no write has failed lately, and the queue is not full."""
+        """Whether there is free space, no write has failed lately, and the queue has room."""
         return self._books.can_write()
 
     @property

@@ -68,7 +68,7 @@ class Job:
     header: ChunkHeader | None = None
     sync: bool = False
     num_bytes: int = 0
-    """That it moves."""
+    """Bytes that it moves."""
     growth: int = 0
     """Bytes by which it makes the folder grow; less than 0 for a removal."""
     state: State = State.WAITING
@@ -163,7 +163,7 @@ class JobQueue:
                 yield job
 
     def next_deadline(self) -> float | None:
-        """When the oldest read that waits or runs was asked for."""
+        """Return when the oldest waiting or running read was requested."""
         while self._reads and self._reads[0].state not in (State.WAITING, State.RUNNING):
             self._reads.popleft()
         return self._reads[0].asked_at if self._reads else None

@@ -72,11 +72,11 @@ class Journal:
         self.lease_seconds: dict[BlockHash, int] = {}
         """How long after a use they end, where that was said."""
         self.lease_tenants: dict[BlockHash, bytes] = {}
-        """Whose they are, where that was said."""
+        """Tenant of each lease, if known."""
         self.num_bytes = 0
         """Bytes of the files in the table."""
         self.num_bad_records = 0
-        """That the log held when it was opened."""
+        """Bad records in the log at opening."""
         self._buffer: list[bytes] = []
         self._num_records = 0
         self._is_behind = False
@@ -137,7 +137,7 @@ class Journal:
             self._append(_lease_record(key, until, seconds, tenant))
 
     def clear(self) -> None:
-        """There is nothing any more. In the log with the next flush."""
+        """Clear everything; the next flush writes it to the log."""
         self._table.clear()
         self.leases.clear()
         self.lease_seconds.clear()

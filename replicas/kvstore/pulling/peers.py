@@ -112,7 +112,7 @@ class Peers:
                 connection.last_used = self._clock()
 
     def close_idle(self) -> None:
-        """Those that were not used for `IDLE_SECONDS`."""
+        """Close connections unused for `IDLE_SECONDS`."""
         oldest = self._clock() - IDLE_SECONDS
         with self._lock:
             idle = [

@@ -37,7 +37,7 @@ NUM_THREADS = 4
 """Transfers that run at once."""
 
 MAX_TRANSFERS = 16
-"""Those that wait too."""
+"""Waiting transfers included."""
 
 PATIENCE = 4.0
 MIN_SECONDS = 1.0
@@ -103,7 +103,7 @@ class Puller:
     # What the engine's thread calls.
 
     def may_pull(self, peer: PullHint) -> bool:
-        """There is room for another transfer, and the peer has not failed just now."""
+        """Whether there is room for another transfer, and the peer has not just failed."""
         has_room = not self._is_closed and len(self._transfers) < MAX_TRANSFERS
         return has_room and self._peers.allows(peer, self._clock())
 

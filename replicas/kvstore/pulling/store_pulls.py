@@ -31,7 +31,7 @@ class StorePulls:
         self._books = books
         self._puller = puller
         self._num_slots = 0
-        """That are being filled, or that a thread hangs in."""
+        """Slots being filled, or held by a hanging thread."""
 
     @property
     def is_busy(self) -> bool:

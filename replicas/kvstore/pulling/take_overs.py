@@ -87,7 +87,7 @@ class TakeOvers:
         self._pulls = pulls
         self._asked: list[_Asked] = []
         self._list: LeaseList | None = None
-        """That is being made. Only the last one that was asked for is waited for."""
+        """The list being made. Only the last requested one is awaited."""
         self._answers: list[StoreAnswer] = []
         self._num_pulled: OrderedDict[Epoch, int] = OrderedDict()
 

@@ -205,7 +205,7 @@ def _check_only_prompt(asked: MessagesBody, request: ChatRequest) -> None:
 
 
 def _tools(asked: Sequence[dict[str, Any]], marks: Marks, unknown: list[str]) -> list[dict[str, Any]]:
-    """Those that the model can be offered: the client's own. Types that are not known are `unknown`."""
+    """Return the tools to offer to the model: the client's own. Unknown types go to `unknown`."""
     tools: list[dict[str, Any]] = []
     names: set[str] = set()
     for position, tool in enumerate(asked):

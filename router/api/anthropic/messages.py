@@ -181,7 +181,7 @@ def _event(kind: str, content: dict[str, Any]) -> bytes:
 
 
 def _object(arguments: str) -> msgspec.Raw:
-    """As the model has written it. Of a call that breaks off, what SDKs make of its stream."""
+    """Return the arguments as the model wrote them; for a call that breaks off, as SDKs read its stream."""
     return msgspec.Raw((arguments if is_object(arguments) else completed_object(arguments)).encode())
 
 

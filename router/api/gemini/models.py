@@ -36,7 +36,7 @@ class GeminiRoutes:
         self._context = context
 
     def routes(self) -> list[Route]:
-        """Those of methods before those of names, which may have anything in them."""
+        """Return the routes of methods before those of names, which may contain anything."""
         counts = [
             Route(f"{version}/models/{{model:path}}:{COUNT}", self.count, methods=["POST"])
             for version in VERSIONS

@@ -38,10 +38,9 @@ _SECONDS = re.compile("([0-9]{1,6})s")
 
 
 class PromptCacheOptions(msgspec.Struct):
-    """Where `mode` is explicit, only what breakpoints name is kept; else all of the prompt is, too, if a time
-    is given. `prewarm` asks for the prompt to be computed and kept, and for no answer.
-    `comparison_response_id` asks for a diagnosis: beside the prompt of which answer to tell what was missed.
-    """
+    """If `mode` is explicit, only breakpoints are kept; else the whole prompt is, too, if a time is given.
+    `prewarm` computes and keeps the prompt without an answer. `comparison_response_id` requests a diagnosis
+    against that answer's prompt."""
 
     mode: str | None = None
     ttl: str | None = None

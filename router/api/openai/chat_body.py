@@ -53,7 +53,7 @@ class TokenizedChat(ChatBody, kw_only=True):
 
 
 _FIELDS = GenerationFields.__struct_fields__
-"""They come first among those of a body."""
+"""The first fields of a body."""
 
 OPENAI_HINTS = PEER_HINTS | {"metadata", "moderation", "prediction", "service_tier", "store", "verbosity"}
 OPENROUTER_HINTS = frozenset({"models", "provider", "route", "transforms", "usage"})

@@ -13,7 +13,7 @@ from router.api.sampling import GenerationFields
 
 
 class PeerFields(GenerationFields, kw_only=True):
-    """Those of structured outputs, which `structured_outputs.py` reads."""
+    """Fields of structured outputs, which `structured_outputs.py` reads."""
 
     structured_outputs: Any = None
     guided_json: Any = None
@@ -141,7 +141,7 @@ PEER_HINTS = frozenset(
         "xtc_threshold",
     }
 )
-"""Where a request goes, what it is called, and what only says how to do something that is off."""
+"""Other servers' fields for placement, names, and options of features that are off."""
 
 
 OPENAI_NAMES = Names()

@@ -28,7 +28,7 @@ class ToolFields(NamedTuple):
 
 
 def tools_of(fields: ToolFields) -> list[dict[str, Any]]:
-    """As a ChatRequest has them. Raises InvalidRequest that names what is wrong where."""
+    """Return the tools for a ChatRequest. Raises InvalidRequest that names the error and its path."""
     if fields.tools and fields.functions:
         raise InvalidRequest("Only one of 'tools' and 'functions' is allowed.", parameter="functions")
     check_number("tools", fields.tools or ())

@@ -134,7 +134,7 @@ class AnswerItems:
         return [*events, ("response.output_item.done", {"output_index": item.index, "item": written})]
 
     def _is_whole_call(self) -> bool:
-        """One that broke off has arguments that are no JSON."""
+        """Whether the call is whole; one that broke off has arguments that are no JSON."""
         assert self.current is not None
         try:
             msgspec.json.decode(self.current.text)

@@ -189,7 +189,7 @@ def _output(stored: StoredResponse) -> bytes:
 
 
 def request_items(body: bytes) -> bytes:
-    """Those of a body that has been answered, as a list in JSON."""
+    """Return the items of an answered body, as a list in JSON."""
     return items_of(bytes(_sent_decoder.decode(body).input)) or b"[]"
 
 

@@ -57,8 +57,8 @@ class OfferedTools(NamedTuple):
 
 
 def offered_tools(sent: Sequence[Any]) -> OfferedTools:
-    """Those that a model can call: functions. Tools of other kinds are their server's to run, and there is
-    none here. Raises InvalidRequest for what is no tool, and for a function whose kind is misspelt."""
+    """Return the functions, which a model can call. Other kinds run at their server, and there is none here.
+    Raises InvalidRequest for what is no tool, and for a function whose kind is misspelt."""
     unknown: list[str] = []
     found = list(_functions(sent, unknown))
     check_number("tools", found)

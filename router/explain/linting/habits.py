@@ -119,7 +119,7 @@ _PLAIN = frozenset(
         Habit.RESULT_TRIMMED,
     }
 )
-"""Those that two bodies cannot show by chance."""
+"""Habits that two bodies cannot show by chance."""
 
 _UNSAID = NEVER_WRITTEN | {"id", "tool_use_id", "tool_call_id", "call_id"}
 
@@ -178,7 +178,7 @@ def habit_of(
 
 
 def surer(earlier: Mapping[str, Any], later: Mapping[str, Any], place: Place) -> Place:
-    """Where a place is not certain: the first field that has changed, if only tools or only turns have."""
+    """If a place is uncertain, return the first changed field, if only tools or only turns changed."""
     if place.is_certain:
         return place
     changed = [

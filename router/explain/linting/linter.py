@@ -26,7 +26,7 @@ TOKENS = "<u4"
 
 
 class PlaceOf(Protocol):
-    """Where a token of the prompt comes from."""
+    """Finds the origin of a prompt's token."""
 
     def __call__(self, number: int) -> Place: ...
 

@@ -82,7 +82,7 @@ class EarlierPrompt:
 
 
 class EarlierPrompts:
-    """Those that a later prompt may go on from."""
+    """Prompts that a later one may continue."""
 
     def __init__(self) -> None:
         self._prompts: OrderedDict[int, EarlierPrompt] = OrderedDict()
@@ -134,7 +134,7 @@ class EarlierPrompts:
 
 
 def _sampled(grams: Grams) -> list[int]:
-    """Those that are looked up: the same in every prompt that has them."""
+    """Return the sampled n-grams: the same ones in every prompt that has them."""
     chosen: list[int] = np.unique(grams[grams % np.uint64(SAMPLED) == 0]).tolist()
     return chosen
 
