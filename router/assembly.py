@@ -11,7 +11,7 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 
@@ -32,7 +32,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.overdue import OverdueWatch
 from router.dispatch.retries import RetryPolicy
 from router.dispatch.waiting_room import WaitingRoom
-from router.fleet.index_mirror import IndexMirror
+from router.fleet.index_mirror import IndexMirror, mirror_instruments
 from router.fleet.membership import Membership
 from router.fleet.registry_source import RegistrySource
 from router.live_page.fleet_source import FleetSource
@@ -40,7 +40,6 @@ from router.observation.access_log import log_request
 from router.observation.body_recorder import BodyRecorder
 from router.observation.loop_lag import LoopLag
 from router.observation.metrics import RouterMetrics
-from router.observation.part_metrics import PartMetrics
 from router.observation.trace_points import Tracing
 from router.prompt.catalog import ModelCatalog, bundle_digest
 from router.queue.fair_queue import FairQueue
@@ -51,6 +50,7 @@ from router.responses.redis_responses import RedisResponses
 from router.responses.response_store import ResponseStore
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
+from router.shared.instruments import Instrument, gauge
 from router.siblings.history_exchange import HistoryExchange
 from router.siblings.redis_history import HistoryBounds, RedisHistory
 from router.siblings.story_exchange import StoryExchange
@@ -105,9 +105,8 @@ class Router:
         self._key_source = _open_keys(config, self._keys, secret)
         self._membership = self._follow_members(secret)
         self._dispatcher = _new_dispatcher(config, self._table, self._membership, rng, clock)
-        metrics = RouterMetrics(CollectorRegistry())
+        self.metrics = metrics = RouterMetrics(CollectorRegistry())
         self._lag = LoopLag()
-        metrics.watch(self._read_parts)
         context = ApiContext(
             config=config,
             catalog=self._catalog,
@@ -132,6 +131,7 @@ class Router:
         self._rate_exchange = _open_exchange(config, context)
         if config.explain_bytes:
             context.story_exchange = StoryExchange(config.redis_url, common_secret, context.stories.find)
+        metrics.add(self._instruments())
         name = f"{socket.gethostname()}, process {os.getpid()}"
         self.apps = create_apps(context, FleetSource(name, self._membership, self._table, self._mirrors))
 
@@ -221,27 +221,27 @@ class Router:
             self._tasks.create_task(mirror.run(), name=f"index of {model}")
         mirror.set_live(records)
 
-    def _read_parts(self, parts: PartMetrics) -> None:
-        table = self._table
-        replica_ids = [replica_id for model in table.models for replica_id in table.replica_ids(model)]
-        parts.read_membership(self._membership.statistics())
-        parts.read_loads(
-            table.loads.num_reserved, {replica_id: table.load(replica_id) for replica_id in replica_ids}
+    def _instruments(self) -> Iterator[Instrument]:
+        """Of the parts that are named here. Those of the HTTP endpoints declare theirs in `ApiContext`."""
+        yield from self._membership.instruments()
+        yield from self._table.instruments()
+        yield from mirror_instruments(self._mirrors)
+        yield from self._lag.instruments()
+        yield from self._tracing.instruments()
+        yield gauge(
+            "router_tls_expiry_timestamp_seconds",
+            "Expiry of this router's certificate or of its replicas' CA, in seconds since 1970",
+            lambda: {} if self._tls is None else self._tls.ends,
+            "file",
         )
-        table.end_lingering()
-        if self._tls is not None:
-            parts.read_tls(self._tls.ends)
-        parts.read_index({name: mirror.statistics() for name, mirror in self._mirrors.items()})
-        if self._keys is not None:
-            parts.read_keys(self._keys.statistics())
-        if self._rate_exchange is not None:
-            parts.read_rate_exchange(self._rate_exchange.statistics())
-        if self._context.story_exchange is not None:
-            parts.read_story_exchange(self._context.story_exchange.statistics())
-        parts.read_lag(self._lag.seconds)
-        parts.read_dropped_spans(self._tracing.num_dropped)
-        if self._context.recorder is not None:
-            parts.read_recorded_bodies(self._context.recorder.statistics())
+        for part in (
+            self._keys,
+            self._rate_exchange,
+            self._context.story_exchange,
+            self._context.recorder,
+        ):
+            if part is not None:
+                yield from part.instruments()
 
 
 def _new_table(config: RouterConfig, rng: random.Random, clock: Callable[[], float]) -> RoutingTable:

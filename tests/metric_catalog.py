@@ -1,5 +1,7 @@
 """Every metric that a process of Kvasir shows, and its labels: asked of the processes' own registries."""
 
+import random
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,7 +12,9 @@ from prometheus_client.registry import Collector
 
 from cluster.controller.metrics import FleetMetrics
 from replicas.observation.metrics import ReplicaMetrics
-from router.observation.metrics import RouterMetrics
+from router.assembly import Router
+from router.config import RouterConfig
+from router.shared.instruments import Instrument
 
 Labels = frozenset[str]
 
@@ -62,13 +66,24 @@ def series_labels() -> dict[str, Labels]:
 
 def described() -> Iterator[Described]:
     """All metrics of all processes."""
-    for family in RouterMetrics(CollectorRegistry()).families():
+    for family in _router_families():
         first, second = family.text().splitlines()[:2]
         help_text = first.removeprefix(f"# HELP {family.name} ")
         kind = second.removeprefix(f"# TYPE {family.name} ")
         yield Described("router", family.name, kind, frozenset(family.labels), help_text)
     yield from _registered("replica", ReplicaMetrics)
     yield from _registered("fleet", FleetMetrics)
+
+
+def _router_families() -> Iterator[Instrument]:
+    """Those of a router in which every part is on."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = RouterConfig(
+            secret="5" * 64,
+            keys_in_redis=True,
+            record_bodies=f"{folder}/bodies.jsonl",
+        )
+        yield from Router(config, rng=random.Random(0)).metrics.families()
 
 
 def _registered(process: str, metrics: type) -> Iterator[Described]:

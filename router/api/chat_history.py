@@ -9,7 +9,7 @@ that a stop string or the router cut short, nor one that broke off before it sai
 
 import enum
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, cast
@@ -33,10 +33,11 @@ from router.history.canonical import (
     message_digest,
     thought_digest,
 )
-from router.history.remembered import Asked, Found, HistoryStatistics, RememberedHistory
+from router.history.remembered import Asked, Found, RememberedHistory
 from router.history.tool_gaps import ToolGaps
 from router.keeping import Keep
 from router.prompt.catalog import ServedModel
+from router.shared.instruments import Instrument, counter
 from router.siblings.history_exchange import HistoryExchange
 from router.tenants.caller import Caller
 from router.turns import LongWork
@@ -113,8 +114,21 @@ class ChatHistory:
         """Tell other routers, and ask them."""
         self._sharing = HistorySharing(exchange, self._remembered)
 
-    def statistics(self) -> HistoryStatistics:
-        return self._remembered.statistics
+    @property
+    def num_records(self) -> int:
+        return self._remembered.num_records
+
+    def instruments(self) -> Iterator[Instrument]:
+        yield from self._remembered.instruments()
+        yield counter(
+            "router_history_prompts_total",
+            "Prompts of conversations with an earlier answer, by how they go on from its tokens: exact (the "
+            "template would have written the same), drifted (it would have written others), unknown (the "
+            "answer is not remembered), retold (it came with other reasoning than was generated), refused "
+            "(what follows it cannot be told, or leaves no room)",
+            lambda: self.num_prompts,
+            "outcome",
+        )
 
     def begin(
         self, model: ServedModel, caller: Caller, request: ChatRequest, encoded: EncodedPrompt

@@ -24,7 +24,6 @@ from router.api.rate_limiting import RequestRates
 from router.api.stories import Stories
 from router.caches.named_caches import NamedCaches
 from router.config import RouterConfig
-from router.dispatch.dispatch_state import DispatchStatistics
 from router.dispatch.inflight import Listener
 from router.explain.witness import Witness
 from router.generation import Generation
@@ -44,6 +43,7 @@ from router.responses.response_store import ResponseStore
 from router.routing.decision import Decision
 from router.routing.overlap import PrefixIndex
 from router.routing.table import Preview
+from router.shared.instruments import Instrument
 from router.siblings.history_exchange import HistoryExchange
 from router.siblings.story_exchange import StoryExchange
 from router.tenants.caller import Caller, Right
@@ -77,7 +77,7 @@ class Runs(Protocol):
 class Dispatches(Protocol):
     def run(self, generation: Generation, trace: GenerationTrace) -> Runs: ...
     def preview(self, generation: Generation) -> Preview: ...
-    def statistics(self) -> DispatchStatistics: ...
+    def instruments(self) -> Iterator[Instrument]: ...
     def retry_after_seconds(self, model: str) -> float: ...
 
 
@@ -148,16 +148,11 @@ class ApiContext:
 
     def __post_init__(self) -> None:
         self.history = ChatHistory(self.config.history_bytes, self.config.tool_gap_seconds)
-        self.metrics.watch(
-            lambda parts: parts.read_history(self.history.num_prompts, self.history.statistics())
-        )
         if (exchange := self.history_exchange) is not None:
             self.history.share(exchange)
-            self.metrics.watch(lambda parts: parts.read_history_exchange(exchange.statistics()))
         self.witness = Witness(lambda model: self.catalog.get(model).card.block_size, self.index_of)
         key = self.rng.getrandbits(128).to_bytes(16, "little")
         self.stories = Stories(self.config.explain_bytes, key, self.witness)
-        self.metrics.watch(lambda parts: parts.read_stories(self.stories.statistics()))
         self.offload = Offload(
             self.catalog,
             max_choices=self.config.max_choices,
@@ -166,35 +161,43 @@ class ApiContext:
             address_share=self.config.address_share,
             bounds=self.bounds,
         )
-        self.metrics.watch(lambda parts: parts.read_offload(self.offload.statistics()))
         self.unknown_fields = UnknownFields(self.metrics.count_unknown_fields)
         self.grammars = GrammarChecks(self.offload.work_out)
         self.in_flight = InFlight(self.config.max_in_flight, address_share=self.config.address_share)
         self.admission = Admission(
             max_sequences=self.config.max_sequences, max_tokens=self.config.max_tokens_in_flight
         )
-        self.metrics.watch(lambda parts: parts.read_admission(self.admission.statistics()))
         self.rates = RequestRates(RateLimits(), self.clock, self.wall_clock)
-        self.metrics.watch(lambda parts: parts.read_rates(self.rates.limits.statistics()))
         self.connections = Connections.of(self.config)
         self.bodies = BodyBudget(self.config.body_memory_bytes, address_share=self.config.address_share)
-        self.metrics.watch(lambda parts: parts.read_bodies(self.bodies.statistics()))
         self.images = BodyBudget(self.config.image_memory_bytes, address_share=self.config.address_share)
-        self.metrics.watch(lambda parts: parts.read_image_memory(self.images.statistics()))
         self.observers += (self.metrics.observe, self.witness.observe)
-        self.metrics.watch(lambda parts: parts.read_connections(self.connections.statistics()))
-        self.metrics.watch(lambda parts: parts.read_in_flight(self.in_flight.num))
-        self.metrics.watch(lambda parts: parts.read_dispatch(self.dispatcher.statistics()))
-        self.metrics.watch(lambda parts: parts.read_token_caches(self.catalog))
-        if (caches := self.caches) is not None:
-            self.metrics.watch(lambda parts: parts.read_caches(caches.statistics()))
-        if (responses := self.responses) is not None:
-            self.metrics.watch(lambda parts: parts.read_responses(responses.statistics()))
         if (usage := self.usage) is not None:
             self.observers.append(usage.observe)
             usage.listeners.append(self.metrics.count_usage)
-            self.metrics.watch(lambda parts: parts.read_usage(usage.statistics()))
-        self.metrics.watch(lambda parts: parts.read_chains(self.catalog.chains.statistics()))
+        self.metrics.add(self._instruments())
+
+    def _instruments(self) -> Iterator[Instrument]:
+        yield from self.bodies.body_instruments()
+        yield from self.images.image_instruments()
+        parts = (
+            self.in_flight,
+            self.admission,
+            self.connections,
+            self.offload,
+            self.rates.limits,
+            self.dispatcher,
+            self.catalog,
+            self.stories,
+            self.history,
+            self.history_exchange,
+            self.caches,
+            self.responses,
+            self.usage,
+        )
+        for part in parts:
+            if part is not None:
+                yield from part.instruments()
 
     def hold(self, generations: Sequence[Generation]) -> AdmissionHold:
         """While a request is served. Raises Overloaded, or InvalidRequest for one that asks for too much."""

@@ -21,7 +21,6 @@ from router.api.access import AdminAccess, AdminGuard
 from router.api.context import ApiContext
 from router.api.http_error import HttpError
 from router.api.json_body import encode_json
-from router.fleet.index_mirror import MirrorStatistics
 from router.live_page import live_view
 from router.live_page.live import Live
 from router.live_page.live_view import LiveReplica
@@ -32,6 +31,19 @@ PREFIXES_SECONDS = 1.5
 """For this long the same answer is given again instead of a new one."""
 
 
+class Mirror(Protocol):
+    """A router's copy of one model's block index."""
+
+    @property
+    def num_entries(self) -> int: ...
+    @property
+    def num_predictions(self) -> int: ...
+    @property
+    def lag_seconds(self) -> float: ...
+    @property
+    def is_connected(self) -> bool: ...
+
+
 class LiveFleet(Protocol):
     """The fleet as the page sees it. `overlaps` has leading blocks of a chain by replica, for a model's
     name."""
@@ -40,7 +52,7 @@ class LiveFleet(Protocol):
     def name(self) -> str: ...
     def replicas(self) -> Sequence[LiveReplica]: ...
     def overlaps(self, model: str, block_hashes: Sequence[BlockHash], /) -> Mapping[ReplicaId, int]: ...
-    def mirrors(self) -> Mapping[str, MirrorStatistics]: ...
+    def mirrors(self) -> Mapping[str, Mirror]: ...
 
 
 class _Kept:

@@ -6,7 +6,7 @@ Owns how much of a processor that may take. Knows nothing of how a request runs;
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,10 +14,11 @@ import msgspec
 
 from router.explain.places import Place, PlaceKind, PromptPlaces, place_in_prompt
 from router.explain.remembered_prompts import RememberedPrompts
-from router.explain.story import Story, StoryStatistics, unpacked
+from router.explain.story import Story, unpacked
 from router.explain.witness import Witness
 from router.generation import Generation
 from router.prompt.tokenizer import Tokenizer
+from router.shared.instruments import Instrument, counter, gauge
 
 MAX_PLACED_BYTES = 2 * 2**20
 """Largest body in which a place is searched."""
@@ -66,16 +67,31 @@ class Stories:
         self._time_without_loss = Allowance(NO_LOSS_SHARE, NO_LOSS_SAVED_SECONDS, clock)
         self._thread: ThreadPoolExecutor | None = None
         self._num_waiting = 0
-        self._num_places = self._num_left_out = 0
+        self.num_places = self.num_places_left_out = 0
 
-    def statistics(self) -> StoryStatistics:
+    def instruments(self) -> Iterator[Instrument]:
         remembered = self.remembered
-        return StoryStatistics(
-            remembered.num_prompts,
-            remembered.num_bytes,
-            remembered.num_forgotten,
-            self._num_places,
-            self._num_left_out,
+        yield gauge(
+            "router_explain_bytes",
+            "Memory of what is kept of requests to explain their cache misses",
+            lambda: remembered.num_bytes,
+        )
+        yield gauge(
+            "router_explain_prompts",
+            "Prompts that can be explained and compared with",
+            lambda: remembered.num_prompts,
+        )
+        yield counter(
+            "router_explain_forgotten_total",
+            "Prompts that made room for others and can be explained no more",
+            lambda: remembered.num_forgotten,
+        )
+        yield counter(
+            "router_explain_places_total",
+            "Prompts that leave an earlier one, by whether the place was looked for in the client's body: "
+            "looked_for or left_out (too large, or no time)",
+            lambda: {"looked_for": self.num_places, "left_out": self.num_places_left_out},
+            "result",
         )
 
     def find(self, tenant: str, prompt_id: str) -> Story | None:
@@ -93,12 +109,12 @@ class Stories:
         """Search, in a thread, for the place of token `number` of the prompt at `position`; None without time
         for it."""
         if len(body) > MAX_PLACED_BYTES or self._num_waiting >= MAX_WAITING or not self._time.is_left():
-            self._num_left_out += 1
+            self.num_places_left_out += 1
             return None
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="places")
         self._num_waiting += 1
-        self._num_places += 1
+        self.num_places += 1
         look = functools.partial(_timed_place, tokenizer, body, generation.token_ids, position, number)
         looking = asyncio.get_running_loop().run_in_executor(self._thread, look)
         return asyncio.ensure_future(self._count(looking))
@@ -116,9 +132,9 @@ class Stories:
         """The same at once, in a small body, of a prompt of which it is known whether it `has_lost` any."""
         time_left = self._time if has_lost else self._time_without_loss
         if not time_left.is_left():
-            self._num_left_out += 1
+            self.num_places_left_out += 1
             return None
-        self._num_places += 1
+        self.num_places += 1
         place, seconds = _timed_place(tokenizer, body, generation.token_ids, position, number)
         time_left.spend(seconds)
         return place

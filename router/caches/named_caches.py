@@ -9,9 +9,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -30,6 +29,7 @@ from router.caches.record import (
 from router.caches.store import CacheStore, StoreFull
 from router.errors import CacheGone, CachesFull, CachesUnavailable
 from router.shared.bounded_cache import BoundedCache
+from router.shared.instruments import Instrument, counter, gauge
 from router.shared.redis_health import REDIS_FAILURES, RedisHealth
 
 logger = logging.getLogger(__name__)
@@ -41,18 +41,6 @@ REST_SECONDS = 2.0
 NUM_LOCKS = 64
 ENTRY_BYTES = 2048
 """Bytes of an entry in memory, besides its content."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStatistics:
-    """`num_uses` by whether Redis was asked; `num_refused` by why. The last two are this router's memory."""
-
-    num_created: int
-    num_uses: dict[str, int]
-    num_refused: dict[str, int]
-    num_not_ours: int
-    num_remembered: int
-    num_bytes: int
 
 
 class Remembered(NamedTuple):
@@ -94,9 +82,9 @@ class NamedCaches:
             rest_seconds=REST_SECONDS,
             clock=clock,
         )
-        self._num_created = 0
-        self._num_uses = {"memory": 0, "redis": 0}
-        self._num_refused = Counter({each.value: 0 for each in Gone} | {"full": 0, "unavailable": 0})
+        self.num_created = 0
+        self.num_uses = {"memory": 0, "redis": 0}
+        self.num_refused = Counter({each.value: 0 for each in Gone} | {"full": 0, "unavailable": 0})
 
     async def close(self) -> None:
         await self._store.close()
@@ -108,9 +96,9 @@ class NamedCaches:
             async with self._asking():
                 await self._store.add(record, content, self._wall_clock(), share)
         except StoreFull as error:
-            self._num_refused["full"] += 1
+            self.num_refused["full"] += 1
             raise CachesFull(f"{error} Delete some, or wait until some expire.") from error
-        self._num_created += 1
+        self.num_created += 1
         self._remember(record, content)
 
     async def use(self, cache_id: str, tenant: str) -> tuple[CacheRecord, CacheContent]:
@@ -124,7 +112,7 @@ class NamedCaches:
             raise self._gone(cache_id, None)
         if known.record.is_gone(self._wall_clock()):
             raise self._gone(cache_id, known.record)
-        self._num_uses[source] += 1
+        self.num_uses[source] += 1
         return known.record, known.content
 
     async def look(self, cache_id: str, tenant: str) -> CacheRecord:
@@ -183,14 +171,52 @@ class NamedCaches:
                     break
         return Page(found[:limit], len(found) > limit)
 
-    def statistics(self) -> CacheStatistics:
-        return CacheStatistics(
-            num_created=self._num_created,
-            num_uses=dict(self._num_uses),
-            num_refused=dict(self._num_refused),
-            num_not_ours=self._store.num_not_ours,
-            num_remembered=len(self._memory),
-            num_bytes=self._memory.size,
+    @property
+    def num_not_ours(self) -> int:
+        return self._store.num_not_ours
+
+    @property
+    def num_remembered(self) -> int:
+        return len(self._memory)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the caches that this router remembers."""
+        return self._memory.size
+
+    def instruments(self) -> Iterator[Instrument]:
+        yield counter(
+            "router_named_caches_created_total",
+            "Named caches that were created through this router",
+            lambda: self.num_created,
+        )
+        yield counter(
+            "router_named_cache_uses_total",
+            "Uses of named caches by where this router found them: memory or redis",
+            lambda: self.num_uses,
+            "source",
+        )
+        yield counter(
+            "router_named_cache_refusals_total",
+            "Requests about named caches that were refused: not_found, expired, deleted, lost, full "
+            "or unavailable",
+            lambda: self.num_refused,
+            "reason",
+        )
+        yield counter(
+            "router_named_caches_not_ours_total",
+            "Values of named caches in Redis that were changed or sealed under another secret",
+            lambda: self.num_not_ours,
+        )
+        yield gauge(
+            "router_named_caches_remembered",
+            "Named caches in this router's memory",
+            lambda: self.num_remembered,
+        )
+        yield gauge(
+            "router_named_cache_memory_bytes",
+            "Memory of the named caches that this router has used lately",
+            lambda: self.num_bytes,
         )
 
     def _is_fresh(self, known: Remembered) -> bool:
@@ -255,11 +281,11 @@ class NamedCaches:
 
     def _gone(self, cache_id: str, record: CacheRecord | None) -> CacheGone:
         why, words = gone_words(cache_id, record, self._wall_clock())
-        self._num_refused[why.value] += 1
+        self.num_refused[why.value] += 1
         return CacheGone(words, f"cache_{why.value}")
 
     def _unavailable(self, *, is_refusal: bool = True) -> CachesUnavailable:
-        self._num_refused["unavailable"] += is_refusal
+        self.num_refused["unavailable"] += is_refusal
         return CachesUnavailable("Named caches cannot be reached at the moment. Try again shortly.")
 
     @asynccontextmanager

@@ -6,7 +6,7 @@ Does not know one generation: `run.py` does.
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -14,42 +14,18 @@ from replicas.protocol.status import ReplicaId
 from router.dispatch.attempt import Attempt, PromptOf
 from router.dispatch.outlook import Outlook
 from router.dispatch.retries import RetryBudget, RetryPolicy
-from router.dispatch.suspects import Presence, Suspects, SuspectStatistics, blamed
-from router.dispatch.waiting_room import RoomStatistics, WaitingRoom
+from router.dispatch.suspects import Presence, Suspects, blamed
+from router.dispatch.waiting_room import WaitingRoom
 from router.fleet.replica_client import ReplicaClient
-from router.queue.held import EMPTY_HOLDING, HoldingStatistics
 from router.queue.holding import Holding
 from router.routing.table import RoutingTable
+from router.shared.instruments import Instrument, counter, gauge
 
 MAX_LEFT = 64
 LEFT_SECONDS = 5.0
 
 MIN_RETRY_AFTER_SECONDS = 1.0
 MAX_RETRY_AFTER_SECONDS = 60.0
-
-
-NO_SUSPECTS = SuspectStatistics(0, 0, 0)
-EMPTY_ROOM = RoomStatistics(0, 0, 0.0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class DispatchStatistics:
-    """Counts since the start, except `num_running`, `retries_left`, the room's and some of the suspects'.
-
-    `num_lost` are attempts whose replica was lost, `num_late` runs whose deadline passed before a token came.
-    """
-
-    num_running: int = 0
-    num_retries: int = 0
-    num_resumes: int = 0
-    num_lost: int = 0
-    num_overdue: int = 0
-    num_late: int = 0
-    retries_left: float = 0.0
-    num_retries_refused: int = 0
-    suspects: SuspectStatistics = NO_SUSPECTS
-    room: RoomStatistics = EMPTY_ROOM
-    holding: HoldingStatistics = EMPTY_HOLDING
 
 
 @dataclass(slots=True)
@@ -220,18 +196,43 @@ class DispatchState:
             ),
         )
 
-    def statistics(self) -> DispatchStatistics:
-        now = self.clock()
-        return DispatchStatistics(
-            num_running=self.num_running,
-            num_retries=self.num_retries,
-            num_resumes=self.num_resumes,
-            num_lost=self.num_lost,
-            num_overdue=self.num_overdue,
-            num_late=self.num_late,
-            retries_left=self.budget.left(now),
-            num_retries_refused=self.budget.num_refused,
-            suspects=self.suspects.statistics(),
-            room=self.room.statistics(now),
-            holding=self.holding.statistics(now),
+    def instruments(self) -> Iterator[Instrument]:
+        yield counter(
+            "router_retries_total",
+            "Attempts that were repeated on another replica before the first token",
+            lambda: self.num_retries,
         )
+        yield counter(
+            "router_resumes_total",
+            "Answers that were continued on another replica",
+            lambda: self.num_resumes,
+        )
+        yield counter(
+            "router_lost_attempts_total",
+            "Attempts that ended because the replica or its stream was lost",
+            lambda: self.num_lost,
+        )
+        yield counter(
+            "router_overdue_attempts_total",
+            "Attempts that moved to another replica because theirs made no progress",
+            lambda: self.num_overdue,
+        )
+        yield counter(
+            "router_late_requests_total",
+            "Generations that were stopped because their deadline passed before the first token",
+            lambda: self.num_late,
+        )
+        yield gauge("router_runs", "Generations that are being dispatched", lambda: self.num_running)
+        yield gauge(
+            "router_retry_budget",
+            "Retries that the retry budget allows now",
+            lambda: self.budget.left(self.clock()),
+        )
+        yield counter(
+            "router_retries_refused_total",
+            "Retries that were not made because the retry budget was used up",
+            lambda: self.budget.num_refused,
+        )
+        yield from self.suspects.instruments()
+        yield from self.room.instruments(self.clock)
+        yield from self.holding.instruments(self.clock)

@@ -5,10 +5,10 @@ Knows no HTTP, no text, no gRPC, and not how a replica is chosen.
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from replicas.protocol.status import ReplicaId
-from router.dispatch.dispatch_state import DispatchState, DispatchStatistics
+from router.dispatch.dispatch_state import DispatchState
 from router.dispatch.generation_run import GenerationRun
 from router.dispatch.outlook import NOTHING_COMING, Outlook
 from router.dispatch.retries import RetryPolicy
@@ -20,6 +20,7 @@ from router.queue.held import QueueRules
 from router.queue.holding import Holding
 from router.routing.decision import RoutingRequest
 from router.routing.table import Preview, RoutingTable
+from router.shared.instruments import Instrument
 
 DEFAULT_RETRY = RetryPolicy()
 MAX_WAITING = 2048
@@ -73,5 +74,5 @@ class Dispatcher:
         """Return the seconds until a refused client should retry."""
         return self.state.retry_after_seconds(model)
 
-    def statistics(self) -> DispatchStatistics:
-        return self.state.statistics()
+    def instruments(self) -> Iterator[Instrument]:
+        return self.state.instruments()

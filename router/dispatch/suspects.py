@@ -21,11 +21,12 @@ import enum
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NewType
 
 from replicas.protocol.status import ReplicaId
+from router.shared.instruments import Instrument, counter, gauge
 
 PromptDigest = NewType("PromptDigest", bytes)
 
@@ -95,14 +96,6 @@ def blamed(presences: Sequence[Presence], max_step_tokens: int) -> list[int]:
     return found
 
 
-class SuspectStatistics(NamedTuple):
-    """`num_on_trial` and `num_remembered` are as of now; `num_condemned` counts since the start."""
-
-    num_remembered: int
-    num_on_trial: int
-    num_condemned: int
-
-
 class _Record(NamedTuple):
     deaths: tuple[int, ...]
     strikes: int
@@ -122,7 +115,7 @@ class Suspects:
         self._records: OrderedDict[PromptDigest, _Record] = OrderedDict()
         self._on_trial: Counter[PromptDigest] = Counter()
         self._places: Counter[ReplicaId] = Counter()
-        self._num_condemned = 0
+        self.num_condemned = 0
         self._num_deaths = 0
         self._unexplained: dict[int, float] = {}
         """Deaths of late, by number, with their time."""
@@ -177,7 +170,7 @@ class Suspects:
             self._records[digest] = _Record(deaths, strikes, now + self._seconds, is_condemned)
             self._records.move_to_end(digest)
             if is_condemned:
-                self._num_condemned += 1
+                self.num_condemned += 1
                 for death in deaths:
                     self._unexplained.pop(death, None)
         while len(self._records) > self._max_remembered:
@@ -212,8 +205,25 @@ class Suspects:
             if not counts[key]:  # type: ignore[index]
                 del counts[key]
 
-    def statistics(self) -> SuspectStatistics:
-        return SuspectStatistics(len(self._records), self._on_trial.total(), self._num_condemned)
+    @property
+    def num_remembered(self) -> int:
+        return len(self._records)
+
+    @property
+    def num_on_trial(self) -> int:
+        return self._on_trial.total()
+
+    def instruments(self) -> Iterator[Instrument]:
+        yield gauge(
+            "router_suspects",
+            "Prompts that are remembered because a replica died while computing them",
+            lambda: self.num_remembered,
+        )
+        yield counter(
+            "router_condemned_prompts_total",
+            "Prompts that are refused because replicas died while computing them",
+            lambda: self.num_condemned,
+        )
 
 
 class Trial:

@@ -8,10 +8,11 @@ place. So the first replica that comes back gets the requests one by one and in 
 """
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from replicas.protocol.status import Adapter
+from router.shared.instruments import Instrument, counter, gauge
 
 
 class Lane(NamedTuple):
@@ -38,41 +39,32 @@ class Ticket:
         self.is_called = False
 
 
-class RoomStatistics(NamedTuple):
-    """`num_refused` counts since the start."""
-
-    num_waiting: int
-    num_bytes: int
-    oldest_seconds: float
-    num_refused: int
-
-
 class WaitingRoom:
     def __init__(self, *, max_waiting: int, max_bytes: int) -> None:
         self._max_waiting = max_waiting
         self._max_bytes = max_bytes
         self._lanes: dict[str, dict[Lane, list[Ticket]]] = {}
-        self._num_waiting = 0
-        self._num_bytes = 0
-        self._num_refused = 0
+        self.num_waiting = 0
+        self.num_bytes = 0
+        self.num_refused = 0
 
     @property
     def is_empty(self) -> bool:
-        return not self._num_waiting
+        return not self.num_waiting
 
     def enter(
         self, lane: Lane, *, order: int, num_bytes: int, now: float, call: Callable[[], None], must: bool
     ) -> Ticket | None:
         """None if the room is full; who `must` wait, since it was let in before, always finds a place."""
         if not must and (
-            self._num_waiting >= self._max_waiting or self._num_bytes + num_bytes > self._max_bytes
+            self.num_waiting >= self._max_waiting or self.num_bytes + num_bytes > self._max_bytes
         ):
-            self._num_refused += 1
+            self.num_refused += 1
             return None
         ticket = Ticket(lane, order, num_bytes, now, call)
         insort(self._lanes.setdefault(lane.model, {}).setdefault(lane, []), ticket, key=_order)
-        self._num_waiting += 1
-        self._num_bytes += num_bytes
+        self.num_waiting += 1
+        self.num_bytes += num_bytes
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
@@ -80,8 +72,8 @@ class WaitingRoom:
         lanes = self._lanes[ticket.lane.model]
         tickets = lanes[ticket.lane]
         tickets.remove(ticket)
-        self._num_waiting -= 1
-        self._num_bytes -= ticket.num_bytes
+        self.num_waiting -= 1
+        self.num_bytes -= ticket.num_bytes
         if tickets:
             _call_first(tickets)
             return
@@ -106,10 +98,27 @@ class WaitingRoom:
         for tickets in self._lanes.get(model, {}).values():
             _call_first(tickets)
 
-    def statistics(self, now: float) -> RoomStatistics:
+    def oldest_seconds(self, now: float) -> float:
         since = [ticket.since for lanes in self._lanes.values() for lane in lanes.values() for ticket in lane]
-        oldest_seconds = now - min(since) if since else 0.0
-        return RoomStatistics(self._num_waiting, self._num_bytes, oldest_seconds, self._num_refused)
+        return now - min(since) if since else 0.0
+
+    def instruments(self, clock: Callable[[], float]) -> Iterator[Instrument]:
+        yield gauge("router_waiting", "Generations that wait for a replica", lambda: self.num_waiting)
+        yield gauge(
+            "router_waiting_bytes",
+            "Memory of the prompts of waiting generations",
+            lambda: self.num_bytes,
+        )
+        yield gauge(
+            "router_waiting_oldest_seconds",
+            "Wait of the generation that has waited longest",
+            lambda: self.oldest_seconds(clock()),
+        )
+        yield counter(
+            "router_waiting_refusals_total",
+            "Generations refused because too many were waiting",
+            lambda: self.num_refused,
+        )
 
 
 def _order(ticket: Ticket) -> int:

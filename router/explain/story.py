@@ -6,7 +6,7 @@ never text.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -17,17 +17,6 @@ from router.explain.places import Place, PlaceKind
 from router.explain.remembered_prompts import Nearest, PromptFacts
 from router.routing.decision import Decision
 from router.routing.load import ReplicaLoad
-
-
-class StoryStatistics(NamedTuple):
-    """Size of a router's memory. Some places where prompts part are left out for lack of time."""
-
-    num_prompts: int
-    num_bytes: int
-    num_forgotten: int
-    num_places: int
-    num_places_left_out: int
-
 
 SETTINGS_PATHS = {
     "model": "model",

@@ -20,7 +20,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from redis.asyncio import Redis
@@ -44,6 +44,7 @@ from replicas.protocol.status import Epoch, ReplicaId
 from router.fleet.stream_reader import Entries, StreamReader
 from router.routing.holders import StagedHashes
 from router.routing.overlap import ChangeOutcome, PrefixIndex
+from router.shared.instruments import Instrument, counter, gauge
 
 logger = logging.getLogger(__name__)
 
@@ -70,22 +71,6 @@ ENTRIES_TO_LOOK_BACK = 64
 
 MAX_HASHES_PER_REPLICA = 1 << 22
 """No set is read further: at a stride of 128 tokens that is a cache of half a billion tokens."""
-
-
-class MirrorStatistics(NamedTuple):
-    """`num_entries` are pairs of replica and hash, `num_predictions` requests whose blocks are expected:
-    this router has just sent them, or their replica has announced them. `lag_seconds` is how far the
-    newest change that was applied lay behind the stream's end at the last audit; 0 when the mirror was
-    level with it. `num_departures` are hashes of which it is known which replica they left."""
-
-    num_entries: int
-    num_predictions: int
-    num_changes: int
-    num_resyncs: int
-    num_malformed: int
-    lag_seconds: float
-    is_connected: bool
-    num_departures: int = 0
 
 
 class StreamId(NamedTuple):
@@ -137,14 +122,14 @@ class IndexMirror:
         self._unread: dict[ReplicaId, Contained] = {}
         """Replicas whose set must be read."""
         self._position = STREAM_START
-        self._num_changes = 0
-        self._num_resyncs = 0
-        self._num_malformed = 0
+        self.num_changes = 0
+        self.num_resyncs = 0
+        self.num_malformed = 0
         self._complaints = Complaints(logger)
         self._num_foreign: dict[ReplicaId, int] = {}
         """Members of a set that were no hashes when it was read, or beyond what is read."""
-        self._lag_seconds = 0.0
-        self._is_connected = False
+        self.lag_seconds = 0.0
+        self.is_connected = False
         self._backoff_seconds = MIN_BACKOFF_SECONDS
         self._next_read_at = 0.0
         self._told: str | None = None
@@ -163,17 +148,19 @@ class IndexMirror:
                 self._unread.setdefault(replica_id, Contained(record.epoch, 0))
         self._live = dict(records)
 
-    def statistics(self) -> MirrorStatistics:
-        return MirrorStatistics(
-            num_entries=self._index.num_entries,
-            num_predictions=self._index.num_predictions,
-            num_changes=self._num_changes,
-            num_resyncs=self._num_resyncs,
-            num_malformed=self._num_malformed,
-            lag_seconds=self._lag_seconds,
-            is_connected=self._is_connected,
-            num_departures=self._index.departures.num_hashes,
-        )
+    @property
+    def num_entries(self) -> int:
+        """Pairs of replica and hash."""
+        return self._index.num_entries
+
+    @property
+    def num_predictions(self) -> int:
+        """Requests whose blocks are expected: just sent by this router, or announced by their replica."""
+        return self._index.num_predictions
+
+    @property
+    def num_departures(self) -> int:
+        return self._index.departures.num_hashes
 
     async def run(self) -> None:
         """Follow Redis until cancelled. It may go and come back as it likes."""
@@ -182,14 +169,14 @@ class IndexMirror:
             try:
                 await self._connect_and_follow()
             except (RedisError, OSError) as error:
-                if self._is_connected and repr(error) != self._told:
+                if self.is_connected and repr(error) != self._told:
                     self._told = repr(error)
                     logger.warning(
                         "the block index is unreachable; the router goes on with its copy model=%s error=%r",
                         self._model,
                         error,
                     )
-                self._is_connected = False
+                self.is_connected = False
                 self._index.forget_announcements()
             await asyncio.sleep(self._backoff_seconds)
             self._backoff_seconds = min(MAX_BACKOFF_SECONDS, 2 * self._backoff_seconds)
@@ -206,7 +193,7 @@ class IndexMirror:
             await self._start_over(client)
             self._has_followed = True
             logger.info("following the block index model=%s", self._model)
-            self._is_connected = True
+            self.is_connected = True
             audit_due = time.monotonic() + self._audit_seconds
             while True:
                 await self._read_sets(client)
@@ -260,12 +247,12 @@ class IndexMirror:
             return
         outcome = self._index.apply(change)
         if outcome is ChangeOutcome.APPLIED:
-            self._num_changes += 1
+            self.num_changes += 1
         elif outcome is ChangeOutcome.GAP:
             self._unread[change.replica_id] = Contained(change.epoch, change.number)
 
     def _refuse(self, subject: Hashable, message: str) -> None:
-        self._num_malformed += 1
+        self.num_malformed += 1
         self._complaints.say(subject, f"{message} model={self._model}")
 
     async def _read_sets(self, client: "Redis") -> None:
@@ -296,7 +283,7 @@ class IndexMirror:
             current = self._live.get(replica_id)
             if current is None or current.epoch != epoch:
                 return  # it went, or came back as another, while we read
-            self._num_resyncs += 1
+            self.num_resyncs += 1
             if is_there:
                 self._index.replace(replica_id, epoch, staged, last_change=newest)
             elif self._index.epoch(replica_id) != epoch:
@@ -363,7 +350,7 @@ class IndexMirror:
             logger.warning("the stream of index changes began again model=%s", self._model)
             await self._start_over(client)
             return
-        self._lag_seconds = (end.milliseconds - self._position.milliseconds) / 1000
+        self.lag_seconds = (end.milliseconds - self._position.milliseconds) / 1000
         if end == self._position:
             for record, size in zip(records, sizes, strict=True):
                 if isinstance(size, int):  # else it holds no set, and reading it would not help
@@ -401,3 +388,59 @@ def _raise_unless_missing(info: object) -> None:
     """A stream that does not exist is an answer; any other error is one."""
     if isinstance(info, Exception) and "no such key" not in str(info):
         raise info
+
+
+def mirror_instruments(mirrors: Mapping[str, IndexMirror]) -> Iterator[Instrument]:
+    """Of all models' mirrors, by the model's name, of which more may come."""
+
+    def each(read: Callable[[IndexMirror], float]) -> Callable[[], Mapping[str, float]]:
+        return lambda: {name: read(mirror) for name, mirror in mirrors.items()}
+
+    yield gauge(
+        "router_index_entries",
+        "Entries in the index: pairs of replica and block hash",
+        each(lambda mirror: mirror.num_entries),
+        "model",
+    )
+    yield gauge(
+        "router_index_departures",
+        "Block hashes of which it is known which replica they left",
+        each(lambda mirror: mirror.num_departures),
+        "model",
+    )
+    yield gauge(
+        "router_index_predictions",
+        "Requests whose blocks are expected at a replica before its events report them",
+        each(lambda mirror: mirror.num_predictions),
+        "model",
+    )
+    yield counter(
+        "router_index_changes_total",
+        "Index changes applied",
+        each(lambda mirror: mirror.num_changes),
+        "model",
+    )
+    yield counter(
+        "router_index_resyncs_total",
+        "Times that a replica's whole block set was read again",
+        each(lambda mirror: mirror.num_resyncs),
+        "model",
+    )
+    yield counter(
+        "router_index_malformed_total",
+        "Index changes that could not be read",
+        each(lambda mirror: mirror.num_malformed),
+        "model",
+    )
+    yield gauge(
+        "router_index_lag_seconds",
+        "How far this router's copy of the index is behind Redis",
+        each(lambda mirror: mirror.lag_seconds),
+        "model",
+    )
+    yield gauge(
+        "router_index_connected",
+        "1 while this router's copy of the index follows Redis, else 0",
+        each(lambda mirror: mirror.is_connected),
+        "model",
+    )

@@ -16,9 +16,8 @@ Owns the clients, and which replicas stand in the routing table. It hears from a
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from replicas.process.tls import RouterTls
 from replicas.protocol.call_tokens import Audience, Caller, Role
@@ -27,11 +26,11 @@ from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
 from router.dispatch.inflight import ReplicaLost
 from router.dispatch.outlook import Outlook
-from router.fleet.image_traffic import ImageTraffic
 from router.fleet.registry_source import ReplicaRecords, ReplicaSource
 from router.fleet.replica_client import ReplicaClient
 from router.fleet.replica_words import Traffic
 from router.routing.table import RoutingTable
+from router.shared.instruments import Instrument, counter, gauge
 
 logger = logging.getLogger(__name__)
 
@@ -47,22 +46,6 @@ COMING_BACK_SECONDS = 120.0
 OnModel = Callable[[ModelCard, TokenizerBundle], Awaitable[None] | None]
 OnRecords = Callable[[str, Mapping[ReplicaId, ReplicaRecord]], None]
 OnAdapters = Callable[[str, Sequence[Adapter]], None]
-
-
-class MembershipStatistics(NamedTuple):
-    """`num_known` and `num_routed` are as of now, `num_refused_records` as of the latest look; the others
-    count since the start."""
-
-    num_known: int
-    num_routed: int
-    num_lost_streams: int
-    num_refused: int
-    num_frames: int
-    num_submits: int
-    num_aborts: int
-    num_malformed: int
-    num_refused_records: Mapping[str, int]
-    images: ImageTraffic
 
 
 class _Refused(Exception):
@@ -141,8 +124,8 @@ class Membership:
         self._proof_seconds = proof_seconds
         self._members: dict[ReplicaId, Member] = {}
         self._models: dict[str, _Model] = {}
-        self._num_lost_streams = 0
-        self._num_refused = 0
+        self.num_lost_streams = 0
+        self.num_refused = 0
         self._traffic = Traffic()
 
     async def run(self) -> None:
@@ -186,20 +169,61 @@ class Membership:
     def members(self) -> list[Member]:
         return list(self._members.values())
 
-    def statistics(self) -> MembershipStatistics:
-        num_routed = sum(member.is_routed for member in self._members.values())
-        return MembershipStatistics(
-            num_known=len(self._members),
-            num_routed=num_routed,
-            num_lost_streams=self._num_lost_streams,
-            num_refused=self._num_refused,
-            num_frames=self._traffic.num_frames,
-            num_submits=self._traffic.num_submits,
-            num_aborts=self._traffic.num_aborts,
-            num_malformed=self._traffic.num_malformed,
-            num_refused_records=self._source.num_refused,
-            images=self._traffic.images,
+    @property
+    def num_known(self) -> int:
+        return len(self._members)
+
+    @property
+    def num_routed(self) -> int:
+        return sum(member.is_routed for member in self._members.values())
+
+    @property
+    def num_refused_records(self) -> Mapping[str, int]:
+        """As of the latest look."""
+        return self._source.num_refused
+
+    @property
+    def num_malformed(self) -> int:
+        return self._traffic.num_malformed
+
+    def instruments(self) -> Iterator[Instrument]:
+        traffic = self._traffic
+        yield gauge("router_replicas_known", "Replicas that have a lease", lambda: self.num_known)
+        yield gauge(
+            "router_replicas",
+            "Replicas that this router sends requests to",
+            lambda: self.num_routed,
         )
+        yield counter(
+            "router_lost_streams_total",
+            "Streams to replicas that were lost",
+            lambda: self.num_lost_streams,
+        )
+        yield counter(
+            "router_refused_replicas_total",
+            "Replicas that this router refused to use",
+            lambda: self.num_refused,
+        )
+        yield gauge(
+            "router_refused_records",
+            "Registry entries that the latest read ignored: malformed, unsigned, signed with "
+            "another cluster secret (other_secret) or wrongly (forged), or replayed (old)",
+            lambda: self.num_refused_records,
+            "reason",
+        )
+        yield counter(
+            "router_malformed_messages_total",
+            "Messages from replicas that broke the contract and were ignored",
+            lambda: traffic.num_malformed,
+        )
+        yield counter("router_frames_total", "Frames received from replicas", lambda: traffic.num_frames)
+        yield counter(
+            "router_submits_total",
+            "Requests sent to replicas, attempts included",
+            lambda: traffic.num_submits,
+        )
+        yield counter("router_aborts_total", "Aborts sent to replicas", lambda: traffic.num_aborts)
+        yield from traffic.images.instruments()
 
     def _apply(self, view: ReplicaRecords, tasks: asyncio.TaskGroup) -> None:
         for member in self.members():
@@ -351,7 +375,7 @@ class Membership:
 
     def _refuse(self, member: Member, reason: str) -> _Refused:
         if member.complaint != reason:
-            self._num_refused += 1
+            self.num_refused += 1
         return _Refused(reason)
 
     def _complain(self, member: Member, reason: str) -> None:
@@ -371,6 +395,6 @@ class Membership:
             logger.info("replica %s has drained", member.record.replica_id)
             member.complaint = "it has drained"
         elif not member.task.cancelling():  # else this router ends, and nothing is lost
-            self._num_lost_streams += 1
+            self.num_lost_streams += 1
             self._complain(member, f"its stream is lost: {lost.lost}")
         self._withdraw(member)

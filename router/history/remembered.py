@@ -9,11 +9,12 @@ how. All times are of one clock, in seconds.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NewType
 
 from router.history.canonical import ConversationKey, Thought, is_ending, is_thought
+from router.shared.instruments import Instrument, counter, gauge
 
 RECORD_BYTES = 500
 """Bytes of a record besides its tokens."""
@@ -70,16 +71,6 @@ class Record:
         return len(self.added) + len(self.thought or b"") + RECORD_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class HistoryStatistics:
-    num_records: int
-    num_bytes: int
-    max_bytes: int
-    num_remembered: int
-    num_evicted: int
-    num_refused: int
-
-
 class RememberedHistory:
     """For one thread. `max_bytes` of 0 remembers nothing."""
 
@@ -87,20 +78,35 @@ class RememberedHistory:
         self._max_bytes = max_bytes
         self._records: OrderedDict[ConversationKey, Record] = OrderedDict()
         self._tenants: dict[str, _Tenant] = {}
-        self._num_bytes = 0
+        self.num_bytes = 0
         self._serial = 0
-        self._num_evicted = 0
-        self._num_refused = 0
+        self.num_evicted = 0
+        self.num_refused = 0
 
     @property
-    def statistics(self) -> HistoryStatistics:
-        return HistoryStatistics(
-            len(self._records),
-            self._num_bytes,
-            self._max_bytes,
-            self._serial,
-            self._num_evicted,
-            self._num_refused,
+    def num_records(self) -> int:
+        return len(self._records)
+
+    @property
+    def num_remembered(self) -> int:
+        """Since the start."""
+        return self._serial
+
+    def instruments(self) -> Iterator[Instrument]:
+        yield gauge(
+            "router_history_bytes",
+            "Memory of the tokens of answered conversations",
+            lambda: self.num_bytes,
+        )
+        yield gauge(
+            "router_history_conversations",
+            "Beginnings of conversations whose tokens are remembered",
+            lambda: self.num_records,
+        )
+        yield counter(
+            "router_history_evicted_total",
+            "Beginnings of conversations that made room for others",
+            lambda: self.num_evicted,
         )
 
     def find(self, keys: Sequence[ConversationKey]) -> Found | None:
@@ -197,7 +203,7 @@ class RememberedHistory:
     ) -> Record | None:
         """None for one that is too large."""
         if len(added) + RECORD_BYTES > self._max_bytes * LARGEST_SHARE:
-            self._num_refused += 1
+            self.num_refused += 1
             return None
         before = self._records.get(key)
         self._forget(key)
@@ -209,12 +215,12 @@ class RememberedHistory:
         holder = self._tenants.setdefault(tenant, _Tenant())
         holder.keys[key] = None
         holder.num_bytes += record.num_bytes
-        self._num_bytes += record.num_bytes
+        self.num_bytes += record.num_bytes
         for used in self._chain(key, record) or ():
             self._touch(used)
-        while self._num_bytes > self._max_bytes:
+        while self.num_bytes > self._max_bytes:
             is_over = holder.num_bytes > self._max_bytes * TENANT_SHARE
-            self._num_evicted += 1
+            self.num_evicted += 1
             self._forget(next(iter(holder.keys if is_over else self._records)))
         return record
 
@@ -237,7 +243,7 @@ class RememberedHistory:
         record = self._records.pop(key, None)
         if record is None:
             return
-        self._num_bytes -= record.num_bytes
+        self.num_bytes -= record.num_bytes
         holder = self._tenants[record.tenant]
         holder.num_bytes -= record.num_bytes
         del holder.keys[key]

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import msgspec
 
@@ -39,6 +39,7 @@ from router.large_bodies.offload_process import (
 from router.large_bodies.offload_queue import OffloadQueue, QueueFull
 from router.prompt.catalog import ModelCatalog
 from router.prompt.template import TemplateVerdict
+from router.shared.instruments import Instrument, counter, gauge
 
 PLACES = 2
 MOST_WAITING = 64
@@ -47,17 +48,6 @@ RETRY_SECONDS = 2.0
 
 READ_BYTES = 256 * 2**10
 CLOSE_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadStatistics:
-    """`num_ended` counts bodies that took more than they may, `num_refused` those that found no place."""
-
-    num_working: int
-    num_waiting: int
-    num_done: int
-    num_ended: int
-    num_refused: int
 
 
 class _Hung(Exception):
@@ -92,7 +82,7 @@ class Offload:
             wait_seconds=WAIT_SECONDS,
             address_share=address_share,
         )
-        self._num_done = self._num_ended = self._num_refused = 0
+        self.num_done = self.num_ended = self.num_refused = 0
 
     async def prepare(self, kind: str, body: bytes, address: str | None = None) -> Outcome:
         """Raises what is wrong with the request; RouterBusy where there are too many of its kind, of its
@@ -138,13 +128,31 @@ class Offload:
         async with self._starting:
             return await self._load(Digest(digest), bundle)
 
-    def statistics(self) -> OffloadStatistics:
-        return OffloadStatistics(
-            num_working=self._queue.num_working,
-            num_waiting=self._queue.num_waiting,
-            num_done=self._num_done,
-            num_ended=self._num_ended,
-            num_refused=self._num_refused,
+    @property
+    def num_working(self) -> int:
+        return self._queue.num_working
+
+    @property
+    def num_waiting(self) -> int:
+        return self._queue.num_waiting
+
+    def instruments(self) -> Iterator[Instrument]:
+        yield gauge(
+            "router_large_bodies",
+            "Large bodies that are being prepared in a helper process",
+            lambda: self.num_working,
+        )
+        yield gauge(
+            "router_large_bodies_waiting",
+            "Large bodies that wait for the helper process",
+            lambda: self.num_waiting,
+        )
+        yield counter(
+            "router_large_bodies_total",
+            "Large bodies by outcome: done, ended (too much time or memory), or refused (too many "
+            "were waiting)",
+            lambda: {"done": self.num_done, "ended": self.num_ended, "refused": self.num_refused},
+            "outcome",
         )
 
     async def close(self) -> None:
@@ -154,7 +162,7 @@ class Offload:
             await asyncio.to_thread(_end, process)
 
     def _refused(self) -> RouterBusy:
-        self._num_refused += 1
+        self.num_refused += 1
         return RouterBusy(
             "The router has as many large requests to read as it can."
             f" Please try again in {RETRY_SECONDS:g}s.",
@@ -171,12 +179,12 @@ class Offload:
             if not self._is_running():
                 self._forget()
                 raise self._refused() from error
-            self._num_ended += 1
+            self.num_ended += 1
             raise InvalidRequest(
                 f"The request cannot be prepared: reading and tokenising it takes more than {self._bounds}.",
                 code="too_much_work",
             ) from error
-        self._num_done += 1
+        self.num_done += 1
         outcome: Outcome = msgspec.msgpack.decode(answer, type=Outcome)
         return outcome
 

@@ -4,13 +4,13 @@ Owns what is held. A request is weighed once it has been read: a hundred prompts
 are one HTTP request and sixteen hundred sequences. Knows no HTTP, and not what becomes of a request.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
 from router.errors import InvalidRequest, Overloaded
 from router.generation import Generation
+from router.shared.instruments import Instrument, counter, gauge
 
 COUNTED_OUTPUT_TOKENS = 1024
 """How many of a sequence's `max_tokens` are counted at most: few answers become longer, and many clients
@@ -34,51 +34,56 @@ def demand_of(generations: Iterable[Generation]) -> Demand:
     return Demand(num_sequences, num_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionStatistics:
-    """`num_refused` counts since the start."""
-
-    num_sequences: int
-    num_tokens: int
-    num_refused: int
-
-
 class Admission:
     def __init__(self, *, max_sequences: int, max_tokens: int) -> None:
         self._max_sequences = max_sequences
         self._max_tokens = max_tokens
-        self._num_sequences = 0
-        self._num_tokens = 0
-        self._num_refused = 0
+        self.num_sequences = 0
+        self.num_tokens = 0
+        self.num_refused = 0
 
     def hold(self, demand: Demand, retry_after_seconds: Callable[[], float]) -> "AdmissionHold":
         """From now until the context is left. Raises Overloaded while others hold too much, InvalidRequest
         if no waiting would help."""
         if demand.num_sequences > self._max_sequences or demand.num_tokens > self._max_tokens:
-            self._num_refused += 1
+            self.num_refused += 1
             raise InvalidRequest(
                 f"This request asks for {demand.num_sequences} sequences with {demand.num_tokens} tokens;"
                 f" this router serves at most {self._max_sequences} and {self._max_tokens} at a time."
             )
         if (
-            self._num_sequences + demand.num_sequences > self._max_sequences
-            or self._num_tokens + demand.num_tokens > self._max_tokens
+            self.num_sequences + demand.num_sequences > self._max_sequences
+            or self.num_tokens + demand.num_tokens > self._max_tokens
         ):
-            self._num_refused += 1
+            self.num_refused += 1
             raise Overloaded(
                 "The router has reached its limit of sequences and tokens. Try again shortly.",
                 retry_after_seconds=retry_after_seconds(),
             )
-        self._num_sequences += demand.num_sequences
-        self._num_tokens += demand.num_tokens
+        self.num_sequences += demand.num_sequences
+        self.num_tokens += demand.num_tokens
         return AdmissionHold(self, demand)
 
     def give_back(self, demand: Demand) -> None:
-        self._num_sequences -= demand.num_sequences
-        self._num_tokens -= demand.num_tokens
+        self.num_sequences -= demand.num_sequences
+        self.num_tokens -= demand.num_tokens
 
-    def statistics(self) -> AdmissionStatistics:
-        return AdmissionStatistics(self._num_sequences, self._num_tokens, self._num_refused)
+    def instruments(self) -> Iterator[Instrument]:
+        yield gauge(
+            "router_admitted_sequences",
+            "Sequences (prompts times n) of the requests being served",
+            lambda: self.num_sequences,
+        )
+        yield gauge(
+            "router_admitted_tokens",
+            "Tokens of the requests being served: their prompts, and up to 1,024 of each answer",
+            lambda: self.num_tokens,
+        )
+        yield counter(
+            "router_admission_refusals_total",
+            "Requests refused because too many sequences or tokens were in flight",
+            lambda: self.num_refused,
+        )
 
 
 class AdmissionHold:

@@ -5,40 +5,62 @@ the values in a body may take is bounded where it is taken apart (`offload.py`).
 the images of requests that are served.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from router.errors import BodiesFull
 from router.limits.address_shares import AddressShares
-
-
-@dataclass(frozen=True, slots=True)
-class BodyStatistics:
-    """`num_refused` counts since the start."""
-
-    num_bytes: int
-    max_bytes: int
-    num_refused: int
+from router.shared.instruments import Instrument, counter, gauge
 
 
 class BodyBudget:
     """`address_share` of it may be one address's."""
 
     def __init__(self, max_bytes: int, *, address_share: float) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._held = AddressShares(max_bytes, address_share=address_share)
-        self._num_refused = 0
+        self.num_refused = 0
 
     def hold(self, address: str | None) -> "BodyHold":
         """For one body, as a context."""
         return BodyHold(self, address)
 
-    def statistics(self) -> BodyStatistics:
-        return BodyStatistics(self._held.num, self._max_bytes, self._num_refused)
+    @property
+    def num_bytes(self) -> int:
+        return self._held.num
+
+    def body_instruments(self) -> Iterator[Instrument]:
+        """Of the budget for request bodies."""
+        yield gauge(
+            "router_body_bytes",
+            "Memory of request bodies that are being read or prepared",
+            lambda: self.num_bytes,
+        )
+        yield gauge(
+            "router_body_bytes_limit", "Limit of the memory of request bodies", lambda: self.max_bytes
+        )
+        yield counter(
+            "router_refused_bodies_total",
+            "Request bodies refused because all bodies together used too much memory",
+            lambda: self.num_refused,
+        )
+
+    def image_instruments(self) -> Iterator[Instrument]:
+        """Of the budget for images."""
+        yield gauge(
+            "router_image_memory_bytes",
+            "Memory of the images of requests that are being served",
+            lambda: self.num_bytes,
+        )
+        yield counter(
+            "router_image_memory_refusals_total",
+            "Requests refused because images took too much memory",
+            lambda: self.num_refused,
+        )
 
     def check(self, address: str | None, num_bytes: int) -> None:
         """Raises BodiesFull where this would not fit now."""
         if not self._held.has_room(address, num_bytes):
-            self._num_refused += 1
+            self.num_refused += 1
             raise BodiesFull("The router has no memory for more request bodies at the moment.")
 
     def change(self, address: str | None, num_bytes: int) -> None:

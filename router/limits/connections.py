@@ -9,11 +9,11 @@ limit.
 
 import enum
 import ipaddress
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from router.config import RouterConfig
 from router.limits.address_shares import AddressShares
+from router.shared.instruments import Instrument, counter, gauge
 
 IPV6_NETWORK_BITS = 64
 """A client with an IPv6 address has as many as fit into a network of this size."""
@@ -36,13 +36,6 @@ class Ended(enum.StrEnum):
     """The client does not read its answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionStatistics:
-    num_open: int
-    max_open: int
-    num_ended: Mapping[Ended, int]
-
-
 class Connections:
     """Connections of one listener. One address may have `address_share` of them."""
 
@@ -52,9 +45,9 @@ class Connections:
         self.head_seconds = head_seconds
         self.write_seconds = write_seconds
         self.num_farewells = 0
-        self._max_open = max_open
+        self.max_open = max_open
         self._open = AddressShares(max_open, address_share=address_share)
-        self._ended = dict.fromkeys(Ended, 0)
+        self.num_ended = dict.fromkeys(Ended, 0)
 
     @classmethod
     def of(cls, config: RouterConfig) -> "Connections":
@@ -67,7 +60,7 @@ class Connections:
 
     def enter(self, address: str | None) -> Ended | None:
         """Count a connection; or say why not, and then it must not leave."""
-        if self._open.num >= self._max_open:
+        if self._open.num >= self.max_open:
             return Ended.TOO_MANY
         if not self._open.has_room(address):
             return Ended.TOO_MANY_OF_ADDRESS
@@ -78,10 +71,21 @@ class Connections:
         self._open.add(address, -1)
 
     def count(self, reason: Ended) -> None:
-        self._ended[reason] += 1
+        self.num_ended[reason] += 1
 
-    def statistics(self) -> ConnectionStatistics:
-        return ConnectionStatistics(self._open.num, self._max_open, dict(self._ended))
+    @property
+    def num_open(self) -> int:
+        return self._open.num
+
+    def instruments(self) -> Iterator[Instrument]:
+        yield gauge("router_connections", "Client connections", lambda: self.num_open)
+        yield gauge("router_connections_limit", "Limit of client connections", lambda: self.max_open)
+        yield counter(
+            "router_ended_connections_total",
+            "Connections that the router refused or closed, by reason",
+            lambda: self.num_ended,
+            "reason",
+        )
 
 
 def address_of(client: tuple[str, int] | None) -> str | None:

@@ -3,8 +3,11 @@
 Owns the count. What a request asks for is weighed by `admission.py`.
 """
 
+from collections.abc import Iterator
+
 from router.errors import Overloaded
 from router.limits.address_shares import AddressShares
+from router.shared.instruments import Instrument, gauge
 
 
 class InFlight:
@@ -14,6 +17,9 @@ class InFlight:
     @property
     def num(self) -> int:
         return self._held.num
+
+    def instruments(self) -> Iterator[Instrument]:
+        yield gauge("router_in_flight", "Requests being served", lambda: self.num)
 
     def hold(self, address: str | None) -> "InFlightHold":
         """A context that counts one request. Raises Overloaded where there is no room for it."""

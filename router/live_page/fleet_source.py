@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.status import ReplicaId
 from router.errors import UnknownModel
-from router.fleet.index_mirror import IndexMirror, MirrorStatistics
+from router.fleet.index_mirror import IndexMirror
 from router.fleet.membership import Member, Membership
 from router.live_page.live_view import LiveReplica
 from router.routing.table import RoutingTable
@@ -56,6 +56,6 @@ class FleetSource:
         except UnknownModel:
             return {}
 
-    def mirrors(self) -> Mapping[str, MirrorStatistics]:
+    def mirrors(self) -> Mapping[str, IndexMirror]:
         self._table.end_lingering()
-        return {model: mirror.statistics() for model, mirror in self._mirrors.items()}
+        return self._mirrors

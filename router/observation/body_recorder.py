@@ -11,9 +11,11 @@ import os
 import queue
 import stat
 import threading
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from replicas.process.settings import SettingsError
+from router.shared.instruments import Instrument, counter
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +62,17 @@ class BodyRecorder:
             self._thread.start()
         self._lines.put(line)
 
-    def statistics(self) -> RecordedBodies:
+    def counts(self) -> RecordedBodies:
         with self._lock:
             return RecordedBodies(self._num_written, self._num_left_out)
+
+    def instruments(self) -> Iterator[Instrument]:
+        yield counter(
+            "router_recorded_bodies_total",
+            "Request bodies that were appended to the file of record_bodies, or left out of it",
+            lambda: {"written": self.counts().num_written, "left_out": self.counts().num_left_out},
+            "outcome",
+        )
 
     def close(self) -> None:
         """Close after writing what waits."""

@@ -5,6 +5,9 @@ Owns one small task. It measures that the loop is late, not what keeps it busy.
 
 import asyncio
 import time
+from collections.abc import Iterator
+
+from router.shared.instruments import Instrument, gauge
 
 NAP_SECONDS = 0.1
 NUM_NAPS_PER_WINDOW = 100
@@ -21,6 +24,13 @@ class LoopLag:
     def seconds(self) -> float:
         """The worst of the window that runs and the one before."""
         return max(self._worst_before, self._worst)
+
+    def instruments(self) -> Iterator[Instrument]:
+        yield gauge(
+            "router_event_loop_lag_seconds",
+            "Worst delay of a due task on the event loop within the last 10 to 20 seconds",
+            lambda: self.seconds,
+        )
 
     async def run(self) -> None:
         while True:

@@ -1,12 +1,12 @@
 """RouterMetrics: what a router tells Prometheus of the requests that it has served.
 
 Owns names, labels and buckets. Label values come from closed sets (served models, our own routes, status
-codes, reasons, kinds of errors, a bounded number of tenants), never from a client's text. What the router's
-parts count for themselves is exported by `part_metrics.py`.
+codes, reasons, kinds of errors, a bounded number of tenants), never from a client's text. The router's parts
+declare what they count for themselves; `add` takes it in.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -20,12 +20,11 @@ from replicas.protocol.prefix_leases import LeaseBreak, LeaseRefusal
 from router.errors import ErrorKind, HeadFault
 from router.explain.causes import Cause
 from router.keeping import GRANTED, NO_ANSWER, kept_of
-from router.observation.instruments import Distributions, HistogramSeries, Number, Numbers
-from router.observation.part_metrics import PartMetrics
 from router.observation.served import GAP_BOUNDS, ServedPrompt, ServedRequest
 from router.observation.tenant_labels import TenantLabels
 from router.observation.usage_metrics import UsageMetrics
 from router.routing.decision import Decision
+from router.shared.instruments import Distributions, HistogramSeries, Instrument, Number, Numbers
 from router.tenants.amounts import Amounts
 from router.tenants.keyring import KeyFault
 from router.tenants.ratios import Cost
@@ -57,8 +56,6 @@ DIALECTS = ("chat", "completion", "gemini", "messages", "responses")
 RANKS = ("0", "1", "2", "3+")
 """Places in a bucket's affinity order, as labels."""
 
-Read = Callable[[PartMetrics], None]
-
 
 class RouterMetrics(Collector):
     """One per router, for one thread. Series are kept by their labels: to look them up costs more than to
@@ -69,14 +66,13 @@ class RouterMetrics(Collector):
         self._declare_requests()
         self._declare_tokens()
         self._declare_tenants()
-        self.parts = PartMetrics()
+        self._added: list[Instrument] = []
         self._usage = UsageMetrics()
         self._tenant_labels = TenantLabels(MOST_TENANTS)
         self._of_model: dict[str, _ModelSeries] = {}
         self._of_tenant: dict[str, _TenantSeries] = {}
         self._of_outcome: dict[tuple[str, str, int], Number] = {}
         self._of_decision: dict[tuple[str, str, int], Number] = {}
-        self._reads: list[Read] = []
         registry.register(self)
 
     def observe(self, served: ServedRequest) -> None:
@@ -148,22 +144,16 @@ class RouterMetrics(Collector):
     def count_unknown_fields(self, dialect: str, number: int) -> None:
         self._unknown_fields.of(dialect).value += number
 
-    def watch(self, read: Read) -> None:
-        """Have numbers that others count anyway read at each scrape, where they live: on the event loop."""
-        self._reads.append(read)
-
-    def refresh(self) -> None:
-        """Read what is watched, before `render`."""
-        for read in self._reads:
-            read(self.parts)
+    def add(self, instruments: Iterable[Instrument]) -> None:
+        """Export what a part counts for itself, as read at each scrape on the event loop."""
+        self._added += instruments
 
     def render(self) -> bytes:
-        """Prometheus text, as of the last `refresh`."""
+        """Prometheus text as of now."""
         return "".join(family.text() for family in self.families()).encode()
 
     async def scrape(self) -> bytes:
-        """Prometheus text as of now, made one metric at a time, so that no client's stream waits for all."""
-        self.refresh()
+        """Prometheus text, made one metric at a time, so that no client's stream waits for all."""
         texts: list[str] = []
         for family in self.families():
             texts.append(family.text())
@@ -174,11 +164,11 @@ class RouterMetrics(Collector):
         """For readers of a registry; a scrape has no need of it."""
         yield from text_string_to_metric_families(self.render().decode())
 
-    def families(self) -> Iterator[Numbers | Distributions]:
+    def families(self) -> Iterator[Instrument]:
         """Every metric, with all its series."""
         yield from self._families
         yield from self._usage.families
-        yield from self.parts.families
+        yield from self._added
 
     def _numbers(self, kind: str, name: str, help_text: str, *labels: str) -> Numbers:
         family = Numbers(kind, name, help_text, labels)

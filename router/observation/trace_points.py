@@ -4,9 +4,12 @@ Owns the moments, and where a trace goes on: its parent in the next process. The
 hand on what the client sent; `tracing.py` makes spans of the same moments.
 """
 
+from collections.abc import Iterator
+
 from replicas.process.trace_parent import TraceParent
 from router.observation.served import ServedRequest
 from router.routing.decision import Decision
+from router.shared.instruments import Instrument, counter
 
 
 class AttemptTrace:
@@ -83,6 +86,13 @@ class Tracing:
     def num_dropped(self) -> int:
         """Spans that no collector has seen, since the start."""
         return 0
+
+    def instruments(self) -> Iterator[Instrument]:
+        yield counter(
+            "router_dropped_spans_total",
+            "Spans that were dropped because no collector accepted them",
+            lambda: self.num_dropped,
+        )
 
     def close(self, timeout_seconds: float) -> None:
         """Send what is left. Blocks for as long as that."""

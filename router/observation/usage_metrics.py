@@ -6,7 +6,7 @@ hundred thousand: `/v1/usage` tells of them.
 
 from collections.abc import Sequence
 
-from router.observation.instruments import Number, Numbers
+from router.shared.instruments import Number, Numbers
 from router.tenants.amounts import READ, WRITTEN, Amount, Amounts
 from router.tenants.ratios import Cost
 

@@ -7,7 +7,7 @@ first replica is described, and says which adapters can be had.
 import copy
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -25,9 +25,11 @@ from router.errors import NoReplicaAvailable, UnknownModel
 from router.prompt.chains import DEFAULT_CACHE_BYTES as DEFAULT_CHAIN_BYTES
 from router.prompt.chains import ChainHasher
 from router.prompt.quoting import Quoter
+from router.prompt.segments import SegmentCache
 from router.prompt.template import ChatTemplate, TemplateVerdict
 from router.prompt.text_model import TextModel, TextModels
 from router.prompt.tokenizer import DEFAULT_CACHE_BYTES, Tokenizer
+from router.shared.instruments import Instrument, counter, gauge
 from router.tenants.caller import DEFAULT_TENANT
 
 logger = logging.getLogger(__name__)
@@ -269,6 +271,32 @@ class ModelCatalog:
     def names(self) -> Sequence[str]:
         """Return the models' names."""
         return sorted(self._models)
+
+    def instruments(self) -> Iterator[Instrument]:
+        """Of the caches of text that was encoded and of blocks that were hashed."""
+
+        def each(read: Callable[[SegmentCache], float]) -> Callable[[], Mapping[str, float]]:
+            return lambda: {name: read(self.get(name).tokenizer.cache) for name in self.names()}
+
+        yield gauge(
+            "router_token_cache_bytes",
+            "Memory of the cache of encoded text",
+            each(lambda cache: cache.num_bytes),
+            "model",
+        )
+        yield counter(
+            "router_token_cache_hits_total",
+            "Text segments found in the cache of encoded text",
+            each(lambda cache: cache.num_hits),
+            "model",
+        )
+        yield counter(
+            "router_token_cache_misses_total",
+            "Text segments that had to be encoded",
+            each(lambda cache: cache.num_misses),
+            "model",
+        )
+        yield from self.chains.instruments()
 
     def adapter_names(self) -> Sequence[str]:
         return sorted(self._adapters.keys() - self._models.keys())

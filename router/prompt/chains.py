@@ -18,10 +18,10 @@ never returns costs one digest and one entry.
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from replicas.protocol.blocks import BlockHash, MediaSpan, hash_packed, media_within
+from router.shared.instruments import Instrument, counter, gauge
 
 DEFAULT_CACHE_BYTES = 32 * 2**20
 
@@ -30,23 +30,14 @@ BYTES_PER_RUN = 1440
 """16 hashes of 64 bytes each, their tuple, the key and a place in the dictionary."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChainStatistics:
-    """Hits and misses count blocks. Those in runs that are not full are always computed, and so misses."""
-
-    num_bytes: int
-    num_hits: int
-    num_misses: int
-
-
 class ChainHasher:
     """One thread may use it."""
 
     def __init__(self, max_bytes: int = DEFAULT_CACHE_BYTES) -> None:
         self._max_runs = max_bytes // BYTES_PER_RUN
         self._runs: OrderedDict[bytes, tuple[BlockHash, ...]] = OrderedDict()
-        self._num_hits = 0
-        self._num_misses = 0
+        self.num_hits = 0
+        self.num_misses = 0
 
     def hash_packed(
         self,
@@ -85,8 +76,8 @@ class ChainHasher:
         num_known = len(keys)
         rest, rest_start = packed[num_known * run_bytes :], start + num_known * run_tokens
         hashes += hash_packed(root, rest, block_size, parent=parent, start=rest_start, media=media)
-        self._num_hits += num_known * BLOCKS_PER_RUN
-        self._num_misses += len(hashes) - num_known * BLOCKS_PER_RUN
+        self.num_hits += num_known * BLOCKS_PER_RUN
+        self.num_misses += len(hashes) - num_known * BLOCKS_PER_RUN
         keys += [
             key(run, hashes[run * BLOCKS_PER_RUN - 1] if run else before)
             for run in range(num_known, min(num_full_runs, 2 * num_known + 1))
@@ -94,8 +85,27 @@ class ChainHasher:
         self._remember(keys, num_known, hashes)
         return hashes
 
-    def statistics(self) -> ChainStatistics:
-        return ChainStatistics(len(self._runs) * BYTES_PER_RUN, self._num_hits, self._num_misses)
+    @property
+    def num_bytes(self) -> int:
+        return len(self._runs) * BYTES_PER_RUN
+
+    def instruments(self) -> Iterator[Instrument]:
+        """Hits and misses count blocks. Those in runs that are not full are always misses."""
+        yield gauge(
+            "router_hash_cache_bytes",
+            "Memory of block hashes of earlier prompts",
+            lambda: self.num_bytes,
+        )
+        yield counter(
+            "router_hash_cache_hits_total",
+            "Prompt blocks whose hash was found in the cache of hashes",
+            lambda: self.num_hits,
+        )
+        yield counter(
+            "router_hash_cache_misses_total",
+            "Prompt blocks that had to be hashed",
+            lambda: self.num_misses,
+        )
 
     def _remember(self, keys: Sequence[bytes], num_known: int, hashes: Sequence[BlockHash]) -> None:
         """The keys' runs, of which the first are known. The last is used first, so that it is forgotten

@@ -7,7 +7,6 @@ tell that somebody has sent it before.
 import sys
 import threading
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 from router.shared.bounded_cache import BoundedCache
 
@@ -17,23 +16,14 @@ BYTES_PER_TOKEN = 36
 ENTRY_BYTES = 200
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentCacheStatistics:
-    num_entries: int
-    num_bytes: int
-    max_bytes: int
-    num_hits: int
-    num_misses: int
-
-
 class SegmentCache:
     """Several threads may use it: long prompts are encoded in a thread."""
 
     def __init__(self, max_bytes: int) -> None:
         self._entries: BoundedCache[tuple[Hashable, str], tuple[int, ...]] = BoundedCache(max_bytes, _size)
         self._lock = threading.Lock()
-        self._num_hits = 0
-        self._num_misses = 0
+        self.num_hits = 0
+        self.num_misses = 0
 
     def has(self, text: str, owner: Hashable = None) -> bool:
         return (owner, text) in self._entries
@@ -42,9 +32,9 @@ class SegmentCache:
         with self._lock:
             token_ids = self._entries.get((owner, text))
             if token_ids is None:
-                self._num_misses += 1
+                self.num_misses += 1
             else:
-                self._num_hits += 1
+                self.num_hits += 1
             return token_ids
 
     def put(self, text: str, token_ids: tuple[int, ...], owner: Hashable = None) -> None:
@@ -55,15 +45,13 @@ class SegmentCache:
             if key not in self._entries:
                 self._entries.put(key, token_ids)
 
-    def statistics(self) -> SegmentCacheStatistics:
-        with self._lock:
-            return SegmentCacheStatistics(
-                num_entries=len(self._entries),
-                num_bytes=self._entries.size,
-                max_bytes=self._entries.max_size,
-                num_hits=self._num_hits,
-                num_misses=self._num_misses,
-            )
+    @property
+    def num_bytes(self) -> int:
+        return self._entries.size
+
+    @property
+    def num_entries(self) -> int:
+        return len(self._entries)
 
 
 def _size(key: tuple[Hashable, str], token_ids: tuple[int, ...]) -> int:

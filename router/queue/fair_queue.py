@@ -8,25 +8,12 @@ that floods waits behind its own requests; another that comes with one is next. 
 has most requests in it for its weight loses its last one to a tenant that has fewer.
 """
 
-from typing import NamedTuple
-
 from replicas.protocol.status import ReplicaId
 from router.queue.counters import MAX_TENANTS, LeastFirst, VirtualCounters
 from router.queue.line import Line, Waiter
 
 MAX_WAITING = 4096
 MAX_WAITING_BYTES = 256 << 20
-
-
-class QueueStatistics(NamedTuple):
-    """`spread` is of the active tenants' counters, in tokens of work."""
-
-    num_waiting: int
-    num_bytes: int
-    num_active_tenants: int
-    num_known_tenants: int
-    oldest_seconds: float
-    spread: float
 
 
 class FairQueue:
@@ -44,12 +31,8 @@ class FairQueue:
         self._orders: dict[ReplicaId, LeastFirst] = {}
         """Tenants of each line."""
         self._num_of: dict[str, int] = {}
-        self._num_waiting = 0
-        self._num_bytes = 0
-
-    @property
-    def num_waiting(self) -> int:
-        return self._num_waiting
+        self.num_waiting = 0
+        self.num_bytes = 0
 
     def num_in_line(self, line: ReplicaId) -> int:
         found = self._lines.get(line)
@@ -124,19 +107,12 @@ class FairQueue:
             if name != tenant
         )
 
-    def statistics(self, now: float) -> QueueStatistics:
-        since = [waiter.since for line in self._lines.values() for waiter in line.all()]
-        return QueueStatistics(
-            self._num_waiting,
-            self._num_bytes,
-            self.counters.num_active,
-            self.counters.num_tenants,
-            max(0.0, now - min(since)) if since else 0.0,
-            self.counters.spread(),
-        )
+    def oldest_since(self) -> float | None:
+        """When the one that has waited longest came."""
+        return min((waiter.since for line in self._lines.values() for waiter in line.all()), default=None)
 
     def _has_room(self, num_bytes: int, without: Waiter | None = None) -> bool:
-        num_waiting, held = self._num_waiting, self._num_bytes
+        num_waiting, held = self.num_waiting, self.num_bytes
         if without is not None:
             num_waiting, held = num_waiting - 1, held - without.num_bytes
         return num_waiting < self._max_waiting and held + num_bytes <= self._max_bytes
@@ -145,13 +121,13 @@ class FairQueue:
         self.counters.starts_to_wait(waiter.tenant, waiter.weight)
         self._join_line(waiter)
         self._num_of[waiter.tenant] = self._num_of.get(waiter.tenant, 0) + 1
-        self._num_waiting += 1
-        self._num_bytes += waiter.num_bytes
+        self.num_waiting += 1
+        self.num_bytes += waiter.num_bytes
 
     def _is_out(self, waiter: Waiter) -> None:
         self.counters.stops_waiting(waiter.tenant)
-        self._num_waiting -= 1
-        self._num_bytes -= waiter.num_bytes
+        self.num_waiting -= 1
+        self.num_bytes -= waiter.num_bytes
         self._num_of[waiter.tenant] -= 1
         if not self._num_of[waiter.tenant]:
             del self._num_of[waiter.tenant]

@@ -5,12 +5,10 @@ Plain records that `holding.py` owns and changes; nothing here acts by itself.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.status import Adapter, ReplicaId
 from router.errors import RouterError
-from router.queue.fair_queue import QueueStatistics
 from router.queue.line import Waiter
 from router.routing.decision import RoutingRequest
 from router.routing.table import RoutedRequest
@@ -96,13 +94,3 @@ class HoldingCounts:
     """Their wait was too long."""
     num_refused_full: int = 0
     held_seconds: float = 0.0
-
-
-class HoldingStatistics(NamedTuple):
-    """Totals of all models' queues; the spread is the widest."""
-
-    queue: QueueStatistics
-    counts: HoldingCounts
-
-
-EMPTY_HOLDING = HoldingStatistics(QueueStatistics(0, 0, 0, 0, 0.0, 0.0), HoldingCounts())

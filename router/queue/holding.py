@@ -14,15 +14,15 @@ and then whether another replica is better by now.
 """
 
 import math
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 
 from msgspec import structs
 
 from replicas.protocol.status import ReplicaId
 from router.errors import NoReplicaAvailable, Overloaded, RouterError, TooLate, UnknownModel
-from router.queue.fair_queue import FairQueue, QueueStatistics
-from router.queue.held import Asking, Held, HoldingCounts, HoldingStatistics, QueueRules
+from router.queue.fair_queue import FairQueue
+from router.queue.held import Asking, Held, HoldingCounts, QueueRules
 from router.queue.pace import Pace
 from router.queue.room import Room
 from router.queue.shares import Shares
@@ -30,6 +30,7 @@ from router.queue.standing_delay import TARGET_SECONDS, StandingDelay
 from router.queue.work import Charge, prompt_work
 from router.routing.load import ReplicaLoad
 from router.routing.table import Choice, RoutedRequest, RoutingTable
+from router.shared.instruments import Instrument, counter, gauge
 
 ASK_AGAIN_SECONDS = 0.1
 """Interval at which a line's first request without room checks for a better replica."""
@@ -189,17 +190,60 @@ class Holding:
                 fleet.looked_at[held.line] = now
                 self._serve(fleet, held.line, now)
 
-    def statistics(self, now: float) -> HoldingStatistics:
-        found = [fleet.queue.statistics(now) for fleet in self._fleets.values()]
-        whole = QueueStatistics(
-            sum(each.num_waiting for each in found),
-            sum(each.num_bytes for each in found),
-            sum(each.num_active_tenants for each in found),
-            sum(each.num_known_tenants for each in found),
-            max((each.oldest_seconds for each in found), default=0.0),
-            max((each.spread for each in found), default=0.0),
+    def oldest_seconds(self, now: float) -> float:
+        since = [fleet.queue.oldest_since() for fleet in self._fleets.values()]
+        return max((max(0.0, now - each) for each in since if each is not None), default=0.0)
+
+    def instruments(self, clock: Callable[[], float]) -> Iterator[Instrument]:
+        """Of all models' queues; the spread is the widest of theirs."""
+        fleets, counts = self._fleets, self.counts
+        yield gauge(
+            "router_queue_waiting",
+            "Requests that are held until a replica has room",
+            lambda: self.num_waiting,
         )
-        return HoldingStatistics(whole, replace(self.counts))
+        yield gauge("router_queue_bytes", "Memory of the prompts of held requests", lambda: self.num_bytes)
+        yield gauge(
+            "router_queue_oldest_seconds",
+            "Wait of the request that has been held longest",
+            lambda: self.oldest_seconds(clock()),
+        )
+        yield gauge(
+            "router_queue_tenants",
+            "Tenants of which requests are held",
+            lambda: self.num_active_tenants,
+        )
+        yield gauge(
+            "router_queue_counter_spread_tokens",
+            "What the tenant of held requests that was given most had more than the one given least, in "
+            "tokens of work by weight",
+            lambda: max((fleet.queue.counters.spread() for fleet in fleets.values()), default=0.0),
+        )
+        yield counter("router_queue_held_total", "Requests that have been held", lambda: counts.num_held)
+        yield counter(
+            "router_queue_seconds_total",
+            "Time that requests were held until they went to a replica",
+            lambda: counts.held_seconds,
+        )
+        yield counter(
+            "router_queue_refusals_total",
+            "Requests refused because they would have waited too long (too_long), have (too_late), or too "
+            "many waited (full)",
+            lambda: {
+                "too_long": counts.num_refused_at_once,
+                "too_late": counts.num_refused_late,
+                "full": counts.num_refused_full,
+            },
+            "cause",
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(fleet.queue.num_bytes for fleet in self._fleets.values())
+
+    @property
+    def num_active_tenants(self) -> int:
+        return sum(fleet.queue.counters.num_active for fleet in self._fleets.values())
 
     @property
     def num_waiting(self) -> int:

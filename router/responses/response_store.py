@@ -10,9 +10,8 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager
-from dataclasses import dataclass
 
 from redis.exceptions import ResponseError
 
@@ -20,6 +19,7 @@ from router.errors import ResponseGone, ResponsesUnavailable
 from router.responses.memory import Key, ResponseMemory
 from router.responses.record import ResponseBounds, StoredResponse, is_response_id
 from router.responses.redis_responses import RedisResponses
+from router.shared.instruments import Instrument, counter, gauge
 from router.shared.redis_health import REDIS_FAILURES, RedisHealth
 
 logger = logging.getLogger(__name__)
@@ -31,22 +31,6 @@ REST_SECONDS = 2.0
 """After Redis has failed it is not asked for so long."""
 LOOK_SECONDS = (0.0, 0.05, 0.1)
 """Before each look for a response that is not there: another router may just be writing it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseStatistics:
-    """`num_found` by where; `num_failed` counts writes that Redis has not taken, each time that it was tried,
-    and `num_dropped` responses that there was no room for. The last two are this router's memory."""
-
-    num_kept: int
-    num_found: dict[str, int]
-    num_missing: int
-    num_unavailable: int
-    num_failed: int
-    num_dropped: int
-    num_not_ours: int
-    num_remembered: int
-    num_bytes: int
 
 
 class ResponseStore:
@@ -75,8 +59,8 @@ class ResponseStore:
             clock=clock,
         )
         self._refusals = RedisHealth(logger, "Redis takes no stored responses, which stay in memory")
-        self._num_kept = self._num_missing = self._num_unavailable = self._num_failed = 0
-        self._num_found = {"memory": 0, "redis": 0}
+        self.num_kept = self.num_missing = self.num_unavailable = self.num_failed = 0
+        self.num_found = {"memory": 0, "redis": 0}
 
     async def close(self) -> None:
         """Close; what cannot be written soon is lost."""
@@ -95,7 +79,7 @@ class ResponseStore:
 
     def keep(self, record: StoredResponse) -> None:
         """Store a record in the background."""
-        self._num_kept += 1
+        self.num_kept += 1
         self._memory.put(record)
         if self._redis is not None:
             self._unwritten.append((record.tenant, record.response_id))
@@ -108,7 +92,7 @@ class ResponseStore:
             raise self._gone(response_id)
         record = self._memory.get((tenant, response_id), self._wall_clock())
         if record is not None:
-            self._num_found["memory"] += 1
+            self.num_found["memory"] += 1
             return record
         if self._redis is not None:
             async with self._asking():
@@ -116,7 +100,7 @@ class ResponseStore:
                     await asyncio.sleep(seconds)
                     record = await self._redis.get(tenant, response_id)
                     if record is not None:
-                        self._num_found["redis"] += 1
+                        self.num_found["redis"] += 1
                         return record
         raise self._gone(response_id)
 
@@ -131,17 +115,61 @@ class ResponseStore:
         if not was_there:
             raise self._gone(response_id)
 
-    def statistics(self) -> ResponseStatistics:
-        return ResponseStatistics(
-            num_kept=self._num_kept,
-            num_found=dict(self._num_found),
-            num_missing=self._num_missing,
-            num_unavailable=self._num_unavailable,
-            num_failed=self._num_failed,
-            num_dropped=self._memory.num_dropped,
-            num_not_ours=0 if self._redis is None else self._redis.num_not_ours,
-            num_remembered=len(self._memory),
-            num_bytes=self._memory.num_bytes,
+    @property
+    def num_not_ours(self) -> int:
+        return 0 if self._redis is None else self._redis.num_not_ours
+
+    @property
+    def num_remembered(self) -> int:
+        return len(self._memory)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the responses that this router remembers."""
+        return self._memory.num_bytes
+
+    def instruments(self) -> Iterator[Instrument]:
+        yield counter(
+            "router_stored_responses_total",
+            "Responses of this router that were to be stored",
+            lambda: self.num_kept,
+        )
+        yield counter(
+            "router_stored_response_uses_total",
+            "Uses of stored responses by where this router found them: memory or redis",
+            lambda: self.num_found,
+            "source",
+        )
+        yield counter(
+            "router_stored_response_refusals_total",
+            "Requests about stored responses that were refused: not_found or unavailable",
+            lambda: {"not_found": self.num_missing, "unavailable": self.num_unavailable},
+            "reason",
+        )
+        yield counter(
+            "router_stored_response_failures_total",
+            "Attempts to write a response that Redis did not take; they are repeated",
+            lambda: self.num_failed,
+        )
+        yield counter(
+            "router_stored_responses_dropped_total",
+            "Responses that were not stored, or forgotten, for want of memory in this router",
+            lambda: self._memory.num_dropped,
+        )
+        yield counter(
+            "router_stored_responses_not_ours_total",
+            "Stored responses in Redis that were changed",
+            lambda: self.num_not_ours,
+        )
+        yield gauge(
+            "router_stored_responses_remembered",
+            "Responses that only this router's memory has",
+            lambda: self.num_remembered,
+        )
+        yield gauge(
+            "router_stored_response_memory_bytes",
+            "Memory of the responses that this router has yet to store, and of questions being answered",
+            lambda: self.num_bytes,
         )
 
     async def _write_all(self, redis: RedisResponses) -> None:
@@ -156,12 +184,12 @@ class ResponseStore:
                     if self._memory.get(key, self._wall_clock()) is not None:
                         await redis.add(record, self._wall_clock())
             except ResponseError as error:  # Redis is there and does not take it: it stays in memory
-                self._num_failed += 1
+                self.num_failed += 1
                 self._refusals.failed(error)
                 self._unwritten.popleft()
                 continue
             except REDIS_FAILURES as error:
-                self._num_failed += 1
+                self.num_failed += 1
                 self._health.failed(error)
                 await asyncio.sleep(REST_SECONDS)
                 continue
@@ -182,9 +210,9 @@ class ResponseStore:
             raise self._unavailable() from error
 
     def _unavailable(self) -> ResponsesUnavailable:
-        self._num_unavailable += 1
+        self.num_unavailable += 1
         return ResponsesUnavailable("Stored responses cannot be reached at the moment. Try again shortly.")
 
     def _gone(self, response_id: str) -> ResponseGone:
-        self._num_missing += 1
+        self.num_missing += 1
         return ResponseGone(f"Response with id '{response_id[:60]}' not found.")

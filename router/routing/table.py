@@ -6,7 +6,7 @@ loop never decide on the same state.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,6 +24,7 @@ from router.routing.decision import Decision, Replicas, RoutingRequest
 from router.routing.load import LoadBook, ReplicaLoad, Reservation
 from router.routing.overlap import PrefixIndex
 from router.routing.policies import POLICIES
+from router.shared.instruments import Instrument, gauge
 
 if TYPE_CHECKING:
     import random
@@ -407,6 +408,30 @@ class RoutingTable:
                 index.end_prediction(announcement_id)
 
         return RoutedRequest(decision, reservation, Announcement(announcement_id, missing), end_prediction)
+
+    def instruments(self) -> Iterator[Instrument]:
+        def each(read: Callable[[ReplicaLoad], float]) -> Callable[[], Mapping[str, float]]:
+            return lambda: {
+                replica_id: read(self.load(replica_id))
+                for model in self.models
+                for replica_id in self.replica_ids(model)
+            }
+
+        yield gauge(
+            "router_reservations", "Reservations of load that are open", lambda: self.loads.num_reserved
+        )
+        yield gauge(
+            "router_replica_requests",
+            "Requests that run or wait at a replica, as this router estimates",
+            each(lambda load: load.num_requests),
+            "replica",
+        )
+        yield gauge(
+            "router_replica_pending_tokens",
+            "Prompt tokens that a replica has yet to compute, as this router estimates",
+            each(lambda load: load.num_pending_tokens),
+            "replica",
+        )
 
     def end_lingering(self) -> None:
         """Drop the predictions whose time is over: before each decision, and before they are counted."""

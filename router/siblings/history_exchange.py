@@ -12,8 +12,7 @@ import enum
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from redis.exceptions import ResponseError
@@ -21,6 +20,7 @@ from redis.exceptions import ResponseError
 from router.history.canonical import ConversationKey
 from router.history.retracing import Told
 from router.shared.bounded_cache import BoundedCache
+from router.shared.instruments import Instrument, counter, gauge
 from router.shared.redis_health import REDIS_FAILURES, RedisHealth
 from router.siblings.redis_history import RedisHistory, Telling
 
@@ -61,20 +61,6 @@ class Look(enum.StrEnum):
     """Nor here: all of it was missing a moment ago."""
 
 
-@dataclass(frozen=True, slots=True)
-class HistoryExchangeStatistics:
-    """`num_told` by outcome: told, dropped (no room here), too_large, failed (Redis). `num_bytes` of all
-    routers' records in Redis, as last seen. While `is_resting`, this router does not ask Redis."""
-
-    num_looks: dict[str, int]
-    num_told: dict[str, int]
-    num_untold: int
-    num_wrong: int
-    num_let_go: int
-    num_bytes: int
-    is_resting: bool
-
-
 class HistoryExchange:
     """For one event loop: have `run()` run, and `close()` when no request is left. `lost_at` is when
     something that was to be told was lost, so that what was told until then may not be there."""
@@ -94,7 +80,7 @@ class HistoryExchange:
         self._looking = asyncio.Semaphore(MOST_LOOKING)
         self._reads: set[asyncio.Task[Any]] = set()
         self._wake = asyncio.Event()
-        self._is_resting = True
+        self.is_resting = True
         self._health = RedisHealth(
             logger,
             "routers cannot tell each other of answers, which costs cached tokens where a conversation goes "
@@ -103,33 +89,74 @@ class HistoryExchange:
         )
         self._refusals = RedisHealth(logger, "Redis refuses what routers tell each other of answers")
         self.lost_at = -float("inf")
-        self.num_wrong = 0
-        self._num_looks: dict[str, int] = dict.fromkeys(Look, 0)
-        self._num_told = dict.fromkeys(("told", "dropped", "too_large", "failed"), 0)
+        self._num_wrong = 0
+        self.num_looks: dict[str, int] = dict.fromkeys(Look, 0)
+        self.num_told = dict.fromkeys(("told", "dropped", "too_large", "failed"), 0)
 
     @property
     def seconds(self) -> float:
         """Minimum retention, in seconds, unless evicted."""
         return self._redis.bounds.seconds
 
-    def statistics(self) -> HistoryExchangeStatistics:
-        return HistoryExchangeStatistics(
-            num_looks={str(name): count for name, count in self._num_looks.items()},
-            num_told=dict(self._num_told),
-            num_untold=len(self._untold),
-            num_wrong=self.num_wrong + self._redis.num_not_ours,
-            num_let_go=self._redis.num_let_go,
-            num_bytes=self._redis.num_bytes,
-            is_resting=self._is_resting,
+    @property
+    def num_untold(self) -> int:
+        return len(self._untold)
+
+    @property
+    def num_wrong(self) -> int:
+        return self._num_wrong + self._redis.num_not_ours
+
+    def instruments(self) -> Iterator[Instrument]:
+        yield counter(
+            "router_history_lookups_total",
+            "Looks in Redis for answers of a conversation that this router does not know: heard, missing, "
+            "late (the request went on without), failed; resting (not asked, since Redis was late or has "
+            "failed), known_missing (not asked, since it was missing a moment ago)",
+            lambda: self.num_looks,
+            "outcome",
+        )
+        yield counter(
+            "router_history_told_total",
+            "Answers of which Redis was to have the tokens, for other routers: told, dropped (too many were "
+            "waiting), too_large, failed (Redis did not take them)",
+            lambda: self.num_told,
+            "outcome",
+        )
+        yield gauge(
+            "router_history_untold",
+            "Answers whose tokens have yet to be written to Redis",
+            lambda: self.num_untold,
+        )
+        yield gauge(
+            "router_history_resting",
+            "1 while no request asks Redis for answers of other routers, since it has not answered in time",
+            lambda: self.is_resting,
+        )
+        yield counter(
+            "router_history_wrong_total",
+            "Answers in Redis that were not believed: not sealed by this cluster's routers, or not those of "
+            "the conversation that they were found for",
+            lambda: self.num_wrong,
+        )
+        yield counter(
+            "router_history_let_go_total",
+            "Answers whose tokens this router has removed from Redis, where they had too little room",
+            lambda: self._redis.num_let_go,
+        )
+        yield gauge(
+            "router_history_redis_bytes",
+            "Room that the answers of all routers take in Redis, as this router has seen it last, and what "
+            "it has written since",
+            lambda: self._redis.num_bytes,
         )
 
     def tell(self, telling: Telling) -> None:
         """Send in the background."""
         if telling.num_bytes > self._redis.bounds.bytes_per_record:
-            self._num_told["too_large"] += 1
+            self.num_told["too_large"] += 1
             return
         if len(self._untold) >= MOST_UNTOLD or self._num_untold_bytes + telling.num_bytes > MOST_UNTOLD_BYTES:
-            self._num_told["dropped"] += 1
+            self.num_told["dropped"] += 1
             self.lost_at = self._clock()
             return
         self._untold.append(telling)
@@ -142,7 +169,7 @@ class HistoryExchange:
         now = self._clock()
         asked = [key for key in keys if (self._missing.peek((tenant, key)) or now) <= now]
         if not asked:
-            self._num_looks[Look.KNOWN_MISSING] += 1
+            self.num_looks[Look.KNOWN_MISSING] += 1
             return nothing
         if not self._may_look():
             return nothing
@@ -152,20 +179,20 @@ class HistoryExchange:
                     return nothing
                 answers = await self._in_time(self._redis.read(tenant, asked))
         except TimeoutError as error:
-            self._num_looks[Look.LATE] += 1
+            self.num_looks[Look.LATE] += 1
             self._rest(error)
             return nothing
         except ResponseError as error:  # Redis is there, and quick to refuse
-            self._num_looks[Look.FAILED] += 1
+            self.num_looks[Look.FAILED] += 1
             self._refusals.failed(error)
             return nothing
         except REDIS_FAILURES as error:
-            self._num_looks[Look.FAILED] += 1
+            self.num_looks[Look.FAILED] += 1
             self._rest(error)
             return nothing
         found = dict(zip(asked, answers, strict=True))
         self.pass_over(tenant, [key for key, told in found.items() if told is None])
-        self._num_looks[Look.HEARD if any(answers) else Look.MISSING] += 1
+        self.num_looks[Look.HEARD if any(answers) else Look.MISSING] += 1
         return [found.get(key) for key in keys]
 
     def pass_over(self, tenant: str, keys: Iterable[ConversationKey], *, is_wrong: bool = False) -> None:
@@ -178,24 +205,24 @@ class HistoryExchange:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            if self._is_resting:
+            if self.is_resting:
                 await self._recover()
             await self._wake.wait()
             self._wake.clear()
-            while self._untold and not self._is_resting:
+            while self._untold and not self.is_resting:
                 await self._tell_some()
 
     async def close(self) -> None:
         """Close; what cannot be sent soon is lost."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_SECONDS):
-                while self._untold and not self._is_resting:
+                while self._untold and not self.is_resting:
                     await self._tell_some()
         await self._redis.close()
 
     def _may_look(self) -> bool:
-        self._num_looks[Look.RESTING] += self._is_resting
-        return not self._is_resting
+        self.num_looks[Look.RESTING] += self.is_resting
+        return not self.is_resting
 
     async def _in_time(self, read: Coroutine[Any, Any, T]) -> T:
         """Raises TimeoutError."""
@@ -250,7 +277,7 @@ class HistoryExchange:
         for telling in tellings:
             assert self._untold.popleft() is telling
             self._num_untold_bytes -= telling.num_bytes
-        self._num_told[outcome] += len(tellings)
+        self.num_told[outcome] += len(tellings)
         if outcome == "failed":
             self.lost_at = self._clock()
 
@@ -268,7 +295,7 @@ class HistoryExchange:
                 pause = min(most, 2 * pause)
                 continue
             self._health.answered()
-            self._is_resting = False
+            self.is_resting = False
             self._wake.set()
             return
 
@@ -276,5 +303,5 @@ class HistoryExchange:
         """Stop asking: after more than a delay, Redis' content may be gone too."""
         if not isinstance(error, TimeoutError):
             self.lost_at = self._clock()
-        self._is_resting = True
+        self.is_resting = True
         self._wake.set()

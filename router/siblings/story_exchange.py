@@ -8,13 +8,13 @@ explain requests ever wait on it.
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import msgspec
 
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from router.explain.story import Story, packed, unpacked
+from router.shared.instruments import Instrument, counter
 from router.shared.news import NewsStream
 from router.shared.sealing import LazySeal
 
@@ -50,19 +50,6 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="!"):
     story: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class StoryExchangeStatistics:
-    """Questions of this router's that were answered, that were not, and that were not asked since too many
-    waited; answers that it gave others; messages that were not ours, and what Redis has not done."""
-
-    num_answered: int
-    num_unanswered: int
-    num_not_asked: int
-    num_told: int
-    num_wrong: int
-    num_failed: int
-
-
 class StoryExchange:
     """For one event loop: have `run()` run. Raises ValueError if that is not a Redis address.
 
@@ -84,17 +71,31 @@ class StoryExchange:
         self._asked: dict[bytes, asyncio.Future[Story]] = {}
         self._num_asked_of: Counter[str] = Counter()
         self._telling: set[asyncio.Task[None]] = set()
-        self._num_answered = self._num_unanswered = self._num_not_asked = 0
-        self._num_told = 0
+        self.num_answered = self.num_unanswered = self.num_not_asked = 0
+        self.num_told = 0
 
-    def statistics(self) -> StoryExchangeStatistics:
-        return StoryExchangeStatistics(
-            self._num_answered,
-            self._num_unanswered,
-            self._num_not_asked,
-            self._num_told,
-            self._stream.num_wrong,
-            self._stream.num_failed,
+    @property
+    def num_wrong(self) -> int:
+        return self._stream.num_wrong
+
+    @property
+    def num_failed(self) -> int:
+        return self._stream.num_failed
+
+    def instruments(self) -> Iterator[Instrument]:
+        yield counter(
+            "router_explain_questions_total",
+            "Explanations that were asked of other routers: answered, unanswered, or not_asked as too many "
+            "waited; told to other routers; messages between them that were wrong, and Redis that failed",
+            lambda: {
+                "answered": self.num_answered,
+                "unanswered": self.num_unanswered,
+                "not_asked": self.num_not_asked,
+                "told": self.num_told,
+                "wrong": self.num_wrong,
+                "failed": self.num_failed,
+            },
+            "outcome",
         )
 
     async def run(self) -> None:
@@ -113,7 +114,7 @@ class StoryExchange:
         if story is not None:
             return story
         if len(self._asked) >= MAX_ASKED or self._num_asked_of[tenant] >= MAX_ASKED_OF_TENANT:
-            self._num_not_asked += 1
+            self.num_not_asked += 1
             return None
         number = secrets.token_bytes(16)
         self._asked[number] = asyncio.get_running_loop().create_future()
@@ -124,9 +125,9 @@ class StoryExchange:
             del self._asked[number]
             self._num_asked_of -= Counter((tenant,))  # and no name stays that has none
         if story is None:
-            self._num_unanswered += 1
+            self.num_unanswered += 1
         else:
-            self._num_answered += 1
+            self.num_answered += 1
         return story
 
     async def _answer(self, question: Question, answer: "asyncio.Future[Story]") -> Story | None:
@@ -171,4 +172,4 @@ class StoryExchange:
             story = self._find_for(question)
         data = b"" if story is None else packed(story)
         if 0 < len(data) <= MAX_STORY_BYTES:
-            self._num_told += await self._stream.send(Answer(question.number, data))
+            self.num_told += await self._stream.send(Answer(question.number, data))

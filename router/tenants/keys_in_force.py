@@ -5,25 +5,15 @@ is by then. Who reads the source hands over what it has found, between two reque
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from router.shared.instruments import Instrument, counter, gauge
 from router.tenants.caller import Caller
 from router.tenants.key_record import KeyDocument, keyring_of
 from router.tenants.keyring import KeyFault, Keyring
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class KeyStatistics:
-    """`age_seconds` is the time since the keys in force were last seen to be the newest."""
-
-    num_keys: int
-    num_tenants: int
-    age_seconds: float
-    is_newest_refused: bool
-    num_changes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +36,8 @@ class KeysInForce:
         self._set = KeySet(Keyring({}), 0)
         self._seen_at = clock()
         self._complaint: str | None = None
-        self._is_newest_refused = False
-        self._num_changes = 0
+        self.is_newest_refused = False
+        self.num_changes = 0
 
     def find(self, key: str, now: float) -> Caller | KeyFault:
         """`now` is seconds since 1970."""
@@ -56,7 +46,7 @@ class KeysInForce:
     def put(self, new: KeySet) -> KeySet:
         """From now on these count. Returns those before them, to be let go beside the event loop."""
         old, self._set = self._set, new
-        self._num_changes += 1
+        self.num_changes += 1
         self.confirm()
         return old
 
@@ -64,25 +54,49 @@ class KeysInForce:
         """Confirm that the keys in force are the newest."""
         if self._complaint is not None:
             logger.info("the source of the keys is right again")
-        self._complaint, self._is_newest_refused = None, False
+        self._complaint, self.is_newest_refused = None, False
         self._seen_at = self._clock()
 
     def refuse(self, complaint: str) -> None:
         """The newest keys are wrong; the ones before them stay in force."""
-        self._is_newest_refused = True
+        self.is_newest_refused = True
         self._say(complaint)
 
     def miss(self, complaint: str) -> None:
         """Record that the newest keys cannot be read; known keys stay in force."""
         self._say(complaint)
 
-    def statistics(self) -> KeyStatistics:
-        return KeyStatistics(
-            num_keys=len(self._set.keyring),
-            num_tenants=self._set.num_tenants,
-            age_seconds=self._clock() - self._seen_at,
-            is_newest_refused=self._is_newest_refused,
-            num_changes=self._num_changes,
+    @property
+    def num_keys(self) -> int:
+        return len(self._set.keyring)
+
+    @property
+    def num_tenants(self) -> int:
+        return self._set.num_tenants
+
+    @property
+    def age_seconds(self) -> float:
+        """Since the keys in force were last seen to be the newest."""
+        return self._clock() - self._seen_at
+
+    def instruments(self) -> Iterator[Instrument]:
+        yield gauge("router_keys", "API keys in force", lambda: self.num_keys)
+        yield gauge("router_key_tenants", "Tenants of the API keys in force", lambda: self.num_tenants)
+        yield gauge(
+            "router_keys_age_seconds",
+            "Time since the API keys in force were last seen to be the newest: it grows while their file or "
+            "Redis cannot be read, and while what is there is wrong",
+            lambda: self.age_seconds,
+        )
+        yield gauge(
+            "router_keys_refused",
+            "1 while the newest API keys are wrong and older ones in force, else 0",
+            lambda: self.is_newest_refused,
+        )
+        yield counter(
+            "router_key_changes_total",
+            "Times that API keys were read anew",
+            lambda: self.num_changes,
         )
 
     def _say(self, complaint: str) -> None:

@@ -8,9 +8,9 @@ nothing is an error.
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
+from router.shared.instruments import Instrument, counter, gauge
 from router.shared.news import NewsStream
 from router.tenants.rate_account import SECONDS_PER_MINUTE
 from router.tenants.rate_limits import RateLimits
@@ -23,17 +23,6 @@ WRITES_AT_ONCE = 8
 MAX_NEWS = 2048
 """In the stream."""
 KEPT_SECONDS = 120
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeStatistics:
-    """Counts since the start, except the other routers, which are those heard lately."""
-
-    num_routers: int
-    num_told: int
-    num_heard: int
-    num_failed: int
-    num_wrong: int
 
 
 class RateExchange:
@@ -54,7 +43,7 @@ class RateExchange:
             once_back="routers tell each other again what tenants use",
         )
         self._clock = clock
-        self._num_told = self._num_heard = 0
+        self.num_told = self.num_heard = 0
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -65,13 +54,30 @@ class RateExchange:
         finally:
             await self._stream.close()
 
-    def statistics(self) -> ExchangeStatistics:
-        return ExchangeStatistics(
-            self.news.num_routers,
-            self._num_told,
-            self._num_heard,
-            self._stream.num_failed,
-            self._stream.num_wrong,
+    @property
+    def num_wrong(self) -> int:
+        return self._stream.num_wrong
+
+    @property
+    def num_failed(self) -> int:
+        return self._stream.num_failed
+
+    def instruments(self) -> Iterator[Instrument]:
+        yield gauge(
+            "router_rate_exchange_routers",
+            "Other routers that have told lately what tenants and keys use",
+            lambda: self.news.num_routers,
+        )
+        yield counter(
+            "router_rate_news_total",
+            "Messages between routers of what tenants and keys use: told, heard, failed or wrong",
+            lambda: {
+                "told": self.num_told,
+                "heard": self.num_heard,
+                "failed": self.num_failed,
+                "wrong": self.num_wrong,
+            },
+            "outcome",
         )
 
     async def _write(self) -> None:
@@ -87,7 +93,7 @@ class RateExchange:
         is_told = False
         try:
             is_told = await self._stream.send(news)
-            self._num_told += is_told
+            self.num_told += is_told
         finally:  # cancelled, too
             if not is_told:
                 self.news.untell(news)
@@ -97,4 +103,4 @@ class RateExchange:
         """A router that has just started takes in what was used within the last minute."""
         async for news, seconds_ago in self._stream.messages(SECONDS_PER_MINUTE):
             self.news.hear(news, self._clock() - seconds_ago)
-            self._num_heard += 1
+            self.num_heard += 1

@@ -6,10 +6,11 @@ that there are never many more than were used within the last minutes.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from router.errors import LimitReached
+from router.shared.instruments import Instrument, counter, gauge
 from router.tenants.caller import Caller, Limits
 from router.tenants.rate_account import Ask, Limited, Owner, Quota, RateAccount, Shortage
 
@@ -31,13 +32,6 @@ class Quotas(NamedTuple):
     tokens: Quota | None
 
 
-class RateStatistics(NamedTuple):
-    num_accounts: int
-    num_sequences: int
-    """For tenants with limits."""
-    num_refused: dict[Limited, int]
-
-
 LEAST_ASK = Ask(num_prompt_tokens=1, num_output_tokens=0, num_sequences=1)
 
 
@@ -48,8 +42,8 @@ class RateLimits:
         """Each account once; the next to be looked at comes first."""
         self.changed: dict[RateAccount, None] | None = None
         """Accounts to report to other routers, oldest first; None without other routers."""
-        self._num_sequences = 0
-        self._num_refused = dict.fromkeys(Limited, 0)
+        self.num_sequences = 0
+        self.num_refused = dict.fromkeys(Limited, 0)
 
     def begin(self, caller: Caller, now: float) -> None:
         """Raises LimitReached for a request that would be refused whatever its body says, except for tokens
@@ -70,14 +64,14 @@ class RateLimits:
         if not all(account.fits(ask) for _, account in accounts):
             short = [(owner, each) for owner, account in accounts for each in account.shortages(ask)]
             self._refuse(*max(short, key=_lasts))
-        self._num_sequences += ask.num_sequences
+        self.num_sequences += ask.num_sequences
         taken = Taken(ask, [(account, account.take(ask)) for _, account in accounts])
         self._note_changed(taken)
         return taken
 
     def end(self, taken: Taken, num_output_tokens: int, now: float) -> None:
         """End a request whose answers had that many tokens."""
-        self._num_sequences -= taken.ask.num_sequences
+        self.num_sequences -= taken.ask.num_sequences
         for account, reserved in taken.parts:
             account.pass_time(now)
             account.end(taken.ask, reserved, num_output_tokens)
@@ -85,7 +79,7 @@ class RateLimits:
 
     def give_back(self, taken: Taken, now: float) -> None:
         """It was not served."""
-        self._num_sequences -= taken.ask.num_sequences
+        self.num_sequences -= taken.ask.num_sequences
         for account, reserved in taken.parts:
             account.pass_time(now)
             account.give_back(taken.ask, reserved)
@@ -105,8 +99,27 @@ class RateLimits:
     def known(self, owner: Owner, name: str) -> RateAccount | None:
         return self._accounts[owner].get(name)
 
-    def statistics(self) -> RateStatistics:
-        return RateStatistics(len(self._hand), self._num_sequences, dict(self._num_refused))
+    @property
+    def num_accounts(self) -> int:
+        return len(self._hand)
+
+    def instruments(self) -> Iterator[Instrument]:
+        yield gauge(
+            "router_rate_accounts",
+            "Tenants and keys whose use within the last minutes is remembered",
+            lambda: self.num_accounts,
+        )
+        yield gauge(
+            "router_rate_limited_sequences",
+            "Sequences being served of tenants and keys that have limits",
+            lambda: self.num_sequences,
+        )
+        yield counter(
+            "router_rate_limit_refusals_total",
+            "Requests refused by the limits of their tenant or key, by what there was too much of",
+            lambda: self.num_refused,
+            "limit",
+        )
 
     def account(self, owner: Owner, name: str, limits: Limits, now: float) -> RateAccount:
         """Made if it is not there. As of now, under these limits."""
@@ -142,7 +155,7 @@ class RateLimits:
                 self._hand.append(account)
 
     def _refuse(self, owner: Owner, shortage: Shortage) -> None:
-        self._num_refused[shortage.what] += 1
+        self.num_refused[shortage.what] += 1
         raise LimitReached(
             _sentence(owner, shortage),
             what=shortage.what.value,

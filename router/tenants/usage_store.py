@@ -9,14 +9,14 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from redis.exceptions import RedisError
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.errors import UsageUnavailable
 from router.observation.served import ServedRequest
+from router.shared.instruments import Instrument, counter, gauge
 from router.shared.redis_health import REDIS_FAILURES, RedisHealth
 from router.tenants.amounts import Amounts
 from router.tenants.ledger import HOUR_SECONDS, Ledger
@@ -39,20 +39,6 @@ MAX_HASHES = 100_000
 
 
 Tell = Callable[[ServedRequest, Amounts, Cost], None]
-
-
-@dataclass(frozen=True, slots=True)
-class UsageStatistics:
-    """The amounts that this router holds, and since its start: failed writes, losses of Redis' content,
-    requests under a shared name, and requests that were never written."""
-
-    num_entries: int
-    num_unwritten: int
-    num_failed: int
-    num_emptied: int
-    num_lumped: int
-    num_dropped: int
-    num_not_ours: int
 
 
 class UsageStore:
@@ -81,7 +67,7 @@ class UsageStore:
             "Redis cannot be reached for what is used, which stays in memory",
             "Redis has what is used again",
         )
-        self._num_failed = self._num_emptied = 0
+        self.num_failed = self.num_emptied = 0
 
     def observe(self, served: ServedRequest) -> None:
         amounts = self.ledger.observe(served)
@@ -122,13 +108,13 @@ class UsageStore:
                 written = await self._redis.write(rows)
                 unwritten = written.refused
                 if not written.is_intact:
-                    self._num_emptied += 1
+                    self.num_emptied += 1
                     self.ledger.unwrite_all()
                     logger.warning("Redis has lost what was used: of earlier hours it is gone")
                 if unwritten:
                     raise RedisError(f"{len(unwritten)} entries are not taken")
         except REDIS_FAILURES:
-            self._num_failed += 1
+            self.num_failed += 1
             return False
         finally:
             self.ledger.put_back(unwritten)
@@ -170,14 +156,40 @@ class UsageStore:
 
         await asyncio.to_thread(add)
 
-    def statistics(self) -> UsageStatistics:
+    def instruments(self) -> Iterator[Instrument]:
         ledger = self.ledger
-        return UsageStatistics(
-            num_entries=ledger.num_entries,
-            num_unwritten=ledger.num_unwritten,
-            num_failed=self._num_failed,
-            num_emptied=self._num_emptied,
-            num_lumped=ledger.num_lumped,
-            num_dropped=ledger.num_dropped,
-            num_not_ours=self._redis.num_not_ours,
+        yield gauge(
+            "router_usage_entries",
+            "Numbers of what was used that are in memory, by tenant, key, model, hour",
+            lambda: ledger.num_entries,
+        )
+        yield gauge(
+            "router_usage_unwritten",
+            "Numbers of what was used that have changed since they were written",
+            lambda: ledger.num_unwritten,
+        )
+        yield counter(
+            "router_usage_write_failures_total",
+            "Writes of what was used that Redis did not take",
+            lambda: self.num_failed,
+        )
+        yield counter(
+            "router_usage_emptied_total",
+            "Times that Redis had lost what was used",
+            lambda: self.num_emptied,
+        )
+        yield counter(
+            "router_usage_lumped_total",
+            "Requests that were counted under a shared name, because there were too many tenants or keys",
+            lambda: ledger.num_lumped,
+        )
+        yield counter(
+            "router_usage_dropped_total",
+            "Requests whose use was never written: Redis was away for longer than usage is kept",
+            lambda: ledger.num_dropped,
+        )
+        yield counter(
+            "router_usage_unreadable_total",
+            "Numbers of what was used that could not be read",
+            lambda: self._redis.num_not_ours,
         )

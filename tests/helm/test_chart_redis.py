@@ -144,7 +144,7 @@ async def test_routers_keep_what_was_used_which_nobody_else_may_read(server: Cha
     usage = UsageStore(server.url("router"), 744)
     usage.observe(served(PromptUsage(9, 0, 0), at=time.time()))
     await usage.write()
-    assert (usage.statistics().num_failed, usage.statistics().num_unwritten) == (0, 0)
+    assert (usage.num_failed, usage.ledger.num_unwritten) == (0, 0)
     hour = int(time.time() // 3600)
     (amounts,) = (await usage.read(UsageQuery(hour - 1, hour + 1, None, bucket="day"))).values()
     assert amounts[Amount.REQUESTS] == 1
@@ -187,7 +187,7 @@ async def test_routers_tell_each_other_of_limits_and_of_stories_which_nobody_els
         await eventually(lambda: limits[1].known(Owner.TENANT, "acme") is not None)
         while await stories[1].ask("acme", "req-1") != STORY:
             pass
-        assert [each.statistics().num_failed for each in (*rates, *stories)] == [0, 0, 0, 0]
+        assert [each.num_failed for each in (*rates, *stories)] == [0, 0, 0, 0]
         for task in tasks:
             task.cancel()
     for user in ("replica", "ray"):
@@ -223,13 +223,13 @@ async def test_routers_tell_each_other_of_answers_which_nobody_else_may_read(ser
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(each.run()) for each in exchanges]
         exchanges[0].tell(telling(200))
-        await eventually(lambda: exchanges[0].statistics().num_told["told"] == 1)
+        await eventually(lambda: exchanges[0].num_told["told"] == 1)
         while True:
             exchanges[1]._missing.clear()
             if (await exchanges[1].look("us", [history_key(200)]))[0] is not None:
                 break
-        assert all(each.statistics().num_told["failed"] == 0 for each in exchanges)
-        assert all(each.statistics().num_looks["failed"] == 0 for each in exchanges)
+        assert all(each.num_told["failed"] == 0 for each in exchanges)
+        assert all(each.num_looks["failed"] == 0 for each in exchanges)
         for task in tasks:
             task.cancel()
     for each in exchanges:
@@ -396,7 +396,7 @@ async def test_the_rules_for_keys_in_redis_suffice(own_redis: RedisServer, tmp_p
     keys = KeysInForce(time.monotonic)
     async with asyncio.TaskGroup() as group:
         following = group.create_task(RedisKeys(url("router"), SECRET, keys, poll_seconds=0.01).follow())
-        await eventually(lambda: keys.statistics().num_keys == 1)
+        await eventually(lambda: keys.num_keys == 1)
         following.cancel()
     for name in ("keys", "router"):
         async with connect(url(name)) as client:

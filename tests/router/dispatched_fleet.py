@@ -109,11 +109,11 @@ class DispatchedFleet:
     def assert_nothing_reserved(self) -> None:
         assert self.table.loads.num_reserved == 0
         assert self.table.num_predictions == 0
-        statistics = self.dispatcher.statistics()
+        statistics = self.dispatcher.state
         assert statistics.num_running == statistics.room.num_waiting == statistics.room.num_bytes == 0
         assert statistics.suspects.num_on_trial == 0
-        assert statistics.holding.queue.num_waiting == statistics.holding.queue.num_bytes == 0
-        assert statistics.holding.queue.num_active_tenants == 0
+        assert statistics.holding.num_waiting == statistics.holding.num_bytes == 0
+        assert statistics.holding.num_active_tenants == 0
         assert all(client.num_inflight == 0 for client in self.clients.values())
 
     async def close(self) -> None:

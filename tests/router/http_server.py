@@ -45,7 +45,7 @@ class HttpServer:
     def is_idle(self) -> bool:
         return (
             self.context.in_flight.num == 0
-            and self.context.bodies.statistics().num_bytes == 0
+            and self.context.bodies.num_bytes == 0
             and self.dispatcher.num_open == 0
         )
 

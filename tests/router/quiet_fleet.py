@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import Epoch, ReplicaId
-from router.fleet.index_mirror import MirrorStatistics
+from router.api.live import Mirror
 from router.live_page.live_view import LiveReplica
 
 
@@ -25,6 +25,14 @@ def replica_view(name: str, load: LoadSnapshot | None = None, complaint: str | N
     )
 
 
+@dataclass(frozen=True)
+class QuietMirror:
+    num_entries: int = 7
+    num_predictions: int = 0
+    lag_seconds: float = 0.25
+    is_connected: bool = True
+
+
 @dataclass
 class QuietFleet:
     """`held` has, for a replica, how many leading blocks it holds of whatever chain is asked for."""
@@ -41,5 +49,5 @@ class QuietFleet:
         self.num_lookups += 1
         return {ReplicaId(name): min(depth, len(block_hashes)) for name, depth in self.held.items()}
 
-    def mirrors(self) -> Mapping[str, MirrorStatistics]:
-        return {"tiny": MirrorStatistics(7, 0, 0, 0, 0, 0.25, True)}
+    def mirrors(self) -> Mapping[str, Mirror]:
+        return {"tiny": QuietMirror()}

@@ -1,17 +1,17 @@
 """A dispatcher that answers from a script, for tests of what lies in front of it."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, TokenDelta, TokenLogprobs
 from replicas.protocol.status import ReplicaId
-from router.dispatch.dispatch_state import DispatchStatistics
 from router.dispatch.inflight import Listener
 from router.generation import Generation
 from router.observation.trace_points import NO_TRACE, GenerationTrace
 from router.routing.decision import Decision, DecisionReason
 from router.routing.table import Preview
+from router.shared.instruments import Instrument, gauge
 
 NEVER = "never"
 """In a script: nothing more comes until the run is left."""
@@ -94,8 +94,8 @@ class ScriptedDispatcher:
     def retry_after_seconds(self, model: str) -> float:
         return 7.0
 
-    def statistics(self) -> DispatchStatistics:
-        return DispatchStatistics(num_running=self.num_open)
+    def instruments(self) -> Iterator[Instrument]:
+        yield gauge("router_runs", "Generations that are being dispatched", lambda: self.num_open)
 
 
 class ScriptedRun:

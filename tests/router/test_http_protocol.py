@@ -24,7 +24,7 @@ async def server() -> AsyncIterator[HttpServer]:
 
 
 def num_ended(server: HttpServer, reason: Ended) -> int:
-    return server.context.connections.statistics().num_ended[reason]
+    return server.context.connections.num_ended[reason]
 
 
 def silence(generation: Generation) -> Sequence[Step]:
@@ -152,17 +152,17 @@ async def test_one_address_cannot_take_all_connections() -> None:
     ):
         for _ in range(3):
             await stack.enter_async_context(connected(server.port, local_host="127.0.0.2"))
-        await wait_for(lambda: server.context.connections.statistics().num_open == 3)
+        await wait_for(lambda: server.context.connections.num_open == 3)
         assert await status_of(server.port, local_host="127.0.0.2") == 503
         assert await status_of(server.port) == 200
         assert num_ended(server, Ended.TOO_MANY_OF_ADDRESS) == 1
         for _ in range(3):
             await stack.enter_async_context(connected(server.port, local_host="127.0.0.3"))
-        await wait_for(lambda: server.context.connections.statistics().num_open == 6)
+        await wait_for(lambda: server.context.connections.num_open == 6)
         assert await status_of(server.port) == 503
         assert num_ended(server, Ended.TOO_MANY) == 1
         await stack.aclose()
-        await wait_for(lambda: server.context.connections.statistics().num_open == 0)
+        await wait_for(lambda: server.context.connections.num_open == 0)
         assert await status_of(server.port, local_host="127.0.0.2") == 200
 
 
@@ -204,7 +204,7 @@ async def test_a_client_that_ends_its_side_gets_all_answers_to_what_it_has_sent(
         writer.write_eof()
         answer = await reader.read()
     assert answer.count(b"HTTP/1.1 200") == 3
-    assert server.context.connections.statistics().num_open == 0
+    assert server.context.connections.num_open == 0
 
 
 async def test_a_client_that_ends_its_side_within_a_request_has_left(server: HttpServer) -> None:
@@ -298,7 +298,7 @@ async def test_a_whole_answer_that_is_never_read_does_not_keep_its_connection(se
     async with connected(server.port, receive_bytes=4096) as (_, writer):
         writer.write(b"GET /metrics HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" * MAX_QUEUED)
         await wait_for(lambda: num_ended(server, Ended.NOT_READ) == 1)
-    await wait_for(lambda: server.context.connections.statistics().num_open == 0)
+    await wait_for(lambda: server.context.connections.num_open == 0)
 
 
 async def test_a_client_that_reads_slowly_gets_all_of_it(server: HttpServer) -> None:

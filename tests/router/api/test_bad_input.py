@@ -266,11 +266,11 @@ async def test_a_request_counts_as_its_sequences_and_tokens(
     async with asyncio.TaskGroup() as tasks:
         asked = tasks.create_task(http.post("/v1/completions", json=body))
         await server.dispatcher.has_started.wait()
-        statistics = server.context.admission.statistics()
+        statistics = server.context.admission
         assert (statistics.num_sequences, statistics.num_tokens) == (12, 4 * 3 + 12 * 10)
         asked.cancel()
     await server.wait_idle()
-    statistics = server.context.admission.statistics()
+    statistics = server.context.admission
     assert (statistics.num_sequences, statistics.num_tokens, statistics.num_refused) == (0, 0, 0)
 
 
@@ -291,7 +291,7 @@ async def test_sequences_and_tokens_beyond_the_limit_are_told_when_to_come_back(
             first.cancel()
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
         assert answer.json()["error"]["code"] == "rate_limit_exceeded"
-        assert server.context.admission.statistics().num_refused == 1
+        assert server.context.admission.num_refused == 1
         await server.wait_idle()
 
 

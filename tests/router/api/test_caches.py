@@ -100,7 +100,6 @@ async def test_a_chat_that_names_one_is_the_chat_with_its_messages_first(
     assert own == PrefixLease(len(whole.token_ids) // 16, 86_400)
     assert of_cache.end_block == made["tokens"] // 16 and 50 <= of_cache.seconds <= 60
     assert raw.headers.get_list("x-kvasir-cache-lease")[1] == "granted; seconds=60; tokens=32"
-    server.context.metrics.refresh()
     text = server.context.metrics.render().decode()
     assert 'router_named_cache_uses_total{source="memory"} 1' in text
     assert "router_named_caches_created_total 1" in text

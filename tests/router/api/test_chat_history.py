@@ -163,7 +163,7 @@ async def test_each_choice_is_remembered(server: HttpServer, http: httpx.AsyncCl
     server.dispatcher.script = says(token_ids("<think>Hm</think>Fine."))
     asked = [{"role": "user", "content": "How are you?"}]
     await said(http, asked, n=2)
-    assert server.context.history.statistics().num_records == 1  # both say the same
+    assert server.context.history.num_records == 1  # both say the same
     answer = {"role": "assistant", "content": "Fine."}
     await said(http, [*asked, answer, asked[0]])
     assert outcomes(server) == {Outcome.DRIFTED: 1}
@@ -184,7 +184,7 @@ async def test_what_was_cut_short_or_cannot_be_sent_back_is_not_remembered(
 ) -> None:
     server.dispatcher.script = says(token_ids(answer, end=finish is FinishReason.STOP), finish=finish)
     await said(http, [{"role": "user", "content": "How are you?"}], **fields)
-    assert server.context.history.statistics().num_records == 0
+    assert server.context.history.num_records == 0
 
 
 async def test_an_answer_that_ran_into_its_length_goes_on_behind_the_end_of_its_turn(
@@ -231,7 +231,7 @@ async def test_large_bodies_go_on_as_well(server: HttpServer, http: httpx.AsyncC
         assert prompt[: len(before)] == before
         before = [*prompt, *output]
         messages += [answer, {"role": "user", "content": "And now?"}]
-    assert server.context.offload.statistics().num_done == 3
+    assert server.context.offload.num_done == 3
     assert outcomes(server) == {Outcome.DRIFTED: 2}
 
 
@@ -270,7 +270,7 @@ async def test_a_room_of_no_bytes_remembers_nothing() -> None:
         asked: list[dict[str, Any]] = [{"role": "user", "content": "How are you?"}]
         await said(http, [*asked, await said(http, asked), *asked])
         assert outcomes(server) == {}
-        assert server.context.history.statistics().num_records == 0
+        assert server.context.history.num_records == 0
 
 
 async def test_what_becomes_of_conversations_is_counted(server: HttpServer, http: httpx.AsyncClient) -> None:

@@ -69,7 +69,7 @@ class Routers:
         http = httpx.AsyncClient(base_url=server.url, timeout=60)
         self.https[name] = await stack.enter_async_context(http)
         self.servers[name], self._stacks[name] = server, stack
-        await until(lambda: not history.statistics().is_resting)
+        await until(lambda: not history.is_resting)
         return server
 
     async def close(self, name: str) -> None:
@@ -88,7 +88,7 @@ class Routers:
         return exchange
 
     def looks(self, name: str) -> dict[str, int]:
-        looks = self.exchange(name).statistics().num_looks
+        looks = self.exchange(name).num_looks
         return {look: count for look, count in looks.items() if count}
 
     async def settled(self) -> None:
@@ -96,8 +96,8 @@ class Routers:
         for name in self._stacks:
             store = self.servers[name].context.responses
             assert store is not None
-            await until(lambda name=name: not self.exchange(name).statistics().num_untold)
-            await until(lambda store=store: not store.statistics().num_remembered)
+            await until(lambda name=name: not self.exchange(name).num_untold)
+            await until(lambda store=store: not store.num_remembered)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -137,7 +137,7 @@ async def test_turns_alternate_between_routers_of_which_one_is_restarted(routers
         await routers.settled()
     assert outcomes(routers.servers["a"]) == {Outcome.DRIFTED: NUM_TURNS // 2 - 1}
     assert routers.looks("a") == {Look.HEARD: NUM_TURNS // 2 - 1}
-    assert all(routers.exchange(each).statistics().num_wrong == 0 for each in "ab")
+    assert all(routers.exchange(each).num_wrong == 0 for each in "ab")
 
 
 async def test_large_bodies_go_on_as_well(routers: Routers) -> None:
@@ -151,7 +151,7 @@ async def test_large_bodies_go_on_as_well(routers: Routers) -> None:
         answer = await said(routers.https[router], messages, **large)
         prompt = routers.prompt(router)
         assert prompt[: len(before)] == before
-        assert server.context.offload.statistics().num_done == 1
+        assert server.context.offload.num_done == 1
         before = [*prompt, *output]
         messages += [answer, THEN]
         await routers.settled()
@@ -210,7 +210,7 @@ async def test_routers_without_a_secret_in_common_find_nothing(routers: Routers)
     other = await routers.open("b", secret=ClusterSecret(b"of another cluster.."))
     await said(routers.https["b"], [ASKED, answer, THEN])
     assert outcomes(other) == {Outcome.UNKNOWN: 1}
-    assert routers.exchange("b").statistics().num_looks["missing"] == 1
+    assert routers.exchange("b").num_looks["missing"] == 1
 
 
 def shown(prompt: Sequence[int]) -> str:
@@ -271,7 +271,7 @@ async def test_what_lies_in_redis_changes_no_prompt(routers: Routers, redis_url:
     await said(routers.https["b"], [question, answer, THEN])
     assert "Hm" not in shown(routers.prompt("b")) and "lie" not in shown(routers.prompt("b"))
     assert outcomes(routers.servers["b"]) == {Outcome.UNKNOWN: 1}
-    heard = routers.exchange("b").statistics()
+    heard = routers.exchange("b")
     assert heard.num_wrong == (lie not in UNLINKED)
     assert heard.num_looks[Look.FAILED] == 0
     assert shown(routers.prompt("b")) == plain([question, answer, THEN])
@@ -320,7 +320,7 @@ async def test_what_others_were_told_long_ago_is_told_again(routers: Routers) ->
             record.told_at -= seconds
         messages += [await said(routers.https["a"], messages), THEN]
         await routers.settled()
-    assert routers.exchange("a").statistics().num_told["told"] == 1 + 1 + 3
+    assert routers.exchange("a").num_told["told"] == 1 + 1 + 3
 
 
 async def test_what_has_been_lost_is_told_again(routers: Routers, redis_url: str) -> None:
@@ -331,14 +331,14 @@ async def test_what_has_been_lost_is_told_again(routers: Routers, redis_url: str
     for _ in range(2):
         messages += [await said(routers.https["a"], messages), THEN]
         await routers.settled()
-    told = routers.exchange("a").statistics().num_told
+    told = routers.exchange("a").num_told
     assert told["told"] == 2
     async with redis.asyncio.Redis.from_url(redis_url, protocol=2) as client:
         await client.flushall()
     for _ in range(2):  # the first finds that Redis is empty
         messages += [await said(routers.https["a"], messages), THEN]
         await routers.settled()
-    assert routers.exchange("a").statistics().num_told["told"] == 2 + 1 + 4
+    assert routers.exchange("a").num_told["told"] == 2 + 1 + 4
     await routers.open("b")
     routers.servers["b"].dispatcher.script = says(output)
     before = [*routers.prompt("a"), *output]
@@ -366,9 +366,9 @@ async def test_a_redis_that_is_away_costs_one_request_a_moment_and_none_an_error
     assert looks == {Look.LATE if fault == "pause" else Look.FAILED: 1, Look.RESTING: 4}
     await said(routers.https["a"], [ASKED, answer, THEN])
     own_redis.start() if fault == "kill" else own_redis.resume()
-    await until(lambda: not any(routers.exchange(each).statistics().is_resting for each in "ab"))
+    await until(lambda: not any(routers.exchange(each).is_resting for each in "ab"))
     await routers.settled()
-    assert routers.exchange("b").statistics().num_told["told"] == 5
+    assert routers.exchange("b").num_told["told"] == 5
     messages = [ASKED, answer, {**THEN, "content": "And here?"}]
     messages += [await said(routers.https["a"], messages), THEN]
     await routers.settled()

@@ -123,8 +123,8 @@ async def test_what_is_not_to_be_stored_or_failed_or_is_too_large_is_not(
     large = "x" * store.bounds.bytes_per_response
     answer = await openai.responses.create(model=MODEL, input="One", metadata={}, extra_body={"note": large})
     assert answer.model_extra["store"] is False
-    assert store.statistics().num_kept == 0
-    assert store.statistics().num_bytes == 0
+    assert store.num_kept == 0
+    assert store.num_bytes == 0
 
 
 async def test_a_long_chain_is_prepared_elsewhere_with_the_same_outcome(
@@ -135,7 +135,7 @@ async def test_a_long_chain_is_prepared_elsewhere_with_the_same_outcome(
     padding = {"note": " " * (MOST_BYTES + 1)}
     asked: dict[str, Any] = {"model": MODEL, "tools": TOOLS, "input": "Two", "previous_response_id": first.id}
     answers = [await openai.responses.create(**asked, extra_body=extra) for extra in ({}, padding)]
-    assert server.context.offload.statistics().num_done == 1
+    assert server.context.offload.num_done == 1
     _, here, elsewhere = server.dispatcher.generations
     assert here.token_ids == elsewhere.token_ids
     assert answers[0].output_text == answers[1].output_text == "Fine."
@@ -188,9 +188,9 @@ async def test_nothing_is_left_of_an_answer_whose_client_has_gone(
     body = {"model": MODEL, "input": "One", "stream": True}
     async with http.stream("POST", "/v1/responses", json=body) as answer:
         await anext(answer.aiter_bytes())
-        assert store.statistics().num_bytes > 0
+        assert store.num_bytes > 0
     await server.wait_idle()
-    assert (store.statistics().num_bytes, store.statistics().num_kept) == (0, 0)
+    assert (store.num_bytes, store.num_kept) == (0, 0)
 
 
 async def test_an_explanation_stores_nothing(
@@ -201,7 +201,7 @@ async def test_an_explanation_stores_nothing(
     body = {"model": MODEL, "input": "Two", "previous_response_id": first.id}
     answer = await http.post("/explain/v1/responses", json=body)
     assert answer.status_code == 200, answer.text
-    assert store.statistics().num_kept == 1
+    assert store.num_kept == 1
 
 
 async def test_a_count_is_that_of_the_prompt(server: HttpServer, openai: AsyncOpenAI) -> None:

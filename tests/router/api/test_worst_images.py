@@ -68,14 +68,14 @@ async def test_images_count_until_their_requests_have_ended_and_too_many_are_ref
             asked = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for body in bodies]
             while server.dispatcher.num_open + sum(each.done() for each in asked) < len(asked):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            statistics = server.context.images.statistics()
+            statistics = server.context.images
             assert (server.dispatcher.num_open, statistics.num_refused) == (3, 3), "half is one address's"
             assert 3 << 20 < statistics.num_bytes < 4 << 20
             may_go_on.set()
             statuses = sorted([(await each).status_code for each in asked])
         assert statuses == [200, 200, 200, 503, 503, 503]
         await server.wait_idle()
-        assert server.context.images.statistics().num_bytes == 0
+        assert server.context.images.num_bytes == 0
 
 
 def body_of(image: bytes) -> dict[str, Any]:

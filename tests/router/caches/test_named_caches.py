@@ -100,10 +100,10 @@ async def test_what_one_router_creates_another_uses_whole(routers: Open) -> None
     assert await second.look(made.cache_id, "us") == made
     noted = await second.note_lease(made.cache_id, "us", LeaseOutcome(0, 0, "budget"))
     assert (await first.look(made.cache_id, "us")).lease == noted.lease == LeaseOutcome(0, 0, "budget")
-    assert second.statistics().num_uses == {"memory": 0, "redis": 1}
+    assert second.num_uses == {"memory": 0, "redis": 1}
     await second.use(made.cache_id, "us")
-    assert second.statistics().num_uses == {"memory": 1, "redis": 1}
-    assert first.statistics().num_created == 1
+    assert second.num_uses == {"memory": 1, "redis": 1}
+    assert first.num_created == 1
 
 
 async def test_a_cache_of_another_tenant_is_as_good_as_none(routers: Open) -> None:
@@ -181,9 +181,9 @@ async def test_what_was_deleted_is_remembered_without_its_content(routers: Open,
     caches = routers()
     made = record()
     await caches.create(made, CONTENT)
-    num_bytes = caches.statistics().num_bytes
+    num_bytes = caches.num_bytes
     await caches.delete(made.cache_id, "us")
-    assert caches.statistics().num_bytes == num_bytes - CONTENT.num_bytes
+    assert caches.num_bytes == num_bytes - CONTENT.num_bytes
     with pytest.raises(CacheGone, match="deleted"):
         await caches.use(made.cache_id, "us")
 
@@ -210,7 +210,7 @@ async def test_there_are_never_more_than_may_be(routers: Open, times: Times, bou
     done = await asyncio.gather(*work, return_exceptions=True)
     assert done.count(None) == 3
     assert all(each is None or isinstance(each, CachesFull) for each in done)
-    assert sum(each.statistics().num_refused["full"] for each in some) == 5
+    assert sum(each.num_refused["full"] for each in some) == 5
     times.passed = 61.0
     await some[0].create(record(9, times), CONTENT)
 
@@ -308,7 +308,7 @@ async def test_what_is_not_ours_is_not_believed_and_counted(
         await reader.use(made.cache_id, "us")
     is_lost = where == "content" and lie != "other_secret"
     assert gone.value.code == ("cache_lost" if is_lost else "cache_not_found")
-    assert reader.statistics().num_not_ours == 1
+    assert reader.num_not_ours == 1
     listed = [each.cache_id for each in (await reader.page("us", 10, None)).records]
     assert listed == ([other.cache_id] if not is_lost else [other.cache_id, made.cache_id])
 
@@ -369,8 +369,8 @@ async def test_a_router_remembers_what_it_has_used_lately_within_its_bytes(route
     caches = routers(CacheBounds(memory_bytes=2 * size))
     for number in range(5):
         await caches.create(record(number), CONTENT)
-    assert (caches.statistics().num_remembered, caches.statistics().num_bytes) == (2, 2 * size)
+    assert (caches.num_remembered, caches.num_bytes) == (2, 2 * size)
     await caches.use(record(0).cache_id, "us")
-    assert caches.statistics().num_uses == {"memory": 0, "redis": 1}
+    assert caches.num_uses == {"memory": 0, "redis": 1}
     await caches.use(record(4).cache_id, "us")
-    assert caches.statistics().num_uses == {"memory": 1, "redis": 1}
+    assert caches.num_uses == {"memory": 1, "redis": 1}

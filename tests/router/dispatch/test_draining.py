@@ -91,7 +91,7 @@ async def under_load(routers: Sequence[Router], num_replicas: int) -> AsyncItera
     async with asyncio.TaskGroup() as group:
         following = [group.create_task(router.membership.run()) for router in routers]
         for router in routers:
-            await eventually(lambda router=router: router.membership.statistics().num_routed == num_replicas)  # type: ignore[misc]
+            await eventually(lambda router=router: router.membership.num_routed == num_replicas)  # type: ignore[misc]
         asking = [group.create_task(router.ask_on()) for router in routers for _ in range(4)]
         yield
         for task in asking:
@@ -119,9 +119,9 @@ async def test_replicas_that_drain_under_load_cost_no_request_a_second_attempt_a
             assert host.state is ReplicaState.STOPPED
             for router in routers:
                 await eventually(lambda router=router, host=host: has_drained(router, host))  # type: ignore[misc]
-    assert [router.membership.statistics().num_lost_streams for router in routers] == [0] * 2
+    assert [router.membership.num_lost_streams for router in routers] == [0] * 2
     assert [item.getMessage() for item in own_records(caplog, logging.WARNING)] == []
-    counted = [router.dispatcher.statistics() for router in routers]
+    counted = [router.dispatcher.state for router in routers]
     assert [(c.num_running, c.num_retries, c.num_resumes, c.num_lost) for c in counted] == [NOTHING_LOST] * 2
 
 
@@ -197,7 +197,7 @@ async def test_a_replica_that_is_killed_while_it_drains_is_lost_with_what_runs_t
     router = Router(redis_url, 0)
     async with started(slow):
         following = asyncio.create_task(router.membership.run())
-        await eventually(lambda: router.membership.statistics().num_routed == 1)
+        await eventually(lambda: router.membership.num_routed == 1)
         client = router.membership.client(ReplicaId("r0"))
         assert client is not None
         inflight = client.submit(asking([1, 2, 3], max_tokens=8000))
@@ -210,7 +210,7 @@ async def test_a_replica_that_is_killed_while_it_drains_is_lost_with_what_runs_t
         with pytest.raises(ReplicaLost):
             while await inflight.batch():
                 pass
-        assert router.membership.statistics().num_lost_streams == 1
+        assert router.membership.num_lost_streams == 1
         await draining
         following.cancel()
         await asyncio.wait([following])

@@ -93,7 +93,7 @@ async def test_requests_leave_a_replica_that_hangs_and_go_on_elsewhere(fleet: Di
         await fleet.add("r1")
         for answer in answers:
             assert_complete(await answer, 2)
-        assert fleet.dispatcher.statistics().num_overdue > 0
+        assert fleet.dispatcher.state.num_overdue > 0
         assert not fleet.table.has_ready("toy", exclude=["r1"])
         hanging.script.holding = False
         await eventually(lambda: fleet.table.has_ready("toy", exclude=["r1"]))
@@ -110,4 +110,4 @@ async def test_honest_work_is_left_where_it_is(fleet: DispatchedFleet) -> None:
         for _ in range(10):
             await anext(run)
             watch.look()
-    assert fleet.dispatcher.statistics().num_overdue == 0
+    assert fleet.dispatcher.state.num_overdue == 0

@@ -47,7 +47,7 @@ async def test_a_prompt_that_kills_is_tried_once_more_and_then_refused(mortals: 
     with pytest.raises(GenerationFailed, match="Replicas have died"):
         await generate(mortals, DEADLY_GENERATION)
     assert num_killed(mortals) == 2
-    assert mortals.dispatcher.statistics().suspects.num_condemned == 1
+    assert mortals.dispatcher.state.suspects.num_condemned == 1
 
 
 @pytest.mark.parametrize("num_choices", [1, 4])
@@ -124,7 +124,8 @@ async def test_a_replica_lost_with_a_thousand_requests_costs_none_of_them(
     await dying.kill()
     for deltas in await asyncio.gather(*answers):
         assert_complete(deltas, 1)
-    assert fleet.dispatcher.statistics().suspects == (0, 0, 0)
+    suspects = fleet.dispatcher.state.suspects
+    assert (suspects.num_remembered, suspects.num_on_trial, suspects.num_condemned) == (0, 0, 0)
 
 
 async def test_of_a_thousand_requests_the_one_that_kills_is_found(mortals: DispatchedFleet) -> None:
@@ -177,7 +178,8 @@ async def test_a_suspect_that_survives_is_suspected_no_more(fleet: DispatchedFle
     deltas: list[TokenDelta] = await generate(fleet, after_first=kill)
     assert_complete(deltas, 1)
     assert tokens_of(deltas)
-    assert fleet.dispatcher.statistics().suspects == (0, 0, 0)
+    suspects = fleet.dispatcher.state.suspects
+    assert (suspects.num_remembered, suspects.num_on_trial, suspects.num_condemned) == (0, 0, 0)
 
 
 async def test_a_replica_that_was_told_to_leave_and_did_not_wait_blames_nobody(

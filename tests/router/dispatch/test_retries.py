@@ -60,7 +60,7 @@ async def test_retries_at_living_replicas_are_bounded_by_the_budget(fleet: Dispa
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert {type(outcome) for outcome in outcomes} == {Overloaded}
     assert 200 < sum(len(replica.submits) for replica in fleet.replicas.values()) <= 200 + 20 + 200 // 10
-    assert fleet.dispatcher.statistics().num_retries_refused > 0
+    assert fleet.dispatcher.state.budget.num_refused > 0
 
 
 async def test_what_a_death_has_interrupted_is_tried_again_with_an_empty_budget(

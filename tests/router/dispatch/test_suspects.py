@@ -118,7 +118,7 @@ def test_deaths_that_a_prompt_explains_are_no_storm_and_old_ones_are_none_either
 def test_memory_is_bounded() -> None:
     suspects = Suspects(KEY, max_remembered=10)
     blame(suspects, [PromptDigest(bytes([number])) for number in range(50)], 0.0)
-    assert suspects.statistics().num_remembered == 10
+    assert suspects.num_remembered == 10
 
 
 def test_digests_depend_on_tokens_model_owner_and_key_alone() -> None:

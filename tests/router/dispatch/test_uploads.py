@@ -66,7 +66,8 @@ async def test_images_go_before_the_prompt_whole_and_once(fleet: DispatchedFleet
     assert len(second.media) == 1
     assert (fleet.traffic.images.num_sent, fleet.traffic.images.num_known) == (2, 1)
     assert fleet.traffic.images.num_bytes == len(LARGE) + len(PICTURE)
-    assert sum(fleet.traffic.images.counts) == 2 and fleet.traffic.images.seconds > 0
+    uploads = fleet.traffic.images.uploads.of()
+    assert sum(uploads.counts) == 2 and uploads.total > 0
     fleet.assert_nothing_reserved()
 
 
@@ -80,7 +81,7 @@ async def test_images_are_counted_for_as_long_as_the_router_lives(fleet: Dispatc
     assert_complete(await generate(fleet, showing(PICTURE)), 1)
     assert (fleet.traffic.images.num_sent, fleet.traffic.images.num_again) == (3, 0)
     metrics = RouterMetrics(CollectorRegistry())
-    metrics.parts.read_images(fleet.traffic.images)
+    metrics.add(fleet.traffic.images.instruments())
     lines = [line for family in metrics.families() for line in family.text().splitlines()]
     assert 'router_images_total{way="sent"} 3.0' in lines and 'router_images_total{way="known"} 1.0' in lines
     assert "router_image_upload_seconds_count 3.0" in lines
@@ -304,7 +305,7 @@ async def test_a_suspect_is_tried_alone_though_its_image_is_on_its_way(fleet: Di
     replica.script.holds_uploads = False
     await eventually(lambda: len(replica.submits) == 1)
     await asyncio.sleep(0.1)
-    assert len(replica.submits) == state.suspects.statistics().num_on_trial == 1
+    assert len(replica.submits) == state.suspects.num_on_trial == 1
     replica.script.holding = False
     for run in runs:
         assert_complete(await run, 1)

@@ -37,8 +37,8 @@ async def test_additions_removals_and_clearing_follow(
         a.change(cleared=True, added=blocks(9))
         await eventually(lambda: index.stored(a.replica_id) == set(blocks(9)))
         await level(index, a, b)
-        assert mirror.statistics().num_entries == 2
-        assert mirror.statistics().num_malformed == 0
+        assert mirror.num_entries == 2
+        assert mirror.num_malformed == 0
 
 
 async def test_changes_reach_the_mirror_by_the_stream_and_not_by_reading_sets_again(
@@ -46,12 +46,12 @@ async def test_changes_reach_the_mirror_by_the_stream_and_not_by_reading_sets_ag
 ) -> None:
     a = writer("a")
     async with mirroring(redis_url, a) as (mirror, index):
-        await eventually(lambda: mirror.statistics().num_resyncs == 1)
+        await eventually(lambda: mirror.num_resyncs == 1)
         for number in range(200):
             a.change(added=blocks(number))
         await level(index, a)
-        assert mirror.statistics().num_changes == 200
-        assert mirror.statistics().num_resyncs == 1
+        assert mirror.num_changes == 200
+        assert mirror.num_resyncs == 1
 
 
 async def test_a_replica_that_joins_later_is_read_and_followed(
@@ -107,11 +107,11 @@ async def test_a_change_that_is_missing_from_the_stream_has_the_set_read_again(
     async with mirroring(redis_url, a, audit_seconds=3600) as (mirror, index):
         a.change(added=blocks(1))
         await level(index, a)
-        before = mirror.statistics().num_resyncs
+        before = mirror.num_resyncs
         a.change(added=blocks(2), removed=blocks(1), num_heard=0)
         a.change(added=blocks(3))
         await eventually(lambda: index.stored(a.replica_id) == set(blocks(2, 3)))
-        assert mirror.statistics().num_resyncs > before
+        assert mirror.num_resyncs > before
         a.change(added=blocks(4))
         await level(index, a)
 
@@ -144,7 +144,7 @@ async def test_a_stream_trimmed_ahead_of_the_mirror_loses_nothing(
 ) -> None:
     a = writer("a")
     async with mirroring(redis_url, a) as (mirror, index):
-        await eventually(lambda: mirror.statistics().is_connected)
+        await eventually(lambda: mirror.is_connected)
         for number in range(3000):  # the event loop gets no turn: the mirror sees only what is left
             a.change(
                 added=blocks(number), removed=blocks(number - 40) if number >= 40 else (), stream_length=5
@@ -160,9 +160,9 @@ async def test_a_lost_set_leaves_the_mirror_as_it_is_until_it_is_written_again(
     async with mirroring(redis_url, a) as (mirror, index):
         a.change(added=blocks(1, 2))
         await level(index, a)
-        before = mirror.statistics().num_resyncs
+        before = mirror.num_resyncs
         a.client.delete(a.key)
-        await eventually(lambda: mirror.statistics().num_resyncs >= before + 2)
+        await eventually(lambda: mirror.num_resyncs >= before + 2)
         assert index.stored(a.replica_id) == set(blocks(1, 2))
         a.write_again(set(blocks(1, 2, 3)))
         await level(index, a)
@@ -174,14 +174,14 @@ async def test_unreadable_entries_are_counted_and_skipped(
 ) -> None:
     a = writer("a")
     async with mirroring(redis_url, a) as (mirror, index):
-        await eventually(lambda: mirror.statistics().is_connected)
+        await eventually(lambda: mirror.is_connected)
         a.client.xadd(events_key(MODEL), {"what": "ever"})
         a.client.xadd(
             events_key(MODEL), {"replica": "a", "epoch": "e1", "number": "x", "added": b"", "removed": b""}
         )
         a.change(added=blocks(1))
         await level(index, a)
-        assert mirror.statistics().num_malformed == 2
+        assert mirror.num_malformed == 2
 
 
 async def test_another_models_changes_are_not_seen(
@@ -200,17 +200,17 @@ async def test_another_models_changes_are_not_seen(
 async def test_announcements_follow_and_end(redis_url: str, writer: Callable[[str], IndexSetWriter]) -> None:
     a, b = writer("a"), writer("b")
     async with mirroring(redis_url, a, b) as (mirror, index):
-        await eventually(lambda: mirror.statistics().num_resyncs == 2)
+        await eventually(lambda: mirror.num_resyncs == 2)
         a.change(announced={7: blocks(1, 2)})
         b.change(announced={8: blocks(1)})
         await eventually(lambda: index.overlaps(blocks(1, 2)) == {"a": 2, "b": 1})
-        assert mirror.statistics().num_predictions == 2
+        assert mirror.num_predictions == 2
         b.change(ended=(8,))
         a.change(added=blocks(1, 2), ended=(7,))
         await level(index, a, b)
         assert index.overlaps(blocks(1, 2)) == {"a": 2}
-        assert mirror.statistics().num_predictions == 0
-        assert mirror.statistics().num_resyncs == 2
+        assert mirror.num_predictions == 0
+        assert mirror.num_resyncs == 2
 
 
 @pytest.mark.parametrize("how", ["missed change", "missed end", "death", "restart"])
@@ -219,7 +219,7 @@ async def test_an_announcement_whose_end_may_have_been_missed_is_forgotten(
 ) -> None:
     a = writer("a")
     async with mirroring(redis_url, a) as (mirror, index):
-        await eventually(lambda: mirror.statistics().num_resyncs == 1)
+        await eventually(lambda: mirror.num_resyncs == 1)
         a.change(announced={7: blocks(1, 2)})
         await eventually(lambda: index.num_predictions == 1)
         a.change(ended=(7,), num_heard=0)

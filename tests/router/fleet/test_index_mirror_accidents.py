@@ -27,10 +27,10 @@ async def test_a_redis_that_comes_back_empty_costs_nothing_but_time(own_redis: R
         a.change(added=blocks(1, 2))
         await level(index, a)
         own_redis.kill()
-        await eventually(lambda: not mirror.statistics().is_connected)
+        await eventually(lambda: not mirror.is_connected)
         assert index.overlaps(blocks(1, 2)) == {"a": 2}
         own_redis.start()
-        await eventually(lambda: mirror.statistics().is_connected)
+        await eventually(lambda: mirror.is_connected)
         assert index.overlaps(blocks(1, 2)) == {"a": 2}
         a.client.connection_pool.disconnect()
         a.write_again(set(blocks(1, 2, 3)))
@@ -53,7 +53,7 @@ async def test_a_flushed_redis_is_noticed_though_the_connection_held(
         a.client.xadd(events_key(MODEL), {"what": "ever"}, id="1-1")
         a.client.sadd(a.key, b"\x00", *blocks(7, 8))
         await eventually(lambda: index.stored(a.replica_id) == set(blocks(7, 8)))
-        before = mirror.statistics().num_changes
+        before = mirror.num_changes
         a.number = index.last_change(a.replica_id)
         a.number += 1
         a.client.sadd(a.key, block(9))
@@ -69,7 +69,7 @@ async def test_a_flushed_redis_is_noticed_though_the_connection_held(
             },
             id="1-2",
         )
-        await eventually(lambda: mirror.statistics().num_changes == before + 1)
+        await eventually(lambda: mirror.num_changes == before + 1)
         await level(index, a)
 
 
@@ -84,7 +84,7 @@ async def test_a_redis_that_is_absent_at_the_start_is_found_when_it_comes(own_re
     mirror.set_live({record.replica_id: record})
     task = asyncio.create_task(mirror.run())
     await asyncio.sleep(0.2)
-    assert not mirror.statistics().is_connected
+    assert not mirror.is_connected
     own_redis.start()
     a = IndexSetWriter(own_redis.url, MODEL, "a")
     a.change(added=blocks(1))
@@ -99,7 +99,7 @@ async def test_a_redis_that_is_absent_at_the_start_is_found_when_it_comes(own_re
 async def test_without_redis_nothing_stays_announced_but_what_we_predict_does(own_redis: RedisServer) -> None:
     a = IndexSetWriter(own_redis.url, MODEL, "a")
     async with mirroring(own_redis.url, a) as (mirror, index):
-        await eventually(lambda: mirror.statistics().num_resyncs == 1)
+        await eventually(lambda: mirror.num_resyncs == 1)
         index.predict(8, a.replica_id, blocks(3, 4))
         a.change(announced={7: blocks(1, 2), 8: blocks(3, 4)})
         await eventually(lambda: index.num_predictions == 2)
@@ -190,10 +190,10 @@ async def test_a_redis_that_hangs_is_noticed_and_followed_again(
         a.change(added=blocks(1), announced={7: blocks(2)})
         await level(index, a)
         own_redis.pause()
-        await eventually(lambda: not mirror.statistics().is_connected)
+        await eventually(lambda: not mirror.is_connected)
         assert index.overlaps(blocks(1, 2)) == {"a": 1}
         own_redis.resume()
-        await eventually(lambda: mirror.statistics().is_connected)
+        await eventually(lambda: mirror.is_connected)
         a.change(added=blocks(2), ended=(7,))
         await level(index, a)
     a.close()
@@ -243,9 +243,9 @@ async def test_sets_are_read_at_once_at_the_start_and_at_a_moment_of_its_own_whe
     assert dice.num_asked == 0
     a.close()
     own_redis.kill()
-    await eventually(lambda: not mirror.statistics().is_connected)
+    await eventually(lambda: not mirror.is_connected)
     own_redis.start()
-    await eventually(lambda: mirror.statistics().is_connected)
+    await eventually(lambda: mirror.is_connected)
     assert dice.num_asked >= 1
     task.cancel()
     with suppress(asyncio.CancelledError):

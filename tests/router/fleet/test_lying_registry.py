@@ -39,7 +39,7 @@ LOADS = (
 
 
 def num_refused(world: World) -> int:
-    return sum(world.membership.statistics().num_refused_records.values())
+    return sum(world.membership.num_refused_records.values())
 
 
 def bytes_of(rng: random.Random) -> bytes:
@@ -188,10 +188,10 @@ async def test_whatever_lies_in_the_index_what_is_right_in_it_is_mirrored(redis_
             torn = keys.encode_change(keys.IndexChange(right.replica_id, right.epoch, 1))
             torn["announced"] = struct.pack("<QI", 7, 2**32 - 1)
             await redis.xadd(keys.events_key("toy"), torn)  # type: ignore[arg-type]
-            await eventually(lambda: mirror.statistics().num_malformed > 5)
+            await eventually(lambda: mirror.num_malformed > 5)
             assert index.stored(right.replica_id) == set(hashes)
             # The connection is not given up for what one replica wrote.
-            await eventually(lambda: mirror.statistics().is_connected)
+            await eventually(lambda: mirror.is_connected)
             change = keys.IndexChange(right.replica_id, right.epoch, 1, added=(BlockHash(bytes(16)),))
             await redis.sadd(key, bytes(16))
             await redis.xadd(keys.events_key("toy"), keys.encode_change(change))  # type: ignore[arg-type]
@@ -206,7 +206,7 @@ async def test_members_that_are_no_hashes_do_not_have_a_set_read_over_and_over(r
         async with mirroring(redis_url, right) as (index, mirror):
             await eventually(lambda: index.num_stored(right.replica_id) == 1)
             await asyncio.sleep(0.5)
-            assert mirror.statistics().num_resyncs == 1
+            assert mirror.num_resyncs == 1
 
 
 async def test_a_stream_of_another_type_is_followed_once_it_is_one(redis_url: str) -> None:
@@ -221,4 +221,4 @@ async def test_a_stream_of_another_type_is_followed_once_it_is_one(redis_url: st
             await redis.srem(keys.blocks_key("toy", right.replica_id, right.epoch), bytes(16))
             await redis.xadd(keys.events_key("toy"), keys.encode_change(change))  # type: ignore[arg-type]
             await eventually(lambda: index.num_stored(right.replica_id) == 0)
-            await eventually(lambda: mirror.statistics().is_connected)
+            await eventually(lambda: mirror.is_connected)

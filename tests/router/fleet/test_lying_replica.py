@@ -161,7 +161,7 @@ async def test_a_replica_with_an_impossible_card_is_never_routed_to(
     liar.card = honest
     await registry.put(await start("right"))
     await world.wait_routed("right")
-    await eventually(lambda: world.membership.statistics().num_malformed > 0)
+    await eventually(lambda: world.membership.num_malformed > 0)
     await eventually(
         lambda: any("breaks the contract" in (each.complaint or "") for each in world.membership.members())
     )

@@ -67,7 +67,7 @@ async def test_a_draining_replica_still_drains_after_its_stream_broke(
     await registry.put(replica, ReplicaState.DRAINING)
     await world.wait_routed()
     await replica.kill()
-    await eventually(lambda: world.membership.statistics().num_lost_streams == 1)
+    await eventually(lambda: world.membership.num_lost_streams == 1)
     await replica.start()
     await eventually(lambda: replica.num_streams == 1)
     assert world.routed() == set()
@@ -97,7 +97,7 @@ async def test_the_later_of_two_replicas_that_differ_under_one_name_is_refused(
     await registry.put(other)
     await eventually(lambda: other.num_describes >= 3)
     assert world.routed() == {"r0"}
-    assert world.membership.statistics().num_refused == 1
+    assert world.membership.num_refused == 1
     assert len([entry for entry in caplog.records if "the replicas before it" in entry.message]) == 1
     # Once nobody holds the name any more, the other one may have it.
     await first.kill()

@@ -136,7 +136,7 @@ async def registered(
 
 
 def refused(world: World, reason: str) -> int:
-    return world.membership.statistics().num_refused_records.get(reason, 0)
+    return world.membership.num_refused_records.get(reason, 0)
 
 
 @pytest.mark.parametrize("kind", ["unsigned", "copied from another", "of another secret"])

@@ -67,7 +67,7 @@ async def test_a_mirror_reads_no_more_often_than_it_may(
     """However many changes come one by one."""
     a = writer("a")
     async with plain_redis(redis_url) as client, mirroring(redis_url, a) as (mirror, index):
-        await eventually(lambda: mirror.statistics().num_resyncs == 1)
+        await eventually(lambda: mirror.num_resyncs == 1)
         await client.config_resetstat()
         started = time.monotonic()
         for number in range(300):
@@ -77,7 +77,7 @@ async def test_a_mirror_reads_no_more_often_than_it_may(
         calls = (await client.info("commandstats"))["cmdstat_xread"]["calls"]
         most = (time.monotonic() - started) / SECONDS_BETWEEN_READS
         assert calls <= 1.1 * most + 2
-        assert mirror.statistics().num_changes == 300
+        assert mirror.num_changes == 300
 
 
 async def test_a_mirror_reads_on_at_once_while_there_is_more(
@@ -87,7 +87,7 @@ async def test_a_mirror_reads_on_at_once_while_there_is_more(
     a = writer("a")
     monkeypatch.setattr(index_mirror, "SECONDS_BETWEEN_READS", 3.0)
     async with mirroring(redis_url, a) as (mirror, _):
-        await eventually(lambda: mirror.statistics().num_resyncs == 1)
+        await eventually(lambda: mirror.num_resyncs == 1)
         for number in range(16 * ENTRIES_PER_READ):
             a.change(added=blocks(number))
-        await eventually(lambda: mirror.statistics().num_changes == 16 * ENTRIES_PER_READ)
+        await eventually(lambda: mirror.num_changes == 16 * ENTRIES_PER_READ)

@@ -51,11 +51,11 @@ def _run(max_bytes: int, steps: list[tuple[list[int], bytes, str, bool]]) -> tup
         parent = None if found is None or found.position == len(path) - 1 else found
         before = b"" if parent is None else parent.token_ids
         added = added if is_told_apart else b"x"
-        num_refused = history.statistics.num_refused
+        num_refused = history.num_refused
         history.remember(tenant, keys[-1], added, parent)
-        if history.statistics.num_refused == num_refused:
+        if history.num_refused == num_refused:
             twin.whole[keys[-1]] = before + added
-        statistics = history.statistics
+        statistics = history
         assert statistics.num_bytes <= max_bytes
         assert statistics.num_bytes >= statistics.num_records * RECORD_BYTES
     return num_found, num_known
@@ -91,7 +91,7 @@ def test_a_long_conversation_is_kept_once() -> None:
         history.remember("", _key(f"{turn}"), bytes([turn]) * 1000, found)
         found = _found(history, f"{turn}")
     assert found is not None and len(found.token_ids) == 50_000
-    assert history.statistics.num_bytes == 50 * (1000 + RECORD_BYTES)
+    assert history.num_bytes == 50 * (1000 + RECORD_BYTES)
     assert history.find([_key("7"), _key("8"), _key("unknown")]) == (
         1,
         _key("8"),
@@ -108,7 +108,7 @@ def test_one_that_is_used_keeps_those_before_it() -> None:
     for other in range(30):
         history.remember("", _key(f"other {other}"), b"o" * 1000)
         assert _found(history, "b").token_ids == b"a" * 1000 + b"b" * 1000
-    assert history.statistics.num_evicted == 30 + 2 - 8
+    assert history.num_evicted == 30 + 2 - 8
 
 
 def test_an_answer_anew_makes_what_went_on_from_the_old_one_a_miss() -> None:
@@ -121,7 +121,7 @@ def test_an_answer_anew_makes_what_went_on_from_the_old_one_a_miss() -> None:
     history.remember("", _key("a"), b"new")
     found = history.find([_key("a"), _key("b")])
     assert found is not None and (found.position, found.token_ids) == (0, b"new")
-    assert history.statistics.num_records == 1
+    assert history.num_records == 1
     history.remember("", _key("b"), b"late", old)
     assert _found(history, "b").token_ids == b"oldlate"
 
@@ -133,7 +133,7 @@ def test_who_holds_more_than_a_share_makes_room_from_its_own() -> None:
     for each in range(100):
         history.remember("loud", _key(f"loud {each}"), b"l" * 1000)
     assert history.find([_key("quiet")]) is not None
-    assert history.statistics.num_records == 20
+    assert history.num_records == 20
     for each in range(10):
         history.remember("third", _key(f"third {each}"), b"t" * 1000)
     held = {
@@ -147,7 +147,7 @@ def test_what_is_too_large_is_refused_and_no_room_remembers_nothing() -> None:
     history = RememberedHistory(10_000)
     history.remember("", _key("a"), b"a" * int(10_000 * LARGEST_SHARE))
     assert history.find([_key("a")]) is None
-    assert history.statistics.num_refused == 1
+    assert history.num_refused == 1
     nothing = RememberedHistory(0)
     nothing.remember("", _key("a"), b"a")
     assert nothing.find([_key("a")]) is None and nothing.find([]) is None

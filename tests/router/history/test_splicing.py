@@ -77,7 +77,7 @@ def test_in_ten_turns_each_prompt_begins_with_the_tokens_of_the_turn_before(who:
         before = prompt + output
         messages = [*messages, message, *results(message)]
     assert num_drifted >= 2, "the template was to write some turns otherwise"
-    assert history.statistics.num_bytes < 4 * len(before) + NUM_TURNS * 1000, "kept once"
+    assert history.num_bytes < 4 * len(before) + NUM_TURNS * 1000, "kept once"
 
 
 @pytest.mark.parametrize("who", SPEAKERS, ids=lambda who: who.name)

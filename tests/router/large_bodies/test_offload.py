@@ -138,7 +138,7 @@ async def test_a_body_that_takes_more_memory_than_it_may_is_refused(quick: Offlo
     with pytest.raises(InvalidRequest, match="more than 1 s of processor time or 128 MiB") as refused:
         await quick.prepare("chat", body)
     assert refused.value.code == "too_much_work"
-    assert quick.statistics().num_ended == 1
+    assert quick.num_ended == 1
     await quick.prepare("chat", json.dumps(CHAT).encode())
 
 
@@ -148,7 +148,7 @@ async def test_a_client_that_leaves_takes_the_work_with_it(quick: Offload) -> No
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)  # so that no child is forked before it is looked at
     work = asyncio.create_task(quick.prepare("chat", _endless_body()))
-    while quick.statistics().num_working == 0:  # noqa: ASYNC110 (nobody else can tell)
+    while quick.num_working == 0:  # noqa: ASYNC110 (nobody else can tell)
         await asyncio.sleep(0.01)
     os.kill(process.pid, signal.SIGCONT)
     while not _children(process.pid):  # noqa: ASYNC110
@@ -156,7 +156,7 @@ async def test_a_client_that_leaves_takes_the_work_with_it(quick: Offload) -> No
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
         await work
-    assert quick.statistics().num_working == 0
+    assert quick.num_working == 0
     while _children(process.pid):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
@@ -185,7 +185,7 @@ async def test_those_that_wait_too_long_or_are_too_many_are_told_to_come_back(im
     assert quick._process is not None
     os.kill(quick._process.pid, signal.SIGSTOP)
     working = [asyncio.create_task(quick.prepare("chat", body)) for _ in range(offload_module.PLACES)]
-    while quick.statistics().num_working < offload_module.PLACES:  # noqa: ASYNC110
+    while quick.num_working < offload_module.PLACES:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     waiting = asyncio.create_task(quick.prepare("chat", body))
     await asyncio.sleep(0)
@@ -196,7 +196,7 @@ async def test_those_that_wait_too_long_or_are_too_many_are_told_to_come_back(im
         await waiting
     os.kill(quick._process.pid, signal.SIGCONT)
     await asyncio.gather(*working)
-    assert quick.statistics().num_refused == 2
+    assert quick.num_refused == 2
     await quick.prepare("chat", body)
 
 

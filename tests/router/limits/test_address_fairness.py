@@ -48,16 +48,16 @@ async def test_a_flood_of_large_bodies_from_one_address_holds_up_no_other() -> N
             ]
             for _, writer in flood:
                 writer.write(post(LARGE))
-            await wait_for(lambda: offload.statistics().num_refused == 40 - 1 - 32)
-            assert (offload.statistics().num_working, offload.statistics().num_waiting) == (1, 32)
+            await wait_for(lambda: offload.num_refused == 40 - 1 - 32)
+            assert (offload.num_working, offload.num_waiting) == (1, 32)
             other = asyncio.create_task(status_of(server.port, sent=post(LARGE)))
-            await wait_for(lambda: offload.statistics().num_working == 2)
+            await wait_for(lambda: offload.num_working == 2)
         finally:
             os.kill(offload._process.pid, signal.SIGCONT)
         assert await other == 200
         await stack.aclose()
         await server.wait_idle()
-        assert (offload.statistics().num_working, offload.statistics().num_waiting) == (0, 0)
+        assert (offload.num_working, offload.num_waiting) == (0, 0)
 
 
 def queue(wait_seconds: float = 5.0) -> OffloadQueue:

@@ -31,7 +31,7 @@ def test_a_body_is_a_line_that_lint_reads_whatever_white_space_it_had(tmp_path: 
     assert (read.kind, read.tenant, read.time, read.body) == ("messages", "tenant:acme", 17.25, CHAT)
     assert (read_line(second).kind, read_line(second).tenant) == ("chat", None)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert recorder.statistics() == RecordedBodies(2, 0)
+    assert recorder.counts() == RecordedBodies(2, 0)
 
 
 def test_the_file_stays_within_its_bound_and_what_is_left_out_is_counted(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_the_file_stays_within_its_bound_and_what_is_left_out_is_counted(tmp_pat
     for number in range(50):
         recorder.take("/v1/completions", None, b'{"prompt": "%050d"}' % number, 0.0)
     recorder.close()
-    written, left_out = recorder.statistics()
+    written, left_out = recorder.counts()
     assert written + left_out == 50
     assert written == len(path.read_bytes().splitlines())
     assert 900 - 60 < path.stat().st_size <= 1000
@@ -59,10 +59,10 @@ def test_what_waits_for_a_slow_disk_is_bounded(tmp_path: Path, monkeypatch: pyte
     recorder = BodyRecorder(str(tmp_path / "bodies.jsonl"), 2**20)
     for _ in range(50):
         recorder.take("/v1/completions", None, b'{"prompt": "%050d"}' % 1, 0.0)
-    assert recorder.statistics().num_left_out >= 40
+    assert recorder.counts().num_left_out >= 40
     may_write.set()
     recorder.close()
-    written, left_out = recorder.statistics()
+    written, left_out = recorder.counts()
     assert (written + left_out, written) == (50, len((tmp_path / "bodies.jsonl").read_bytes().splitlines()))
 
 

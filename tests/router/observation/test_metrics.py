@@ -16,12 +16,11 @@ from replicas.protocol.status import ReplicaId
 from router.errors import ErrorKind
 from router.explain.causes import Cause, MissedSpan, Misses
 from router.generation import Generation
-from router.observation.instruments import Distributions, Numbers
 from router.observation.metrics import MOST_TENANTS, RouterMetrics
 from router.observation.served import ServedPrompt, ServedRequest, TokenGaps
 from router.observation.tenant_labels import OTHER_TENANTS, TenantLabels
 from router.routing.decision import Decision, DecisionReason
-from router.routing.load import ReplicaLoad
+from router.shared.instruments import Distributions, Numbers, counter, gauge
 from router.tenants.caller import DEFAULT_TENANT
 from tests.router.scripted_replica import asking
 
@@ -57,7 +56,6 @@ def served(
 
 class Scraped:
     def __init__(self, metrics: RouterMetrics) -> None:
-        metrics.refresh()
         self.text = metrics.render().decode()
         self.samples = {
             (sample.name, *sample.labels.values()): sample.value
@@ -199,15 +197,19 @@ def test_labels_of_tenants_stay_as_they_were_given() -> None:
     ]
 
 
-def test_a_replica_that_has_gone_has_no_load_any_more(metrics: RouterMetrics) -> None:
-    loads = {ReplicaId(f"r-{number}"): ReplicaLoad(number, 10 * number) for number in range(3)}
-    metrics.watch(lambda parts: parts.read_loads(7, loads))
+def test_what_a_part_counts_is_read_at_each_scrape(metrics: RouterMetrics) -> None:
+    counted = {"r-0": 1, 'r"1': 2}
+    metrics.add(
+        [
+            gauge("load", "Load", lambda: counted, "replica"),
+            counter("n_total", "N", lambda: sum(counted.values())),
+        ]
+    )
     found = Scraped(metrics)
-    assert found["router_reservations"] == 7
-    assert found["router_replica_requests", "r-2"] == 2
-    assert found["router_replica_pending_tokens", "r-2"] == 20
-    del loads[ReplicaId("r-2")]
-    assert list(Scraped(metrics).labels_of("router_replica_requests")) == ["r-0", "r-1"]
+    assert (found["load", 'r"1'], found["n_total"]) == (2, 3)
+    del counted["r-0"]
+    found = Scraped(metrics)
+    assert list(found.labels_of("load")) == ['r"1'] and found["n_total"] == 2
 
 
 async def test_a_scrape_gives_way_between_metrics_and_says_what_a_rendering_says(
@@ -233,7 +235,7 @@ def test_all_names_are_there_before_anything_has_happened(metrics: RouterMetrics
     registry = CollectorRegistry()
     RouterMetrics(registry)
     names = {family.name for family in registry.collect()}
-    assert {"router_requests", "router_tenant_ttft_seconds", "router_index_lag_seconds"} <= names
+    assert {"router_requests", "router_tenant_ttft_seconds"} <= names
     assert "NaN" not in Scraped(metrics).text
 
 

@@ -49,7 +49,7 @@ def test_the_hashes_are_those_of_hashing_it_all_whatever_is_remembered_or_forgot
         assert hasher.hash_packed(root, pack_token_ids(token_ids), block_size) == hash_blocks(
             root, token_ids, block_size
         )
-        assert hasher.statistics().num_bytes <= max_runs * BYTES_PER_RUN
+        assert hasher.num_bytes <= max_runs * BYTES_PER_RUN
 
 
 @given(token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=300), block_size=st.integers(1, 5))
@@ -176,7 +176,7 @@ def test_statistics_count_blocks_and_bytes() -> None:
     hasher, prompt = ChainHasher(), random_tokens(1)
     for _ in range(3):
         hasher.hash_packed(ROOT, pack_token_ids(prompt + [1] * 5), BLOCK_SIZE)
-    statistics = hasher.statistics()
+    statistics = hasher
     assert (statistics.num_hits, statistics.num_misses) == (2 * BLOCKS_PER_RUN, BLOCKS_PER_RUN + 6)
     assert statistics.num_bytes == BYTES_PER_RUN
 
@@ -187,5 +187,5 @@ def test_without_memory_nothing_is_kept() -> None:
         assert hasher.hash_packed(ROOT, pack_token_ids(prompt), BLOCK_SIZE) == hash_blocks(
             ROOT, prompt, BLOCK_SIZE
         )
-    assert hasher.statistics().num_bytes == 0
-    assert hasher.statistics().num_hits == 0
+    assert hasher.num_bytes == 0
+    assert hasher.num_hits == 0

@@ -192,9 +192,8 @@ class QueueMachine(RuleBasedStateMachine):
             for count in (1, 3):
                 firsts = queue.firsts(line, count)
                 assert [each.tenant for each in firsts] == [name for _, name in in_order[:count]]
-        statistics = queue.statistics(now=5.0)
-        assert statistics.num_bytes == sum(each.num_bytes for each in model.waiting) <= MAX_BYTES
-        assert statistics.num_active_tenants == len(model.active())
+        assert queue.num_bytes == sum(each.num_bytes for each in model.waiting) <= MAX_BYTES
+        assert queue.counters.num_active == len(model.active())
         assert queue.counters.floor() == model.floor()
         for tenant in model.active():
             assert queue.counters.counter(tenant) == model.counters[tenant]

@@ -67,7 +67,7 @@ async def routers(times: Times, redis_url: str) -> AsyncIterator[Open]:
 
 async def written(store: ResponseStore) -> None:
     async with asyncio.timeout(20):
-        while store.statistics().num_remembered:  # noqa: ASYNC110 (nobody else can tell)
+        while store.num_remembered:  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.005)
 
 
@@ -79,7 +79,7 @@ async def test_what_one_router_stores_another_finds_and_deletes(routers: Open) -
     await written(first)
     assert await second.find(made.response_id, "us") == made
     assert await first.find(made.response_id, "us") == made
-    assert first.statistics().num_found == {"memory": 1, "redis": 1}
+    assert first.num_found == {"memory": 1, "redis": 1}
     await second.delete(made.response_id, "us")
     for store in (first, second):
         with pytest.raises(ResponseGone):
@@ -115,7 +115,7 @@ async def test_nothing_of_it_can_be_read_or_made_without_the_secret(routers: Ope
         await client.set(record_key(TAG, other.response_id), sealed)
     with pytest.raises(ResponseGone):
         await store.find(other.response_id, "us")
-    assert store.statistics().num_not_ours > 0
+    assert store.num_not_ours > 0
 
 
 async def test_the_oldest_go_when_there_are_too_many_or_too_large_ones(
@@ -175,12 +175,12 @@ async def test_while_redis_is_away_its_own_are_found_and_others_are_unavailable(
     async with asyncio.timeout(5):
         with pytest.raises(ResponsesUnavailable):
             await store.find(response(1).response_id, "us")
-        while not store.statistics().num_failed:  # noqa: ASYNC110 (nobody else can tell)
+        while not store.num_failed:  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.01)
     own_redis.start() if fault == "kill" else own_redis.resume()
     await written(store)
     assert await store.find(response(2).response_id, "us") == response(2)
-    assert store.statistics().num_found["redis"] == 1
+    assert store.num_found["redis"] == 1
     await store.close()
 
 
@@ -196,7 +196,7 @@ async def test_what_redis_does_not_take_stays_in_memory_and_harms_nobody(
     for number in (2, 3):
         store.keep(response(number))
     async with asyncio.timeout(5):
-        while store.statistics().num_failed < 2:  # noqa: ASYNC110 (nobody else can tell)
+        while store.num_failed < 2:  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.01)
     for number in (1, 2, 3):
         assert await store.find(response(number).response_id, "us") == response(number)

@@ -27,11 +27,11 @@ async def test_what_waits_is_bounded_and_what_is_dropped_is_counted() -> None:
     one = exchange("redis://127.0.0.1:1/0")
     for number in range(MOST_UNTOLD + 10):
         one.tell(telling(number))
-    statistics = one.statistics()
+    statistics = one
     assert (statistics.num_untold, statistics.num_told["dropped"]) == (MOST_UNTOLD, 10)
     for number in range(100):
         one.tell(telling(number, said=bytes(2**20 - 1000)))
-    assert one.statistics().num_untold == MOST_UNTOLD
+    assert one.num_untold == MOST_UNTOLD
     assert one.lost_at > 0
     await one.close()
 
@@ -40,9 +40,9 @@ async def test_bytes_that_wait_are_bounded_and_one_that_is_too_large_is_not_told
     one = exchange("redis://127.0.0.1:1/0")
     for number in range(100):
         one.tell(telling(number, said=bytes(2**20 - 1000)))
-    assert 0 < one.statistics().num_untold <= 16
+    assert 0 < one.num_untold <= 16
     one.tell(telling(0, said=bytes(2**20)))
-    assert one.statistics().num_told["too_large"] == 1
+    assert one.num_told["too_large"] == 1
     await one.close()
 
 
@@ -55,21 +55,21 @@ async def test_redis_that_hangs_is_waited_for_once(
     one = exchange(own_redis.url)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(one.run())
-        while one.statistics().is_resting:  # noqa: ASYNC110 (nobody else can tell)
+        while one.is_resting:  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.005)
         own_redis.pause()
         one.look_seconds = 0.05
         assert await one.look("us", [key(1), key(2)]) == [None, None]
         for _ in range(100):
             assert await one.look("us", [key(1)]) == [None]
-        looks = one.statistics().num_looks
+        looks = one.num_looks
         assert (looks[Look.LATE], looks[Look.RESTING]) == (1, 100)
         one.tell(telling(1))
         while not any("cannot tell" in each.message for each in caplog.records):  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.005)
         own_redis.resume()
         one.look_seconds = 5.0
-        while one.statistics().num_untold:  # noqa: ASYNC110 (nobody else can tell)
+        while one.num_untold:  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.005)
         (found,) = await one.look("us", [key(1)])
         assert found is not None and found.said == SAID
@@ -90,12 +90,12 @@ async def test_what_redis_does_not_take_is_counted_and_nothing_is_written_where_
             running = group.create_task(one.run())
             for number in range(3):
                 one.tell(telling(number))
-            while one.statistics().num_told["failed"] < 3:  # noqa: ASYNC110 (nobody else can tell)
+            while one.num_told["failed"] < 3:  # noqa: ASYNC110 (nobody else can tell)
                 await asyncio.sleep(0.005)
             assert await client.dbsize() == 1
             await client.delete("kvasir-history:tenants")
             one.tell(telling(4))
-            while one.statistics().num_told["told"] < 1:  # noqa: ASYNC110 (nobody else can tell)
+            while one.num_told["told"] < 1:  # noqa: ASYNC110 (nobody else can tell)
                 await asyncio.sleep(0.005)
             running.cancel()
     await one.close()
@@ -105,7 +105,7 @@ async def test_what_has_just_been_answered_is_told_before_the_end(redis_url: str
     one, other = exchange(redis_url), exchange(redis_url)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(each.run()) for each in (one, other)]
-        while one.statistics().is_resting or other.statistics().is_resting:  # noqa: ASYNC110 (nobody else can tell)
+        while one.is_resting or other.is_resting:  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.005)
         for number in range(200):
             one.tell(telling(number))
@@ -121,7 +121,7 @@ async def test_what_is_known_to_be_missing_is_bounded() -> None:
     one.pass_over("us", [key(number) for number in range(MOST_MISSING + 100)])
     assert len(one._missing) == MOST_MISSING
     assert await one.look("us", [key(MOST_MISSING)]) == [None]
-    assert one.statistics().num_looks[Look.KNOWN_MISSING] == 1
+    assert one.num_looks[Look.KNOWN_MISSING] == 1
     await one.close()
 
 
@@ -139,11 +139,11 @@ async def test_a_busy_router_does_not_take_itself_for_a_slow_redis(redis_url: st
         tasks = [group.create_task(each) for each in (one.run(), hog())]
         one.look_seconds = 0.001
         one.tell(telling(1))
-        while one.statistics().num_told["told"] < 1:  # noqa: ASYNC110 (nobody else can tell)
+        while one.num_told["told"] < 1:  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.005)
         found = await asyncio.gather(*(one.look("us", [key(1)]) for _ in range(20)))
         assert all(told for (told,) in found)
-        assert one.statistics().num_looks[Look.HEARD] == 20
+        assert one.num_looks[Look.HEARD] == 20
         for task in tasks:
             task.cancel()
     await one.close()
@@ -155,7 +155,7 @@ async def test_a_client_that_leaves_while_it_is_looked_for_leaves_nothing_behind
     one = exchange(own_redis.url)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(one.run())
-        while one.statistics().is_resting:  # noqa: ASYNC110 (nobody else can tell)
+        while one.is_resting:  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.005)
         own_redis.pause()
         looks = [group.create_task(one.look("us", [key(number)])) for number in range(30)]
@@ -167,7 +167,7 @@ async def test_a_client_that_leaves_while_it_is_looked_for_leaves_nothing_behind
             await asyncio.sleep(0.005)
         own_redis.resume()
         one.tell(telling(1))
-        while one.statistics().num_told["told"] < 1:  # noqa: ASYNC110 (nobody else can tell)
+        while one.num_told["told"] < 1:  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.005)
         assert (await one.look("us", [key(1)]))[0] is not None
         running.cancel()

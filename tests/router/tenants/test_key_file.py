@@ -76,14 +76,14 @@ async def test_a_wrong_file_changes_nothing_and_is_told_of_once(
     write(followed.path, content)
     await followed.look(5)
     assert followed.in_force == [1, 2]
-    statistics = followed.keys.statistics()
+    statistics = followed.keys
     assert statistics.is_newest_refused
     assert statistics.age_seconds == 10.0
     assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
     write(followed.path, yaml_of(4))
     await followed.look()
     assert followed.in_force == [4]
-    statistics = followed.keys.statistics()
+    statistics = followed.keys
     assert (statistics.is_newest_refused, statistics.age_seconds) == (False, 0.0)
 
 
@@ -94,13 +94,13 @@ async def test_a_file_that_is_gone_leaves_its_keys(
     followed.path.unlink()
     await followed.look(4)
     assert followed.in_force == [1, 2]
-    statistics = followed.keys.statistics()
+    statistics = followed.keys
     assert (statistics.age_seconds, statistics.is_newest_refused) == (8.0, False)
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
     write(followed.path, content)
     await followed.look()
     assert followed.in_force == [1, 2]
-    assert followed.keys.statistics().age_seconds == 0.0
+    assert followed.keys.age_seconds == 0.0
 
 
 async def test_a_wrong_file_stays_wrong_after_it_was_away(followed: Followed) -> None:
@@ -110,7 +110,7 @@ async def test_a_wrong_file_stays_wrong_after_it_was_away(followed: Followed) ->
     await followed.look()
     away.rename(followed.path)
     await followed.look()
-    assert followed.keys.statistics().is_newest_refused
+    assert followed.keys.is_newest_refused
     assert followed.in_force == [1, 2]
 
 

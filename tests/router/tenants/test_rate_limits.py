@@ -137,7 +137,7 @@ def test_a_request_is_served_exactly_if_it_fits_by_an_exact_count(
         _check_quotas(limits, callers[0], slow[0], now)
     for _, _, taken in open_:
         limits.give_back(taken, float(now))
-    assert limits.statistics().num_sequences == 0
+    assert limits.num_sequences == 0
 
 
 def _check_quotas(limits: RateLimits, who: Caller, slow: list[SlowAccount], now: Fraction) -> None:
@@ -183,7 +183,7 @@ def test_who_has_no_limits_costs_nothing() -> None:
     limits = RateLimits()
     assert limits.take(OPEN_CALLER, Ask(10**9, 10**9, 10**6), 0.0) is None
     assert limits.quotas(OPEN_CALLER, 0.0) is None
-    assert limits.statistics().num_accounts == 0
+    assert limits.num_accounts == 0
 
 
 @pytest.mark.parametrize(
@@ -251,9 +251,9 @@ def test_whose_buckets_are_full_again_is_forgotten() -> None:
         taken = limits.take(who, Ask(1, 0, 1), step / 100)
         assert taken is not None
         limits.end(taken, 1, step / 100)
-        most = max(most, limits.statistics().num_accounts)
+        most = max(most, limits.num_accounts)
     assert most < 300  # a second's, as each takes a second to fill again, and those that are looked at late
-    assert limits.statistics().num_sequences == 1
+    assert limits.num_sequences == 1
     limits.end(running, 1, 1e6)
     limits.quotas(caller(bounds, tenant="long"), 1e6)
-    assert limits.statistics().num_sequences == 0
+    assert limits.num_sequences == 0

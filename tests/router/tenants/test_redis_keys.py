@@ -47,7 +47,7 @@ class Followed:
 
     @property
     def is_refused(self) -> bool:
-        return self.keys.statistics().is_newest_refused
+        return self.keys.is_newest_refused
 
 
 @contextlib.asynccontextmanager

@@ -62,6 +62,6 @@ async def test_a_wrong_file_lets_in_whom_the_one_before_let_in(
     keys, follower = file
     async with following(keys, follower) as status:
         await asyncio.to_thread(path.write_bytes, yaml_of(2, 3)[:-20])
-        while not keys.statistics().is_newest_refused:
+        while not keys.is_newest_refused:
             assert await status(1) == 200
         assert [await status(number) for number in (1, 2, 3)] == [200, 200, 401]

@@ -102,7 +102,7 @@ async def test_clocks_that_jump_lose_nothing(routers: Open) -> None:
         ask(store, at=NOON + 3600 * hour)
         await store.write()
         await store.write()
-    assert store.statistics().num_entries == 1, "hours that are over are written and let go"
+    assert store.ledger.num_entries == 1, "hours that are over are written and let go"
     assert await requests(store) == {"acme": 7}
     assert await requests(routers()) == {"acme": 7}
 
@@ -117,10 +117,10 @@ async def test_a_redis_that_dies_in_the_middle_gets_all_of_it_later(own_redis: R
         await store.write()
         with pytest.raises(UsageUnavailable):
             await store.read(EVERYTHING)
-        assert store.statistics().num_failed == 1
+        assert store.num_failed == 1
         own_redis.start()  # empty
         await store.write()
-        assert store.statistics().num_emptied == 1
+        assert store.num_emptied == 1
         assert await requests(store) == {"acme": 7}
         await store.write()
         assert await requests(open_store()) == {"acme": 7}, "the hour that was still held is whole again"
@@ -157,7 +157,7 @@ async def test_a_write_whose_answer_is_lost_counts_once(
             own_redis.resume()
             ask(store)
             await store.write()
-        assert store.statistics().num_failed == 5
+        assert store.num_failed == 5
         assert await requests(store) == await requests(open_store()) == {"acme": 11}
 
 
@@ -190,7 +190,7 @@ async def test_keys_of_others_do_no_harm(routers: Open, redis_url: str) -> None:
         ask(store)
         ask(store, "other")
         await store.write()
-        assert store.statistics().num_unwritten == 1
+        assert store.ledger.num_unwritten == 1
         await client.delete(amounts_key(HOUR, TenantTags(None).of("acme")))
         await client.hset(amounts_key(HOUR, TenantTags(None).of("acme")), "x", "y")
     await store.write()
