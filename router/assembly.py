@@ -23,10 +23,10 @@ from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.lease_seal import LeaseSeal
 from replicas.protocol.status import ModelCard, ReplicaId, TokenizerBundle
 from router.api.context import ApiContext
-from router.api.prepared import Bounds
 from router.app import Apps, create_apps
 from router.caches.bounds import CacheBounds
 from router.caches.named_caches import NamedCaches
+from router.caller import DEFAULT_TENANT
 from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.overdue import OverdueWatch
@@ -41,6 +41,7 @@ from router.observation.body_recorder import BodyRecorder
 from router.observation.loop_lag import LoopLag
 from router.observation.metrics import RouterMetrics
 from router.observation.trace_points import Tracing
+from router.prepared import Bounds
 from router.prompt.catalog import ModelCatalog, bundle_digest
 from router.queue.fair_queue import FairQueue
 from router.queue.held import QueueRules
@@ -54,7 +55,6 @@ from router.shared.instruments import Instrument, gauge
 from router.siblings.history_exchange import HistoryExchange
 from router.siblings.redis_history import HistoryBounds, RedisHistory
 from router.siblings.story_exchange import StoryExchange
-from router.tenants.caller import DEFAULT_TENANT
 from router.tenants.key_file import KeyFile
 from router.tenants.keys_in_force import KeysInForce
 from router.tenants.published_store import PublishedStore

@@ -13,7 +13,7 @@ from replicas.process.settings import (
     secret_setting,
     setting,
 )
-from router.api.origins import may_be_origin, means_loopback
+from router.shared.origins import may_be_origin, means_loopback
 
 ENVIRONMENT_PREFIX = "KVASIR_ROUTER_"
 FROM_ZERO = (

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import SamplingParams, Submit
 from replicas.protocol.status import Adapter
+from router.caller import DEFAULT_TENANT, OPEN_CALLER, Caller
 from router.prompt.images import Media
-from router.tenants.caller import DEFAULT_TENANT, OPEN_CALLER, Caller
 
 
 @dataclass(frozen=True, slots=True)

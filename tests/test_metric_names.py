@@ -8,7 +8,7 @@ import pytest
 
 from replicas.config import ReplicaConfig
 from router.config import RouterConfig
-from router.explain.causes import Cause
+from router.misses import Cause
 from tests.metric_catalog import families, series_labels
 
 ROOT = Path(__file__).resolve().parent.parent

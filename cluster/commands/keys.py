@@ -17,7 +17,7 @@ from cluster.commands.key_arguments import given_limits, read_moment
 from cluster.commands.key_store import KeyStore
 from cluster.commands.tables import align
 from cluster.errors import ClusterError
-from router.tenants.caller import Limits, Right, Tenant
+from router.caller import Limits, Right, Tenant
 from router.tenants.key_document import BadKeys, document_from, plain_document, plain_tenant
 from router.tenants.key_record import RANDOM_BYTES, KeyDocument, KeyRecord, make_key
 

@@ -20,8 +20,8 @@ from cluster.sizes import in_words
 from replicas.config import ReplicaConfig
 from replicas.loadable import files_complaint
 from replicas.process.settings import SettingsError, build
-from router.api.origins import may_be_origin, means_loopback
 from router.routing.policies import POLICIES
+from router.shared.origins import may_be_origin, means_loopback
 
 
 def options_from(

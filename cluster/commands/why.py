@@ -14,8 +14,8 @@ import httpx
 
 from cluster.commands.refusals import KEY_VARIABLE, refused
 from cluster.errors import ClusterError
-from router.explain.causes import Cause, MissedSpan, losses
-from router.observation.misses import sentence_of
+from router.explain.findings import sentence_of
+from router.misses import Cause, MissedSpan, losses
 
 CHANGES = {
     "model": "another model",

@@ -35,7 +35,7 @@ from loadtests.benches.harness import WORDS, bench_options, counters
 from loadtests.figures import print_header
 from loadtests.stacks.key_file import write_key_file
 from loadtests.stacks.local_stack import LocalStack, free_port, local_stack, python_command
-from router.tenants.caller import Tenant
+from router.caller import Tenant
 
 MODEL = "toy_model"
 TIERS = ("device", "host", "disk")

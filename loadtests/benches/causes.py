@@ -25,7 +25,7 @@ from loadtests.figures import print_header
 from loadtests.stacks.key_file import write_key_file
 from loadtests.stacks.local_stack import local_stack
 from replicas.toy_model import checkpoint_directory
-from router.tenants.caller import Tenant
+from router.caller import Tenant
 
 CHUNK_TOKENS = 32
 BLOCK_SIZES = {"torch": 16, "simulated": 16, "vllm": 32}

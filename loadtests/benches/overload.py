@@ -24,7 +24,7 @@ from loadtests.stacks.key_file import write_key_file
 from loadtests.stacks.local_stack import LocalStack, local_stack
 from loadtests.workloads import TraceRequest, Workload
 from loadtests.workloads.prompts import Prompts
-from router.tenants.caller import Tenant
+from router.caller import Tenant
 
 TENANTS = ("red", "green", "blue")
 FLOODER = "red"

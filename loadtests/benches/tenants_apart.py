@@ -28,7 +28,7 @@ from loadtests.figures import percentiles, print_header
 from loadtests.stacks.key_file import write_key_file
 from loadtests.stacks.local_stack import LocalStack, local_stack
 from replicas.media.probes import probe_png
-from router.tenants.caller import Tenant
+from router.caller import Tenant
 
 MODEL = "toy"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -31,7 +31,7 @@ from loadtests.reports.report import Slo
 from loadtests.reports.run_file import Run, RunFileError, read_run, write_run
 from loadtests.stacks.fresh_cluster import FreshCluster, fresh_cluster
 from loadtests.stacks.key_file import write_key_file
-from router.tenants.caller import Tenant
+from router.caller import Tenant
 
 BUSY_PERCENT = 30.0
 INTERRUPTED = 130

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
-from router.tenants.caller import Right, Tenant
+from router.caller import Right, Tenant
 from router.tenants.key_document import write_json
 from router.tenants.key_record import RANDOM_BYTES, KeyDocument, KeyRecord, make_key
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from router.answers.parts import CallEnd, Part, Text
-from router.prompt.literals import num_begun
+from router.shared.literals import num_begun
 
 MAX_EARLY_CALLS = 16
 """Marks of calls in one answer's reasoning that are looked into."""

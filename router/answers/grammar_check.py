@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
@@ -46,6 +47,18 @@ class FollowedGrammar(NamedTuple):
 
     text: str
     num_bytes: int
+
+
+class CheckedGrammar(msgspec.Struct, frozen=True, tag=True):
+    """What an answer is held to, "" for nothing: the memory that following it takes, and the processor time
+    that working it out took for this request."""
+
+    text: str = ""
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+ANY_TEXT = CheckedGrammar()
 
 
 class _Trial(NamedTuple):
@@ -205,3 +218,15 @@ class _Bytes:
 def byte_vocabulary(special_tokens: tuple[str, ...]) -> LLTokenizer:
     """One for each model that is served; they are small."""
     return LLTokenizer(TokenizerWrapper(_Bytes(special_tokens)))
+
+
+class WishedGrammar(NamedTuple):
+    """An answer's grammar as it was asked for, "" for none, and the fields that asked."""
+
+    text: str
+    parameter: str = ""
+    tool_parameter: str = ""
+    special_tokens: tuple[str, ...] = ()
+
+
+NO_GRAMMAR = WishedGrammar("")

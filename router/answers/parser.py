@@ -20,7 +20,7 @@ from router.answers.json_call import JsonCall
 from router.answers.parts import CallStart, Part, Reasoning, Text
 from router.answers.value_end import FUNCTION_BEGIN
 from router.answers.xml_call import XmlCall
-from router.prompt.literals import num_begun
+from router.shared.literals import num_begun
 
 MAX_HELD_BLANKS = 256
 """Characters of white space that may be dropped before a mark; of a longer run the earlier ones are said."""

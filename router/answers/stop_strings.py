@@ -6,7 +6,7 @@ reasoning, is not for it.
 
 from collections.abc import Sequence
 
-from router.prompt.literals import num_begun
+from router.shared.literals import num_begun
 
 
 class StopStrings:

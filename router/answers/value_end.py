@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 
 from router.answers.formats import CALL_BEGIN, CALL_END
-from router.prompt.literals import num_begun
+from router.shared.literals import num_begun
 
 FUNCTION_BEGIN = "<function="
 FUNCTION_END = "</function>"

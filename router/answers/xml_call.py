@@ -28,7 +28,7 @@ from router.answers.parameter_kinds import (
 )
 from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Text
 from router.answers.value_end import FUNCTION_BEGIN, FUNCTION_END, PARAMETER_END, ValueEnd
-from router.prompt.literals import num_begun
+from router.shared.literals import num_begun
 
 PARAMETER = "<parameter"
 BETWEEN_PARAMETERS = (PARAMETER, PARAMETER_END, FUNCTION_END, CALL_BEGIN, CALL_END)

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.api.http import send_whole
 from router.api.http_error import HttpError
-from router.api.origins import calls_loopback, is_loopback, is_of_other_origin
 from router.config import RouterConfig
+from router.shared.origins import calls_loopback, is_loopback, is_of_other_origin
 
 
 class AdminAccess(enum.StrEnum):

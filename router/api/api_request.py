@@ -24,17 +24,17 @@ from router.api.choice_output import ChoiceOutput
 from router.api.context import ApiContext
 from router.api.http_error import HttpError
 from router.api.sampling import GenerationFields, stop_strings
-from router.explain.causes import Misses
+from router.caller import Caller
 from router.explain.diagnosis import Diagnosis
 from router.explain.outline import PromptOutline
 from router.explain.witness import salt_tag
 from router.generation import Generation
 from router.keeping import Keep, leases_of
+from router.misses import Misses
 from router.prompt.catalog import ServedModel
 from router.prompt.images import Media, PromptImage
 from router.routing.bucket import bucket_of
 from router.routing.decision import Decision
-from router.tenants.caller import Caller
 from router.tenants.published import PUBLISHED_NAMESPACE
 
 

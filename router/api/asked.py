@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from router.api.api_request import ApiRequest
 from router.api.context import ApiContext
-from router.tenants.caller import Caller, caller_of
+from router.caller import Caller, caller_of
 
 
 @dataclass(frozen=True, slots=True)

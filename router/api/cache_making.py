@@ -26,11 +26,11 @@ from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
 from router.caches.record import ID_PREFIX, CacheContent, CacheKind, CacheRecord, LeaseOutcome
 from router.errors import CacheGone, CachesUnavailable, ErrorKind, RouterError, about_model
-from router.explain.causes import Misses
 from router.keeping import kept_of
-from router.observation.served import ServedPrompt, ServedRequest
+from router.misses import Misses
 from router.observation.trace_points import GenerationTrace
 from router.routing.decision import Decision
+from router.served import ServedPrompt, ServedRequest
 
 WARM_SECONDS = 120.0
 NOT_WARMED = "not_warmed"

@@ -15,10 +15,10 @@ from starlette.routing import Route
 from router.api.access import AdminAccess, AdminGuard
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
+from router.caller import Right, caller_of
 from router.errors import NotAllowed, StoryGone
 from router.explain.story import Story, told
 from router.limits.connections import address_of
-from router.tenants.caller import Right, caller_of
 
 MAX_ID = 256
 

@@ -18,9 +18,9 @@ from router.api.context import ApiContext
 from router.api.json_body import encode_json
 from router.caches.bounds import DEFAULT_PAGE, MAX_PAGE
 from router.caches.record import CacheRecord, LeaseOutcome, moment
+from router.caller import tenant_of
 from router.errors import InvalidRequest
 from router.limits.connections import address_of
-from router.tenants.caller import tenant_of
 
 
 class CacheRoutes:

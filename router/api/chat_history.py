@@ -22,7 +22,7 @@ from router.answers.wishes import ToolMode
 from router.api.chat_request import ChatRequest
 from router.api.choice_output import TOOL_CALLS, ChoiceOutput
 from router.api.history_sharing import HistorySharing, Sought
-from router.api.prepared import EncodedHistory, EncodedPrompt, EncodedTail
+from router.caller import Caller
 from router.generation import Generation
 from router.history.canonical import (
     ConversationKey,
@@ -36,10 +36,10 @@ from router.history.canonical import (
 from router.history.remembered import Asked, Found, RememberedHistory
 from router.history.tool_gaps import ToolGaps
 from router.keeping import Keep
+from router.prepared import EncodedHistory, EncodedPrompt, EncodedTail
 from router.prompt.catalog import ServedModel
 from router.shared.instruments import Instrument, counter
 from router.siblings.history_exchange import HistoryExchange
-from router.tenants.caller import Caller
 from router.turns import LongWork
 
 LEAST_ROOM_SHARE = 0.25

@@ -11,13 +11,14 @@ from typing import Any
 
 from replicas.protocol.blocks import pack_token_ids
 from router.answers.formats import starts_in_reasoning
+from router.answers.grammar_check import ANY_TEXT, CheckedGrammar
 from router.api.chat_request import ChatRequest, KeepThrough
-from router.api.prepared import ANY_TEXT, CheckedGrammar, EncodedHistory, EncodedPrompt
 from router.api.sampling import check_text_length, context_exceeded, most_tokens, too_many_tokens
 from router.errors import InvalidRequest
 from router.explain.outline import PromptOutline, outline_of
 from router.history.splicing import STANDS_FOR_ANSWER
 from router.keeping import Keep
+from router.prepared import EncodedHistory, EncodedPrompt
 from router.prompt.images import Shown, show
 from router.prompt.template import RESERVED_NAMES, TemplateError
 from router.prompt.text_model import TextModel

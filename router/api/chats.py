@@ -21,13 +21,13 @@ from router.api.chat_request import ChatRequest
 from router.api.context import ApiContext
 from router.api.conversation import encoded_history, encoded_tail
 from router.api.grammar_checks import chat_grammar
-from router.api.prepared import EncodedPrompt, PreparedRequest
 from router.api.preparing import READERS
 from router.api.sampling import TokenRules, check_text_length, kept_tokens, sampling_params
+from router.caller import Caller
 from router.errors import about_model
+from router.prepared import EncodedPrompt, PreparedRequest
 from router.prompt.catalog import ServedModel
 from router.prompt.engines import TooMuchWork
-from router.tenants.caller import Caller
 
 _request_decoder = msgspec.msgpack.Decoder(ChatRequest)
 

@@ -19,13 +19,13 @@ from router.api.chat_history import ChatHistory
 from router.api.gate import FindsCallers
 from router.api.grammar_checks import GrammarChecks
 from router.api.http import read_body
-from router.api.prepared import Bounds
 from router.api.rate_limiting import RequestRates
 from router.api.stories import Stories
 from router.caches.named_caches import NamedCaches
+from router.caller import Caller, Right
 from router.config import RouterConfig
-from router.dispatch.inflight import Listener
 from router.explain.witness import Witness
+from router.fleet.inflight import Listener
 from router.generation import Generation
 from router.large_bodies.offload import Offload
 from router.limits.admission import Admission, AdmissionHold, demand_of
@@ -35,18 +35,18 @@ from router.limits.in_flight import InFlight
 from router.limits.preparing import PreparingTurns
 from router.observation.body_recorder import BodyRecorder
 from router.observation.metrics import RouterMetrics
-from router.observation.served import Observer
 from router.observation.trace_points import GenerationTrace, Tracing
 from router.observation.unknown_fields import UnknownFields
+from router.prepared import Bounds
 from router.prompt.catalog import ModelCatalog
 from router.responses.response_store import ResponseStore
 from router.routing.decision import Decision
 from router.routing.overlap import PrefixIndex
 from router.routing.table import Preview
+from router.served import Observer
 from router.shared.instruments import Instrument
 from router.siblings.history_exchange import HistoryExchange
 from router.siblings.story_exchange import StoryExchange
-from router.tenants.caller import Caller, Right
 from router.tenants.published_store import PublishedStore
 from router.tenants.rate_limits import RateLimits
 from router.tenants.usage_store import UsageStore

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from starlette.types import Message, Scope, Send
 
 from router.api.http import Header, header
-from router.api.origins import EVERY_ORIGIN
+from router.shared.origins import EVERY_ORIGIN
 
 _PATHS = ("/v1/", "/v1beta/", "/tokenize", "/detokenize")
 _METHODS = b"GET, POST, PATCH, DELETE"

@@ -19,14 +19,14 @@ from router.api.error_shapes import error_shape
 from router.api.http import Header, client_request_id, send_whole
 from router.api.http_error import HttpError
 from router.api.inflating import GZIP
-from router.api.origins import (
+from router.errors import HeadFault
+from router.shared.origins import (
     calls_address,
     calls_loopback,
     host_name,
     is_of_other_origin,
     means_loopback,
 )
-from router.errors import HeadFault
 
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _JSON_TYPES = (b"application/json", b"text/json")

@@ -16,7 +16,7 @@ from router.api.error_shapes import error_shape
 from router.api.gemini.errors import GEMINI_ERRORS
 from router.api.http import Header, client_request_id, header, send_whole
 from router.api.http_error import HttpError
-from router.tenants.caller import CALLER, Caller, Right
+from router.caller import CALLER, Caller, Right
 from router.tenants.keyring import KeyFault
 
 OPERATORS_PATHS = ("/metrics", "/load", "/live/", "/explain/")

@@ -17,11 +17,10 @@ import msgspec
 
 from replicas.process.fair_line import FairLine
 from router.answers.formats import AnswerFormat
-from router.answers.grammar_check import checked_grammar
+from router.answers.grammar_check import ANY_TEXT, NO_GRAMMAR, CheckedGrammar, WishedGrammar, checked_grammar
 from router.answers.grammars import grammar_for
 from router.answers.wishes import OutputFormat, ToolChoice, ToolMode
 from router.api.chat_request import ChatRequest
-from router.api.prepared import ANY_TEXT, CheckedGrammar
 from router.errors import RouterBusy
 from router.prompt.engines import TooMuchWork
 from router.prompt.text_model import TextModel
@@ -36,31 +35,6 @@ MAX_WAITING = 64
 WAIT_SECONDS = 30.0
 RETRY_SECONDS = 2.0
 MAX_KNOWN = 128
-
-
-class WishedGrammar(NamedTuple):
-    """An answer's grammar as it was asked for, "" for none, and the fields that asked."""
-
-    text: str
-    parameter: str = ""
-    tool_parameter: str = ""
-    special_tokens: tuple[str, ...] = ()
-
-    def checked(self) -> CheckedGrammar:
-        """Blocks while it is worked out. Raises InvalidRequest."""
-        if not self.text:
-            return ANY_TEXT
-        started = time.thread_time()
-        followed = checked_grammar(
-            self.text,
-            parameter=self.parameter,
-            special_tokens=self.special_tokens,
-            tool_parameter=self.tool_parameter,
-        )
-        return CheckedGrammar(followed.text, followed.num_bytes, time.thread_time() - started)
-
-
-NO_GRAMMAR = WishedGrammar("")
 
 
 def chat_grammar(model: TextModel, request: ChatRequest, *, starts_in_reasoning: bool) -> WishedGrammar:
@@ -88,6 +62,20 @@ def text_grammar(wished: OutputFormat | None) -> WishedGrammar:
         return NO_GRAMMAR
     text = grammar_for(wished, [], ToolChoice(), AnswerFormat())
     return WishedGrammar(text, wished.parameter)
+
+
+def check(wished: WishedGrammar) -> CheckedGrammar:
+    """Blocks while it is worked out. Raises InvalidRequest."""
+    if not wished.text:
+        return ANY_TEXT
+    started = time.thread_time()
+    followed = checked_grammar(
+        wished.text,
+        parameter=wished.parameter,
+        special_tokens=wished.special_tokens,
+        tool_parameter=wished.tool_parameter,
+    )
+    return CheckedGrammar(followed.text, followed.num_bytes, time.thread_time() - started)
 
 
 class _Waiting:

@@ -13,14 +13,14 @@ from typing import NamedTuple, cast
 from replicas.protocol.blocks import unpack_token_ids
 from router.answers.parser import Tools, new_parser
 from router.answers.parts import CallArguments, CallStart, Part, Reasoning, Text
-from router.api.prepared import EncodedPrompt
+from router.caller import Caller
 from router.history.canonical import ConversationKey, Digest, Thought, message_digest, thought_digest
 from router.history.remembered import Asked, Mark, RememberedHistory
 from router.history.retracing import Retracing, Told, told_of
+from router.prepared import EncodedPrompt
 from router.prompt.catalog import ServedModel
 from router.siblings.history_exchange import HistoryExchange
 from router.siblings.redis_history import Telling
-from router.tenants.caller import Caller
 from router.turns import LongWork
 
 MOST_ANSWERS = 256

@@ -21,10 +21,10 @@ from router.api.access import AdminAccess, AdminGuard
 from router.api.context import ApiContext
 from router.api.http_error import HttpError
 from router.api.json_body import encode_json
+from router.explain.sightings import Node
 from router.live_page import live_view
 from router.live_page.live import Live
 from router.live_page.live_view import LiveReplica
-from router.observation.sightings import Node
 
 STATE_SECONDS = 0.5
 PREFIXES_SECONDS = 1.5

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from replicas.protocol.blocks import pack_token_ids
+from router.answers.grammar_check import CheckedGrammar
 from router.api.anthropic.body import read_message
 from router.api.anthropic.counts import count_message_tokens
 from router.api.chat_prompt import RenderedChat, encode_chat, encoded_prompt, render_chat
@@ -17,7 +18,7 @@ from router.api.chat_request import ChatRequest
 from router.api.conversation import encoded_history, encoded_tail
 from router.api.gemini.body import read_gemini
 from router.api.gemini.count import count_tokens
-from router.api.grammar_checks import chat_grammar, text_grammar
+from router.api.grammar_checks import chat_grammar, check, text_grammar
 from router.api.openai.chat_body import read_chat
 from router.api.openai.completion_prompt import (
     COMPLETION,
@@ -29,8 +30,11 @@ from router.api.openai.completion_prompt import (
     prompts_of,
 )
 from router.api.openai.structured_outputs import output_format_of, without_formats
-from router.api.prepared import (
-    CheckedGrammar,
+from router.api.responses.body import read_response
+from router.api.sampling import kept_tokens, most_tokens, too_many_tokens
+from router.api.token_counts import detokenize, tokenize
+from router.errors import InvalidRequest, RouterError, about_model
+from router.prepared import (
     EncodedHistory,
     EncodedPrompt,
     Job,
@@ -39,10 +43,6 @@ from router.api.prepared import (
     RefusedRequest,
     WrittenAnswer,
 )
-from router.api.responses.body import read_response
-from router.api.sampling import kept_tokens, most_tokens, too_many_tokens
-from router.api.token_counts import detokenize, tokenize
-from router.errors import InvalidRequest, RouterError, about_model
 from router.prompt.text_model import TextModel, TextModels
 
 
@@ -67,7 +67,7 @@ def _chat(job: Job, models: TextModels, body: bytes) -> Outcome:
             chat,
             shown,
             kept,
-            grammar=wished.checked(),
+            grammar=check(wished),
             history=_history(model, request, chat) if job.has_history else None,
         )
     return PreparedRequest(rest_of(request), [encoded])
@@ -102,7 +102,7 @@ def _completion(job: Job, models: TextModels, body: bytes) -> Outcome:
         check_completion(request, job.max_choices)
         prompts = prompts_of(request.prompt, job.max_prompts)
         wished = text_grammar(output_format_of(request, request.response_format))
-        grammar = wished.checked()
+        grammar = check(wished)
         encoded = [_encoded(model, request, prompt, grammar) for prompt in prompts]
     fields = without_formats(msgspec.structs.replace(request, prompt="", suffix=None))
     return PreparedRequest(msgspec.msgpack.encode(fields), encoded, unknown)

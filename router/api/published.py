@@ -16,9 +16,9 @@ from router.api.context import ApiContext
 from router.api.json_body import decode_body, encode_json, unsupported
 from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
+from router.caller import Right, caller_of
 from router.errors import InvalidRequest, NotAllowed, PrefixGone
 from router.limits.connections import address_of
-from router.tenants.caller import Right, caller_of
 from router.tenants.published import MAX_PREFIX_TOKENS, MAX_PREFIXES, PublishedPrefix
 from router.tenants.published_store import PublishedStore
 

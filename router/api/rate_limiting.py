@@ -13,9 +13,9 @@ from types import TracebackType
 from router.api.anthropic.errors import ANTHROPIC_ERRORS
 from router.api.error_shapes import OPENAI_ERRORS, ErrorShape
 from router.api.http import Header
+from router.caller import Caller
 from router.generation import Generation
 from router.limits.admission import COUNTED_OUTPUT_TOKENS
-from router.tenants.caller import Caller
 from router.tenants.rate_account import Ask, Quota
 from router.tenants.rate_limits import Quotas, RateLimits, Taken, has_rates
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from replicas.protocol.frames import SamplingParams
+from router.answers.grammar_check import ANY_TEXT, CheckedGrammar
 from router.api.field_table import FieldTable
 from router.api.json_body import check_range, check_salt, check_timeout, unsupported
 from router.api.openai.caching import PromptCacheOptions, check_caching
-from router.api.prepared import ANY_TEXT, CheckedGrammar
 from router.errors import ContextLengthExceeded, Excess, InvalidRequest
 from router.prompt.text_model import TextModel
 

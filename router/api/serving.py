@@ -32,12 +32,12 @@ from router.api.openai.caching import lease_headers
 from router.api.sse import EVENT_STREAM_HEADERS
 from router.api.telling import Telling
 from router.api.timeouts import set_timeout, timeout_of
+from router.caller import caller_of
 from router.errors import ErrorKind, RouterError
 from router.explain.story import header_of
 from router.limits.connections import address_of
-from router.observation.served import CLIENT_GONE, ServedPrompt, ServedRequest, TokenGaps
 from router.observation.trace_points import RequestTrace
-from router.tenants.caller import caller_of
+from router.served import CLIENT_GONE, ServedPrompt, ServedRequest, TokenGaps
 
 logger = logging.getLogger(__name__)
 

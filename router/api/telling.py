@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from router.api.api_request import ApiRequest, Prompt
 from router.api.stories import Stories, is_small
-from router.explain.causes import Cause
+from router.caller import Caller, Right
+from router.explain.chain_tree import NamespaceName
 from router.explain.diagnosis import NOT_FOUND, diagnosis
 from router.explain.image_places import image_differs
 from router.explain.outline import NO_OUTLINE
@@ -22,9 +23,8 @@ from router.explain.remembered_prompts import Nearest, PromptFacts, RememberedPr
 from router.explain.story import PromptStory, Story, packed, placed, prompt_story
 from router.explain.witness import Repeated
 from router.generation import Generation
-from router.observation.chain_tree import NamespaceName
+from router.misses import Cause
 from router.prompt.catalog import ServedModel
-from router.tenants.caller import Caller, Right
 
 
 @dataclass(slots=True)

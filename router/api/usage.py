@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
+from router.caller import Caller, Right, caller_of
 from router.errors import InvalidRequest
 from router.limits.connections import address_of
 from router.tenants.amounts import (
@@ -31,7 +32,6 @@ from router.tenants.amounts import (
     num_read_tokens,
     num_written_tokens,
 )
-from router.tenants.caller import Caller, Right, caller_of
 from router.tenants.ledger import HOUR_SECONDS
 from router.tenants.ratios import NO_COST, Cost, RatioTable, cost_of
 from router.tenants.usage_sums import BUCKET_SECONDS, Bucket, Group, TooManyGroups, UsageQuery

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from replicas.protocol.status import ReplicaId
-from router.dispatch.inflight import Inflight
 from router.dispatch.retries import Tries
 from router.dispatch.suspects import SURVIVED_TOKENS, Presence, Trial
+from router.fleet.inflight import Inflight
 from router.fleet.replica_client import ReplicaClient
 from router.observation.trace_points import AttemptTrace
 from router.routing.table import RoutedRequest

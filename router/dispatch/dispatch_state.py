@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 
 from replicas.protocol.status import ReplicaId
 from router.dispatch.attempt import Attempt, PromptOf
-from router.dispatch.outlook import Outlook
 from router.dispatch.retries import RetryBudget, RetryPolicy
 from router.dispatch.suspects import Presence, Suspects, blamed
 from router.dispatch.waiting_room import WaitingRoom
+from router.fleet.outlook import Outlook
 from router.fleet.replica_client import ReplicaClient
 from router.queue.holding import Holding
 from router.routing.table import RoutingTable

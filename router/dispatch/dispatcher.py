@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from replicas.protocol.status import ReplicaId
 from router.dispatch.dispatch_state import DispatchState
 from router.dispatch.generation_run import GenerationRun
-from router.dispatch.outlook import NOTHING_COMING, Outlook
 from router.dispatch.retries import RetryPolicy
 from router.dispatch.waiting_room import WaitingRoom
+from router.fleet.outlook import NOTHING_COMING, Outlook
 from router.fleet.replica_client import ReplicaClient
 from router.generation import Generation
 from router.observation.trace_points import NO_TRACE, GenerationTrace

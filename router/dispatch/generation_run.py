@@ -25,7 +25,6 @@ from replicas.protocol.pulls import PullHint
 from replicas.protocol.status import ReplicaId
 from router.dispatch.attempt import Attempt, Choice
 from router.dispatch.dispatch_state import DispatchState
-from router.dispatch.inflight import Listener, Mailbox, ReplicaLost
 from router.dispatch.placement import Obstacle, Placement
 from router.dispatch.upload import Upload
 from router.errors import (
@@ -35,6 +34,7 @@ from router.errors import (
     Overloaded,
     RouterError,
 )
+from router.fleet.inflight import Listener, Mailbox, ReplicaLost
 from router.generation import Generation
 from router.observation.trace_points import AttemptTrace, GenerationTrace
 from router.routing.decision import Decision

@@ -9,8 +9,8 @@ import logging
 from weakref import WeakKeyDictionary
 
 from router.dispatch.dispatch_state import DispatchState
-from router.dispatch.inflight import ReplicaLost
 from router.dispatch.pulse import Pulse
+from router.fleet.inflight import ReplicaLost
 from router.fleet.replica_client import ReplicaClient
 
 logger = logging.getLogger(__name__)

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from router.explain.chain_tree import ChainNode, ChainTree, NamespaceName
 from router.explain.outline import DIGEST_BYTES, NO_OUTLINE, PromptOutline
 from router.explain.repeats import LEAST_BLOCKS, LEAST_PART, SURE_PART, Run, repeats, seem_alike
-from router.observation.chain_tree import ChainNode, ChainTree, NamespaceName
 
 MARK_BYTES = 2
 RECORD_BYTES = 1100

@@ -12,9 +12,9 @@ import msgspec
 
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.status import ReplicaId
-from router.explain.causes import Cause, MissedSpan, Misses, losses
 from router.explain.places import Place, PlaceKind
 from router.explain.remembered_prompts import Nearest, PromptFacts
+from router.misses import Cause, MissedSpan, Misses, losses
 from router.routing.decision import Decision
 from router.routing.load import ReplicaLoad
 

@@ -15,14 +15,15 @@ from typing import NamedTuple
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import PromptUsage
-from router.explain.causes import Cause, Departed, Misses, Past, misses
+from router.explain.causes import Departed, Past, misses
+from router.explain.chain_tree import NamespaceName
 from router.explain.repeats import Run
+from router.explain.sightings import Known, Sighting, Sightings, short_key
 from router.generation import Generation
-from router.observation.chain_tree import NamespaceName
-from router.observation.served import ServedPrompt, ServedRequest
-from router.observation.sightings import Known, Sighting, Sightings, short_key
+from router.misses import Cause, Misses
 from router.routing.decision import Decision
 from router.routing.overlap import PrefixIndex
+from router.served import ServedPrompt, ServedRequest
 
 BEGINNING_TOKENS = 128
 """Prompts with this many first tokens in common begin alike, whatever namespace they are in."""

@@ -24,8 +24,8 @@ from replicas.protocol.call_tokens import Audience, Caller, Role
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
-from router.dispatch.inflight import ReplicaLost
-from router.dispatch.outlook import Outlook
+from router.fleet.inflight import ReplicaLost
+from router.fleet.outlook import Outlook
 from router.fleet.registry_source import ReplicaRecords, ReplicaSource
 from router.fleet.replica_client import ReplicaClient
 from router.fleet.replica_words import Traffic

@@ -20,7 +20,7 @@ from replicas.protocol.call_tokens import Caller
 from replicas.protocol.frames import Abort, LoadSnapshot, Submit
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
 from replicas.protocol.wire import DescribeRequest, encode_client_frame, encode_submit
-from router.dispatch.inflight import Inflight, Mailbox, ReplicaLost
+from router.fleet.inflight import Inflight, Mailbox, ReplicaLost
 from router.fleet.media_uploads import MediaUploads
 from router.fleet.replica_channel import ReplicaChannel
 from router.fleet.replica_words import ReplicaWords, Traffic

@@ -1,7 +1,7 @@
 """Offload: large bodies are prepared, and grammars worked out, beside the event loop.
 
-Owns the process that does it (`offload_process.py`). `PLACES` bodies are worked on, `MOST_WAITING` wait, for
-`WAIT_SECONDS` at most, in a line that no address fills (`offload_queue.py`).
+Owns the process that does it (`router/api/preparing_process.py`). `PLACES` bodies are worked on,
+`MOST_WAITING` wait, for `WAIT_SECONDS` at most, in a line that no address fills (`offload_queue.py`).
 
 The process is started when it is first needed, and again if it has died.
 """
@@ -16,27 +16,24 @@ from collections.abc import Iterator
 import msgspec
 
 from replicas.protocol.status import TokenizerBundle
-from router.api.grammar_checks import WishedGrammar
-from router.api.prepared import (
-    Bounds,
-    CheckedGrammar,
-    CrashedJob,
-    Digest,
-    GrammarOutcome,
-    Job,
-    ModelWindow,
-    Outcome,
-    RefusedRequest,
-)
+from router.answers.grammar_check import CheckedGrammar, WishedGrammar
 from router.errors import InvalidRequest, RouterBusy
-from router.large_bodies.offload_process import (
+from router.large_bodies.offload_queue import OffloadQueue, QueueFull
+from router.prepared import (
     GRAMMAR,
     LENGTH,
     LOAD,
     PREPARE,
+    Bounds,
+    CrashedJob,
+    Digest,
+    GrammarOutcome,
+    Job,
     LoadTextSide,
+    ModelWindow,
+    Outcome,
+    RefusedRequest,
 )
-from router.large_bodies.offload_queue import OffloadQueue, QueueFull
 from router.prompt.catalog import ModelCatalog
 from router.prompt.template import TemplateVerdict
 from router.shared.instruments import Instrument, counter, gauge
@@ -296,7 +293,7 @@ def _start_process(handle: int, bounds: Bounds) -> "subprocess.Popen[bytes]":
         [
             sys.executable,
             "-m",
-            "router.large_bodies.offload_process",
+            "router.api.preparing_process",
             str(handle),
             msgspec.json.encode(bounds),
         ],

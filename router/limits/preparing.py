@@ -9,7 +9,7 @@ import asyncio
 import heapq
 from collections import deque
 
-from router.tenants.caller import Tenant
+from router.caller import Tenant
 
 REQUEST_BYTES = 4 * 2**10
 """A request counts as so much more than its body, since much of its work is the same for any."""

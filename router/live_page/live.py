@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 from replicas.protocol.blocks import MediaSpan
 from replicas.protocol.frames import NO_USER, PromptUsage, UserTag
-from router.observation.recent import Origins, Recent, RecentDecision, Slot
-from router.observation.served import CLIENT_GONE, ServedPrompt, ServedRequest
-from router.observation.sightings import short_key
+from router.explain.sightings import short_key
+from router.live_page.recent import Origins, Recent, RecentDecision, Slot
+from router.served import CLIENT_GONE, ServedPrompt, ServedRequest
 
 
 class Live:

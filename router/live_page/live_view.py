@@ -12,11 +12,11 @@ from typing import Any
 from replicas.protocol.events import Tier
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import Epoch, ReplicaId
+from router.explain.chain_tree import ChainNode, Root
 from router.explain.preview import because, candidates_by_cost
+from router.explain.sightings import Node, Uses
 from router.live_page.live import user_name
-from router.observation.chain_tree import ChainNode, Root
-from router.observation.recent import NUM_SLOTS, SLOT_SECONDS, Origins, RecentDecision, Slot
-from router.observation.sightings import Node, Uses
+from router.live_page.recent import NUM_SLOTS, SLOT_SECONDS, Origins, RecentDecision, Slot
 
 MAX_REPLICAS = 256
 MAX_NODES = 240

@@ -5,7 +5,7 @@ Owns what the line says: ids, names of ours, times and numbers; never what a cli
 
 import logging
 
-from router.observation.served import ServedRequest
+from router.served import ServedRequest
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ from replicas.protocol.events import Tier
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import LeaseBreak, LeaseRefusal
 from router.errors import ErrorKind, HeadFault
-from router.explain.causes import Cause
 from router.keeping import GRANTED, NO_ANSWER, kept_of
-from router.observation.served import GAP_BOUNDS, ServedPrompt, ServedRequest
+from router.misses import Cause
 from router.observation.tenant_labels import TenantLabels
 from router.observation.usage_metrics import UsageMetrics
 from router.routing.decision import Decision
+from router.served import GAP_BOUNDS, ServedPrompt, ServedRequest
 from router.shared.instruments import Distributions, HistogramSeries, Instrument, Number, Numbers
 from router.tenants.amounts import Amounts
 from router.tenants.keyring import KeyFault

@@ -3,7 +3,7 @@
 Owns that choice. A tenant comes as a label that tells nothing about its salt.
 """
 
-from router.tenants.caller import DEFAULT_TENANT
+from router.caller import DEFAULT_TENANT
 
 OTHER_TENANTS = "other"
 

@@ -7,8 +7,8 @@ hand on what the client sent; `tracing.py` makes spans of the same moments.
 from collections.abc import Iterator
 
 from replicas.process.trace_parent import TraceParent
-from router.observation.served import ServedRequest
 from router.routing.decision import Decision
+from router.served import ServedRequest
 from router.shared.instruments import Instrument, counter
 
 

@@ -13,9 +13,9 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 
 from replicas.process.otlp import SpanExport, child_context, parent_context, trace_parent_of
 from replicas.process.trace_parent import TraceParent
-from router.observation.served import ServedRequest
 from router.observation.trace_points import AttemptTrace, GenerationTrace, RequestTrace, Tracing
 from router.routing.decision import Decision
+from router.served import ServedRequest
 
 Attributes = dict[str, str | int | float | bool]
 

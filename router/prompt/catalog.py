@@ -21,6 +21,7 @@ from replicas.protocol.blocks import (
 from replicas.protocol.frames import NO_USER, UserTag
 from replicas.protocol.status import Adapter, ModelCard, TokenizerBundle
 from router.answers.formats import answer_format
+from router.caller import DEFAULT_TENANT
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.prompt.chains import DEFAULT_CACHE_BYTES as DEFAULT_CHAIN_BYTES
 from router.prompt.chains import ChainHasher
@@ -30,7 +31,6 @@ from router.prompt.template import ChatTemplate, TemplateVerdict
 from router.prompt.text_model import TextModel, TextModels
 from router.prompt.tokenizer import DEFAULT_CACHE_BYTES, Tokenizer
 from router.shared.instruments import Instrument, counter, gauge
-from router.tenants.caller import DEFAULT_TENANT
 
 logger = logging.getLogger(__name__)
 

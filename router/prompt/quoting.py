@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from router.prompt.literals import first_characters_of
+from router.shared.literals import first_characters_of
 
 MARK = "\ufdd0"
 """A noncharacter, which Unicode keeps out of texts. Where there is one in a quoted text it is doubled."""

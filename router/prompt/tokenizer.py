@@ -26,10 +26,10 @@ import tokenizers
 
 from replicas.protocol.status import TokenizerBundle
 from router.prompt.detokenizer import Detokenizer, TokenBytes, new_detokenizer, token_bytes_of
-from router.prompt.literals import longest_of
 from router.prompt.quoting import unquote
 from router.prompt.segments import SegmentCache
 from router.prompt.token_places import num_characters, stands_before
+from router.shared.literals import longest_of
 
 REFERENCE_INLINE_CHARACTERS = 8_000
 FAST_INLINE_CHARACTERS = 32_000

@@ -199,7 +199,7 @@ class HistoryExchange:
         """Not to be asked for again for a while. `is_wrong` counts what was heard and does not fit."""
         until = self._clock() + MISSING_SECONDS
         for key in keys:
-            self.num_wrong += is_wrong
+            self._num_wrong += is_wrong
             self._missing.put((tenant, key), until)
 
     async def run(self) -> None:

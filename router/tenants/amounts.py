@@ -13,7 +13,7 @@ from typing import NewType
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import LeaseAnswer
 from router.errors import ErrorKind
-from router.observation.served import CLIENT_GONE, ServedPrompt, ServedRequest
+from router.served import CLIENT_GONE, ServedPrompt, ServedRequest
 
 Amounts = NewType("Amounts", "array[int]")
 """One number for each Amount, in their order."""

@@ -27,7 +27,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 import yaml
 
-from router.tenants.caller import NO_LIMITS, Limits, Right, Tenant
+from router.caller import NO_LIMITS, Limits, Right, Tenant
 from router.tenants.key_record import KeyDocument, KeyRecord, is_key_id
 from router.tenants.key_yaml import BadYaml, read_yaml
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from router.tenants.caller import NO_LIMITS, Caller, Limits, Right, Tenant
+from router.caller import NO_LIMITS, Caller, Limits, Right, Tenant
 from router.tenants.keyring import KEY_PREFIX, HeldKey, Keyring
 
 ID_BYTES = 6

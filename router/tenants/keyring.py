@@ -11,7 +11,7 @@ import re
 
 import msgspec
 
-from router.tenants.caller import Caller
+from router.caller import Caller
 
 KEY_PREFIX = "sk-kvasir-"
 DIGEST_BYTES = 32

@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from router.caller import Caller
 from router.shared.instruments import Instrument, counter, gauge
-from router.tenants.caller import Caller
 from router.tenants.key_record import KeyDocument, keyring_of
 from router.tenants.keyring import KeyFault, Keyring
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from router.observation.served import ServedRequest
+from router.served import ServedRequest
 from router.tenants.amounts import Amount, Amounts, add, amounts_of, nothing
 
 HOUR_SECONDS = 3600

@@ -13,7 +13,7 @@ import enum
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from router.tenants.caller import Limits
+from router.caller import Limits
 
 SECONDS_PER_MINUTE = 60.0
 

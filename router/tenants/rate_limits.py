@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from router.caller import Caller, Limits
 from router.errors import LimitReached
 from router.shared.instruments import Instrument, counter, gauge
-from router.tenants.caller import Caller, Limits
 from router.tenants.rate_account import Ask, Limited, Owner, Quota, RateAccount, Shortage
 
 NUM_LOOKED_AT = 2

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, msgpack
 
-from router.tenants.caller import Limits
+from router.caller import Limits
 from router.tenants.rate_account import Owner, RateAccount
 from router.tenants.rate_limits import RateLimits
 

@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.errors import UsageUnavailable
-from router.observation.served import ServedRequest
+from router.served import ServedRequest
 from router.shared.instruments import Instrument, counter, gauge
 from router.shared.redis_health import REDIS_FAILURES, RedisHealth
 from router.tenants.amounts import Amounts

@@ -23,6 +23,7 @@ from replicas.protocol.keys import MODELS_KEY, blocks_key, events_key, replica_k
 from replicas.protocol.status import Epoch
 from router.caches.named_caches import NamedCaches
 from router.caches.store import INDEX_KEY, content_key, record_key
+from router.caller import Caller, Limits, Tenant
 from router.fleet.registry_source import RegistrySource
 from router.responses.record import ResponseBounds
 from router.responses.redis_responses import RedisResponses
@@ -35,7 +36,6 @@ from router.siblings.redis_history import record_key as history_record_key
 from router.siblings.story_exchange import STREAM as STORIES_STREAM
 from router.siblings.story_exchange import StoryExchange
 from router.tenants.amounts import Amount
-from router.tenants.caller import Caller, Limits, Tenant
 from router.tenants.keys_in_force import KeysInForce
 from router.tenants.rate_account import Ask, Owner
 from router.tenants.rate_exchange import STREAM as LIMITS_STREAM

@@ -14,9 +14,9 @@ from replicas.protocol.frames import FinishReason, SamplingParams, Submit, Token
 from replicas.protocol.status import Adapter, ReplicaId
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.generation_run import GenerationRun
-from router.dispatch.outlook import NOTHING_COMING
 from router.dispatch.retries import RetryPolicy
 from router.dispatch.waiting_room import WaitingRoom
+from router.fleet.outlook import NOTHING_COMING
 from router.fleet.replica_client import ReplicaClient
 from router.fleet.replica_words import Traffic
 from router.generation import Generation

@@ -15,7 +15,6 @@ from replicas.process.settings import build
 from router.api.context import ApiContext
 from router.api.gate import FindsCallers
 from router.api.live import LiveFleet
-from router.api.prepared import Bounds
 from router.app import create_apps
 from router.caches.named_caches import NamedCaches
 from router.config import RouterConfig
@@ -23,6 +22,7 @@ from router.http_protocol import protocol_of
 from router.limits.connections import Connections
 from router.listeners import SEND_BUFFER_BYTES
 from router.observation.metrics import RouterMetrics
+from router.prepared import Bounds
 from router.prompt.catalog import ModelCatalog
 from router.responses.response_store import ResponseStore
 from router.siblings.history_exchange import HistoryExchange

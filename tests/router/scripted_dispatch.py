@@ -6,7 +6,7 @@ from types import TracebackType
 
 from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, TokenDelta, TokenLogprobs
 from replicas.protocol.status import ReplicaId
-from router.dispatch.inflight import Listener
+from router.fleet.inflight import Listener
 from router.generation import Generation
 from router.observation.trace_points import NO_TRACE, GenerationTrace
 from router.routing.decision import Decision, DecisionReason

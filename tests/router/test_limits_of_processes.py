@@ -9,7 +9,7 @@ import pytest
 
 from loadtests.stacks.key_file import write_key_file
 from loadtests.stacks.local_stack import LocalStack, local_stack
-from router.tenants.caller import Limits, Tenant
+from router.caller import Limits, Tenant
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 

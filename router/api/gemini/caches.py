@@ -31,9 +31,9 @@ from router.api.gemini.paths import VERSIONS
 from router.api.json_body import encode_json
 from router.caches.bounds import DEFAULT_PAGE, MAX_PAGE
 from router.caches.record import CacheKind, CacheRecord, gone_words, moment
+from router.caller import tenant_of
 from router.errors import CacheGone, InvalidRequest, about_model
 from router.limits.connections import address_of
-from router.tenants.caller import tenant_of
 
 
 async def prepare_content(context: ApiContext, asked: Asked) -> ApiRequest:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from replicas.protocol.frames import TokenLogprobs
+from router.answers.grammar_check import CheckedGrammar
 from router.answers.parts import Part, Text
 from router.api.answer_usage import AnswerUsage
 from router.api.api_request import ApiRequest, OutputWishes, Prompt, make_prompt
@@ -34,14 +35,14 @@ from router.api.openai.completion_prompt import (
 from router.api.openai.logprobs import finite, token_name
 from router.api.openai.structured_outputs import output_format_of
 from router.api.openai.usage import usage_of
-from router.api.prepared import CheckedGrammar, EncodedPrompt, PreparedRequest
 from router.api.sampling import TokenRules, kept_tokens, sampling_params
 from router.api.sse import COMMENT, DONE, ChunkWriter
+from router.caller import Caller
 from router.errors import about_model
 from router.keeping import Keep
+from router.prepared import EncodedPrompt, PreparedRequest
 from router.prompt.catalog import ServedModel
 from router.prompt.engines import TooMuchWork
-from router.tenants.caller import Caller
 
 _fields_decoder = msgspec.msgpack.Decoder(CompletionRequest)
 

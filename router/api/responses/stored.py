@@ -35,11 +35,11 @@ from router.api.responses.splicing import (
     tell_sent_positions,
     with_items,
 )
+from router.caller import tenant_of
 from router.errors import InvalidRequest, ResponseGone, about_model
 from router.limits.connections import address_of
 from router.responses.record import StoredResponse
 from router.responses.response_store import ResponseStore
-from router.tenants.caller import tenant_of
 
 
 async def prepare_response(context: ApiContext, asked: Asked) -> ApiRequest:

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.cli import main
 from cluster.commands.key_arguments import read_moment
-from router.tenants.caller import Caller, Limits, Right
+from router.caller import Caller, Limits, Right
 from router.tenants.key_document import read_document, write_json
 from router.tenants.key_record import KeyDocument, keyring_of
 from router.tenants.keyring import KeyFault

@@ -21,7 +21,7 @@ from loadtests.reports.run_figures import figures_of
 from loadtests.reports.run_file import read_run
 from loadtests.stacks.key_file import write_key_file
 from loadtests.stacks.local_stack import LocalStack, local_stack
-from router.tenants.caller import Tenant
+from router.caller import Tenant
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

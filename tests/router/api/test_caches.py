@@ -19,7 +19,7 @@ from router.caches.bounds import CacheBounds
 from router.caches.named_caches import NamedCaches
 from router.errors import ErrorKind, GenerationFailed, NoReplicaAvailable
 from router.generation import Generation
-from router.observation.served import ServedRequest
+from router.served import ServedRequest
 from router.tenants.amounts import Amount, amounts_of
 from tests.redis_server import RedisServer
 from tests.router import tiny_model

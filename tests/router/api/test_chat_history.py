@@ -14,7 +14,7 @@ from router.api.chat_history import Outcome
 from router.api.chat_prompt import encode_chat, encoded_prompt, render_chat
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.conversation import encoded_history, encoded_tail
-from router.tenants.caller import OPEN_CALLER
+from router.caller import OPEN_CALLER
 from tests.router import tiny_model
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import httpx
 import pytest
 
-from router.api.origins import calls_address
+from router.shared.origins import calls_address
 from tests.router import tiny_model
 from tests.router.http_server import HttpServer, http_server
 from tests.router.quiet_fleet import QuietFleet

@@ -8,12 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
+from router.answers.grammar_check import CheckedGrammar, WishedGrammar
 from router.api import grammar_checks
 from router.api.asked import Asked
-from router.api.grammar_checks import GrammarChecks, WishedGrammar
-from router.api.prepared import Bounds, CheckedGrammar
+from router.api.grammar_checks import GrammarChecks, check
+from router.caller import CALLER, OPEN_CALLER, Caller, Tenant
 from router.errors import InvalidRequest, RouterBusy
-from router.tenants.caller import CALLER, OPEN_CALLER, Caller, Tenant
+from router.prepared import Bounds
 from tests.router import thinking_model, tiny_model
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says
@@ -102,7 +103,7 @@ def _wished(text: str) -> WishedGrammar:
 
 
 async def _worked_out(wished: WishedGrammar) -> CheckedGrammar:
-    return wished.checked()
+    return check(wished)
 
 
 async def test_a_checked_grammar_is_remembered_and_only_so_many_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +112,7 @@ async def test_a_checked_grammar_is_remembered_and_only_so_many_are(monkeypatch:
 
     async def work_out(wished: WishedGrammar) -> CheckedGrammar:
         worked_out.append(wished.text)
-        return wished.checked()
+        return check(wished)
 
     checks = GrammarChecks(work_out)
     for text in ("a", "b", "a", "c", "a", "b"):
@@ -143,7 +144,7 @@ async def test_a_request_without_a_key_takes_the_share_of_its_address(
 
     async def checked(self: GrammarChecks, wished: WishedGrammar, _: object, owner: str) -> CheckedGrammar:
         owners.append(owner)
-        return wished.checked()
+        return check(wished)
 
     monkeypatch.setattr(GrammarChecks, "checked", checked)
     for body in (CHAT, PLAIN | {"prompt": "Hello"}):

@@ -16,6 +16,7 @@ from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from router.api.chat_history import Outcome
 from router.api.chat_prompt import encode_chat, render_chat
 from router.api.chat_request import ChatRequest
+from router.caller import Caller, Tenant
 from router.history.retracing import Told
 from router.prompt.catalog import ModelCatalog
 from router.responses.record import ResponseBounds
@@ -25,7 +26,6 @@ from router.shared.sealing import Seal
 from router.siblings import history_exchange
 from router.siblings.history_exchange import HistoryExchange, Look
 from router.siblings.redis_history import PREFIX, HistoryBounds, RedisHistory
-from router.tenants.caller import Caller, Tenant
 from router.tenants.keyring import KeyFault
 from tests.redis_server import RedisServer
 from tests.router import tiny_model

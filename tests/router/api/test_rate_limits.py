@@ -14,9 +14,9 @@ import pytest
 
 from replicas.protocol.frames import PromptUsage, RequestKey, TokenDelta
 from router.api.rate_limiting import RequestRates
+from router.caller import Caller, Limits, Right, Tenant
 from router.errors import GenerationFailed, Overloaded
 from router.generation import Generation
-from router.tenants.caller import Caller, Limits, Right, Tenant
 from router.tenants.keyring import HeldKey, Keyring, key_digest
 from router.tenants.rate_limits import LEAST_ASK
 from tests.router import tiny_model

@@ -10,7 +10,6 @@ import pytest
 
 from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, TokenDelta
 from replicas.protocol.status import ReplicaId
-from router.api.prepared import RefusedRequest
 from router.errors import (
     ContextLengthExceeded,
     ErrorKind,
@@ -22,8 +21,9 @@ from router.errors import (
     about_model,
 )
 from router.generation import Generation
-from router.observation.served import CLIENT_GONE, ServedRequest
+from router.prepared import RefusedRequest
 from router.routing.decision import Decision, DecisionReason
+from router.served import CLIENT_GONE, ServedRequest
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import NEVER, Script, Step, says
 

@@ -17,7 +17,7 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import Abort, RefusalCode
 from replicas.protocol.status import ReplicaId, ReplicaState
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.inflight import ReplicaLost
+from router.fleet.inflight import ReplicaLost
 from router.fleet.membership import Membership
 from router.fleet.registry_source import RegistrySource
 from router.generation import Generation

@@ -9,6 +9,7 @@ import pytest
 
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import ReplicaId
+from router.caller import Caller, Tenant
 from router.dispatch.retries import RetryPolicy
 from router.dispatch.waiting_room import WaitingRoom
 from router.errors import Overloaded, RouterError, TooLate
@@ -18,7 +19,6 @@ from router.queue.held import QueueRules
 from router.queue.holding import Holding
 from router.queue.room import NUM_NEXT
 from router.queue.standing_delay import TARGET_SECONDS
-from router.tenants.caller import Caller, Tenant
 from tests.router.dispatched_fleet import (
     GENERATION,
     PROMPT,

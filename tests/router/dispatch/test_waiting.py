@@ -9,10 +9,10 @@ import pytest
 
 from replicas.protocol.status import Adapter
 from router.dispatch.generation_run import GenerationRun
-from router.dispatch.outlook import Outlook
 from router.dispatch.retries import RetryPolicy
 from router.dispatch.waiting_room import WaitingRoom
 from router.errors import GenerationFailed, NoReplicaAvailable
+from router.fleet.outlook import Outlook
 from router.generation import Generation
 from router.queue.room import NUM_NEXT
 from tests.router.dispatched_fleet import (

@@ -9,8 +9,9 @@ from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import LeaseBreak
 from replicas.protocol.status import ReplicaId
 from replicas.protocol.ways import NO_MOVES, MoveSpeeds
-from router.explain.causes import Cause, Departed, Misses, Past, losses, misses
-from router.observation.sightings import Known
+from router.explain.causes import Departed, Past, misses
+from router.explain.sightings import Known
+from router.misses import Cause, Misses, losses
 from router.routing.decision import Decision
 from tests.router.explain.decisions import BLOCK_SIZE, decision
 

@@ -5,11 +5,11 @@ import pytest
 
 from replicas.protocol.blocks import hash_blocks, pack_token_ids
 from replicas.protocol.frames import PromptUsage
-from router.explain.causes import Cause, MissedSpan, Misses
+from router.explain.chain_tree import NamespaceName
 from router.explain.image_places import image_differs
 from router.explain.remembered_prompts import PromptFacts
 from router.explain.story import prompt_story
-from router.observation.chain_tree import NamespaceName
+from router.misses import Cause, MissedSpan, Misses
 from router.routing.decision import Decision
 from tests.replicas.builders import ROOT
 from tests.router.explain.decisions import BLOCK_SIZE, decision

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.protocol.blocks import BlockHash, hash_blocks, pack_token_ids
+from router.explain.chain_tree import NamespaceName
 from router.explain.outline import outline_of
 from router.explain.remembered_prompts import Nearest, PromptFacts, RememberedPrompts
-from router.observation.chain_tree import NamespaceName
 from tests.examples import examples
 
 BLOCK_SIZE = 4

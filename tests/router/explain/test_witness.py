@@ -6,10 +6,10 @@ from typing import Any, cast
 from replicas.protocol.blocks import BlockHash, hash_blocks, pack_token_ids
 from replicas.protocol.frames import NO_USER, PromptUsage
 from replicas.protocol.status import Epoch, ReplicaId
+from router.explain.chain_tree import NamespaceName
+from router.explain.sightings import Sighting
 from router.explain.witness import Witness
 from router.generation import Generation
-from router.observation.chain_tree import NamespaceName
-from router.observation.sightings import Sighting
 from router.routing.overlap import PrefixIndex
 from tests.router.explain.decisions import BLOCK_SIZE, decision
 

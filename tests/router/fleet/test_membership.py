@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import ModelCard, ReplicaId, ReplicaState, TokenizerBundle
-from router.dispatch.outlook import Outlook
+from router.fleet.outlook import Outlook
 from router.fleet.registry_source import RegistrySource
 from tests.redis_server import RedisServer
 from tests.router.scripted_replica import CARD, eventually

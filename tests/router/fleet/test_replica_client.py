@@ -8,7 +8,7 @@ import pytest
 
 from replicas.protocol.frames import FinishReason, LoadSnapshot, TokenDelta
 from replicas.protocol.status import ReplicaId
-from router.dispatch.inflight import Inflight, Mailbox, ReplicaLost
+from router.fleet.inflight import Inflight, Mailbox, ReplicaLost
 from router.fleet.replica_client import MAX_FRAME_BYTES, ReplicaClient
 from tests.router.scripted_replica import CARD, ScriptedReplica, asking, eventually, token_at
 

@@ -12,7 +12,7 @@ import pytest
 from replicas.process.tls import FollowedFiles, RouterTls, TlsFiles, server_credentials
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.status import ReplicaId
-from router.dispatch.inflight import ReplicaLost
+from router.fleet.inflight import ReplicaLost
 from router.fleet.registry_source import RegistrySource
 from router.fleet.replica_client import ReplicaClient
 from tests.certificates import REPLICA_NAME, Authority, copied

@@ -10,9 +10,9 @@ from dataclasses import replace
 from openai import APIStatusError, AsyncOpenAI
 
 from replicas.process.settings import build
-from router.api.prepared import Bounds
 from router.assembly import Router
 from router.config import RouterConfig
+from router.prepared import Bounds
 from tests.router import tiny_model
 from tests.router.http_server import listening
 from tests.router.large_bodies.test_offload import ENDLESS

@@ -13,13 +13,13 @@ import httpx
 import pytest
 
 from replicas.protocol.status import TokenizerBundle
-from router.answers.grammar_check import MANY_STATES_BYTES
+from router.answers.grammar_check import MANY_STATES_BYTES, WishedGrammar
 from router.answers.wishes import FormatKind, OutputFormat
-from router.api.grammar_checks import WishedGrammar, text_grammar
-from router.api.prepared import Bounds
+from router.api.grammar_checks import text_grammar
 from router.errors import InvalidRequest, RouterBusy
 from router.large_bodies import offload as offload_module
 from router.large_bodies.offload import Offload
+from router.prepared import Bounds
 from router.prompt.catalog import ModelCatalog, bundle_digest
 from router.prompt.template import TemplateTrial
 from tests.router import tiny_model

@@ -7,9 +7,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from router.caller import Tenant
 from router.limits import preparing
 from router.limits.preparing import REQUEST_BYTES, PreparingTurns
-from router.tenants.caller import Tenant
 
 FLOOD, OTHER, HEAVY = Tenant(name="flood"), Tenant(name="other"), Tenant(name="heavy", weight=3.0)
 

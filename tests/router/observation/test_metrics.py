@@ -13,15 +13,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.status import ReplicaId
+from router.caller import DEFAULT_TENANT
 from router.errors import ErrorKind
-from router.explain.causes import Cause, MissedSpan, Misses
 from router.generation import Generation
+from router.misses import Cause, MissedSpan, Misses
 from router.observation.metrics import MOST_TENANTS, RouterMetrics
-from router.observation.served import ServedPrompt, ServedRequest, TokenGaps
 from router.observation.tenant_labels import OTHER_TENANTS, TenantLabels
 from router.routing.decision import Decision, DecisionReason
+from router.served import ServedPrompt, ServedRequest, TokenGaps
 from router.shared.instruments import Distributions, Numbers, counter, gauge
-from router.tenants.caller import DEFAULT_TENANT
 from tests.router.scripted_replica import asking
 
 USAGE = PromptUsage(100, 64, 32, 16, num_own_tokens=32, num_slower_tier_tokens=48, num_disk_tokens=20)

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from router.observation.served import ServedRequest
 from router.observation.tracing import SpanTracing
+from router.served import ServedRequest
 from tests.otlp_collector import collector
 
 pytestmark = pytest.mark.timeout(60)

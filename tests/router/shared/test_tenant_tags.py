@@ -9,13 +9,13 @@ from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.frames import PromptUsage
 from router.caches.bounds import CacheBounds
 from router.caches.named_caches import NamedCaches
+from router.caller import Caller, Tenant
 from router.errors import CachesFull
 from router.responses.record import ResponseBounds
 from router.responses.redis_responses import RedisResponses
 from router.shared.tenant_tags import TenantTags
 from router.siblings.redis_history import HistoryBounds, RedisHistory
 from router.tenants.amounts import Amount
-from router.tenants.caller import Caller, Tenant
 from router.tenants.usage_store import UsageStore
 from router.tenants.usage_sums import UsageQuery
 from tests.redis_server import RedisServer

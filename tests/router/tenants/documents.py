@@ -2,7 +2,7 @@
 
 import hashlib
 
-from router.tenants.caller import Tenant
+from router.caller import Tenant
 from router.tenants.key_document import write_yaml
 from router.tenants.key_record import RANDOM_BYTES, KeyDocument, KeyRecord, make_key
 

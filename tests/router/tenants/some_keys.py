@@ -1,6 +1,6 @@
 """Keys of a few tenants, as tests ask with them."""
 
-from router.tenants.caller import Caller, Right, Tenant
+from router.caller import Caller, Right, Tenant
 from router.tenants.keyring import HeldKey, Keyring, key_digest
 
 ACME, BETA, GAMMA, OPERATOR, OLD = (f"sk-kvasir-{digit * 12}-{digit * 43}" for digit in "12345")

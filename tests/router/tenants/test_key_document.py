@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.caller import Limits, Right, Tenant
 from router.tenants import key_yaml
-from router.tenants.caller import Limits, Right, Tenant
 from router.tenants.key_document import BadKeys, read_document, write_json, write_yaml
 from router.tenants.key_record import KeyDocument, KeyRecord, keyring_of
 from router.tenants.keyring import KeyFault

@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import LeaseAnswer, LeaseRefusal, PrefixLease
+from router.caller import Caller, Tenant
 from router.generation import Generation
-from router.observation.served import CLIENT_GONE, ServedPrompt, ServedRequest
+from router.served import CLIENT_GONE, ServedPrompt, ServedRequest
 from router.tenants.amounts import (
     WRITTEN,
     Amount,
@@ -26,7 +27,6 @@ from router.tenants.amounts import (
     num_written_tokens,
     written_by_class,
 )
-from router.tenants.caller import Caller, Tenant
 from router.tenants.ledger import OTHER, OTHER_USE, Ledger, Row, Use
 from router.tenants.ratios import CostRatios, RatioTable, cost_of
 from router.tenants.usage_sums import (

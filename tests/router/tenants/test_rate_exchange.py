@@ -10,9 +10,9 @@ import redis.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.caller import Caller, Limits, Tenant
 from router.errors import LimitReached
 from router.shared.news import FIELD
-from router.tenants.caller import Caller, Limits, Tenant
 from router.tenants.rate_account import Ask, Owner
 from router.tenants.rate_exchange import STREAM, RateExchange
 from router.tenants.rate_limits import RateLimits, Taken

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.caller import OPEN_CALLER, Caller, Limits, Tenant
 from router.errors import LimitReached
-from router.tenants.caller import OPEN_CALLER, Caller, Limits, Tenant
 from router.tenants.rate_account import Ask
 from router.tenants.rate_limits import RateLimits, Taken
 

@@ -9,11 +9,11 @@ import pytest
 import redis.asyncio
 
 from replicas.protocol.frames import PromptUsage
+from router.caller import Caller, Tenant
 from router.errors import UsageUnavailable
 from router.shared.tenant_tags import TenantTags
 from router.tenants import usage_store
 from router.tenants.amounts import Amount, num_prompt_tokens
-from router.tenants.caller import Caller, Tenant
 from router.tenants.ledger import Ledger
 from router.tenants.redis_usage import PREFIX, RedisUsage, amounts_key
 from router.tenants.usage_store import UsageStore

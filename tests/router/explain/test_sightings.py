@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import NO_USER, UserTag
 from replicas.protocol.status import ReplicaId
-from router.observation.chain_tree import ChainNode, NamespaceName, PackedHashes
-from router.observation.sightings import (
+from router.explain.chain_tree import ChainNode, NamespaceName, PackedHashes
+from router.explain.sightings import (
     MAX_USERS,
     Known,
     Node,

@@ -10,11 +10,11 @@ from collections.abc import Callable
 import msgspec
 
 from replicas.protocol.frames import PromptUsage
+from router.caller import OPEN_CALLER, Caller
 from router.errors import ErrorKind
-from router.explain.causes import Misses
 from router.generation import Generation
+from router.misses import Misses
 from router.routing.decision import Decision
-from router.tenants.caller import OPEN_CALLER, Caller
 
 CLIENT_GONE = 499
 """Not a status that anyone receives: it stands for a client that did not wait."""

@@ -12,8 +12,8 @@ import msgspec
 
 from replicas.protocol.frames import PromptUsage, UserTag
 from replicas.protocol.status import ReplicaId
-from router.explain.causes import Misses
-from router.observation.misses import Finding, findings
+from router.explain.findings import Finding, findings
+from router.misses import Misses
 from router.routing.decision import Decision
 
 SLOT_SECONDS = 5

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from replicas.protocol.frames import PromptUsage
-from router.explain.causes import Cause, MissedSpan, Misses
+from router.misses import Cause, MissedSpan, Misses
 from router.routing.decision import Candidate, Decision
 
 

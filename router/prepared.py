@@ -3,11 +3,13 @@
 Owns the shapes. A job is followed by its body as the client sent it; token ids come back packed.
 """
 
+import struct
 from typing import NewType
 
 import msgspec
 
 from replicas.protocol.blocks import unpack_token_ids
+from router.answers.grammar_check import ANY_TEXT, CheckedGrammar
 from router.errors import ContextLengthExceeded, Excess, InvalidRequest, RouterError, UnknownModel
 from router.explain.outline import PromptOutline
 from router.keeping import Keep
@@ -15,6 +17,13 @@ from router.prompt.images import PromptImage
 
 Digest = NewType("Digest", bytes)
 """Digest of a model's tokenizer files."""
+
+
+LOAD, PREPARE, GRAMMAR = b"L", b"P", b"G"
+"""What a message asks for, as its first byte."""
+
+LENGTH = struct.Struct("<Q")
+"""Of a message, in bytes."""
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -54,6 +63,11 @@ class Job(msgspec.Struct, frozen=True):
     models: dict[str, ModelWindow]
 
 
+class LoadTextSide(msgspec.Struct, frozen=True):
+    digest: Digest
+    files: dict[str, bytes]
+
+
 class EncodedTail(msgspec.Struct, frozen=True):
     """The template's text after the answer at `position`: the token that ends its turn, and the packed tokens
     of the rest."""
@@ -73,18 +87,6 @@ class EncodedHistory(msgspec.Struct, frozen=True):
     tail: EncodedTail | None = None
     thoughts: dict[int, bytes] = {}
     answers: list[int] = []
-
-
-class CheckedGrammar(msgspec.Struct, frozen=True, tag=True):
-    """A compiled grammar ("" for none), the memory to follow it, and the processor time that compiling took
-    for this request."""
-
-    text: str = ""
-    num_bytes: int = 0
-    seconds: float = 0.0
-
-
-ANY_TEXT = CheckedGrammar()
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True):

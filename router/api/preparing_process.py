@@ -15,7 +15,6 @@ import os
 import resource
 import signal
 import socket
-import struct
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,29 +25,30 @@ import msgspec
 
 from replicas.protocol.status import TokenizerBundle
 from router.answers.formats import AnswerFormat, answer_format
-from router.api.grammar_checks import WishedGrammar
-from router.api.prepared import (
+from router.answers.grammar_check import WishedGrammar
+from router.api.grammar_checks import check
+from router.api.preparing import prepare
+from router.errors import InvalidRequest, UnknownModel
+from router.prepared import (
+    GRAMMAR,
+    LENGTH,
+    PREPARE,
     Bounds,
     CrashedJob,
     Digest,
     GrammarOutcome,
     Job,
+    LoadTextSide,
     ModelWindow,
     Outcome,
     RefusedRequest,
 )
-from router.api.preparing import prepare
-from router.errors import InvalidRequest, UnknownModel
 from router.prompt.quoting import Quoter
 from router.prompt.template import ChatTemplate, TemplateVerdict
 from router.prompt.tokenizer import Tokenizer, TokenizerError
 
-LOAD, PREPARE, GRAMMAR = b"L", b"P", b"G"
-
 NICENESS = 5
 """The router's own streams come first."""
-
-LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +86,6 @@ class _Names:
 
     def names(self) -> Sequence[str]:
         return sorted(name for name, window in self._windows.items() if not window.is_adapter)
-
-
-class LoadTextSide(msgspec.Struct, frozen=True):
-    digest: Digest
-    files: dict[str, bytes]
 
 
 class _Preparer:
@@ -171,7 +166,7 @@ def _work_out(peer: socket.socket) -> None:
 
     def outcome() -> GrammarOutcome:
         try:
-            return wished.checked()
+            return check(wished)
         except InvalidRequest as error:
             return RefusedRequest.of(error)
 

@@ -22,7 +22,7 @@ import msgspec
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import NO_USER, UserTag
 from replicas.protocol.status import Epoch, ReplicaId
-from router.observation.chain_tree import ChainNode, ChainTree, NamespaceName
+from router.explain.chain_tree import ChainNode, ChainTree, NamespaceName
 from router.shared.bounded_cache import BoundedCache
 
 MAX_NODES = 4096

@@ -4,9 +4,10 @@ import pytest
 
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.status import ReplicaId
-from router.explain.causes import Cause, Departed, MissedSpan, Past, misses
-from router.observation.misses import findings, sentence_of
-from router.observation.sightings import Known
+from router.explain.causes import Departed, Past, misses
+from router.explain.findings import findings, sentence_of
+from router.explain.sightings import Known
+from router.misses import Cause, MissedSpan
 from router.routing.decision import Decision
 from tests.router.explain.decisions import BLOCK_SIZE, decision
 

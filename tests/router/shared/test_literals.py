@@ -5,7 +5,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prompt.literals import first_characters_of, longest_of
+from router.shared.literals import first_characters_of, longest_of
 
 literals = st.lists(st.text("ab|(\\", min_size=1, max_size=5), min_size=1, max_size=8, unique=True)
 texts = st.text("ab|(\\", max_size=30)
