@@ -222,7 +222,7 @@ class Router:
         mirror.set_live(records)
 
     def _instruments(self) -> Iterator[Instrument]:
-        """Of the parts that are named here. Those of the HTTP endpoints declare theirs in `ApiContext`."""
+        """Instruments of the parts that are named here; `ApiContext` has those of the HTTP endpoints."""
         yield from self._membership.instruments()
         yield from self._table.instruments()
         yield from mirror_instruments(self._mirrors)

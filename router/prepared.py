@@ -20,10 +20,10 @@ Digest = NewType("Digest", bytes)
 
 
 LOAD, PREPARE, GRAMMAR = b"L", b"P", b"G"
-"""What a message asks for, as its first byte."""
+"""Kinds of messages, by their first byte."""
 
 LENGTH = struct.Struct("<Q")
-"""Of a message, in bytes."""
+"""A message's length, in bytes."""
 
 
 class Bounds(msgspec.Struct, frozen=True):

@@ -50,8 +50,8 @@ class FollowedGrammar(NamedTuple):
 
 
 class CheckedGrammar(msgspec.Struct, frozen=True, tag=True):
-    """What an answer is held to, "" for nothing: the memory that following it takes, and the processor time
-    that working it out took for this request."""
+    """A compiled grammar ("" for none), the memory to follow it, and the processor time that compiling took
+    for this request."""
 
     text: str = ""
     num_bytes: int = 0

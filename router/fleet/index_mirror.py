@@ -391,7 +391,7 @@ def _raise_unless_missing(info: object) -> None:
 
 
 def mirror_instruments(mirrors: Mapping[str, IndexMirror]) -> Iterator[Instrument]:
-    """Of all models' mirrors, by the model's name, of which more may come."""
+    """Instruments of all mirrors, by the model's name. More mirrors may be added later."""
 
     def each(read: Callable[[IndexMirror], float]) -> Callable[[], Mapping[str, float]]:
         return lambda: {name: read(mirror) for name, mirror in mirrors.items()}

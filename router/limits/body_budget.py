@@ -29,7 +29,7 @@ class BodyBudget:
         return self._held.num
 
     def body_instruments(self) -> Iterator[Instrument]:
-        """Of the budget for request bodies."""
+        """Instruments of a budget for request bodies."""
         yield gauge(
             "router_body_bytes",
             "Memory of request bodies that are being read or prepared",
@@ -45,7 +45,7 @@ class BodyBudget:
         )
 
     def image_instruments(self) -> Iterator[Instrument]:
-        """Of the budget for images."""
+        """Instruments of a budget for images."""
         yield gauge(
             "router_image_memory_bytes",
             "Memory of the images of requests that are being served",

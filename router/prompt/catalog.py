@@ -273,7 +273,7 @@ class ModelCatalog:
         return sorted(self._models)
 
     def instruments(self) -> Iterator[Instrument]:
-        """Of the caches of text that was encoded and of blocks that were hashed."""
+        """Instruments of the caches of encoded text and of block hashes."""
 
         def each(read: Callable[[SegmentCache], float]) -> Callable[[], Mapping[str, float]]:
             return lambda: {name: read(self.get(name).tokenizer.cache) for name in self.names()}

@@ -195,7 +195,7 @@ class Holding:
         return max((max(0.0, now - each) for each in since if each is not None), default=0.0)
 
     def instruments(self, clock: Callable[[], float]) -> Iterator[Instrument]:
-        """Of all models' queues; the spread is the widest of theirs."""
+        """Totals of all models' queues; the spread is the widest."""
         fleets, counts = self._fleets, self.counts
         yield gauge(
             "router_queue_waiting",
