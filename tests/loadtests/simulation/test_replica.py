@@ -185,6 +185,17 @@ def test_so_it_does_when_blocks_run_out_and_requests_are_preempted() -> None:
         assert found[number] == (pytest.approx(first), pytest.approx(last), num_cached), number
 
 
+def test_so_it_does_when_a_preempted_request_fits_again_in_the_next_step() -> None:
+    """Two equal prompts share blocks, so the second needs one block of the two that it gave back."""
+    twins = [request(at, [1, 2], output=25, user=user) for at, user in ((0.0, "ann"), (0.1, "bob"))]
+    workload, shape = Workload("twins", 10, tuple(twins)), plain_shape(num_blocks=6)
+    expected, num_preempted = serve_with_the_engine(workload, shape)
+    found, replica = serve_virtually(workload, shape)
+    assert num_preempted and replica.num_preemptions
+    for number, (first, last, num_cached) in expected.items():
+        assert found[number] == (pytest.approx(first), pytest.approx(last), num_cached), number
+
+
 def test_two_prompts_and_their_answers_take_what_a_sum_by_hand_says() -> None:
     """The first: 20 tokens, 0.2 + 0.5 s, then two steps of 0.1 s. The second arrives in the first of those.
 
