@@ -14,8 +14,8 @@ BANNED_WORDS = re.compile(
     re.IGNORECASE,
 )
 BANNED_BEGINNINGS = re.compile(
-    r"((?:(?:For|By|In|To|With) which)|That which|Which|Of|What|Whose?|Where|When|As|Those|That|So|One that"
-    r"|There|They) "
+    r"((?:(?:For|By|In|To|With) which)|That which|Which|Of|What|Who(?:se)?|Where|When|As|Those|That|So"
+    r"|One that|There|They) "
 )
 VALUES = re.compile("^nobody$|loopback, everyone or nobody")
 """Values of a setting, which stay what they are."""
