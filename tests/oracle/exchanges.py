@@ -17,7 +17,7 @@ MOST_WRITTEN = 2000
 """Characters of a request."""
 
 _ID = re.compile(r"(?<![A-Za-z0-9])([a-z][a-z_-]*[_-])([0-9a-f]{32}|[0-9a-f]{24})([0-9a-f]{4})?\b")
-_TIME = re.compile(r"(?<!\d)(1[789]\d{8})(?:\d{3})?(?:\.\d+)?(?![\d.])")
+_TIME = re.compile(r"(?<![\w.])(1[789]\d{8})(?:\d{3})?(?:\.\d+)?(?![\w.])")
 _DATE_TIME = re.compile(r"\b20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\d)")
 _PORT = re.compile(r"\b(127\.0\.0\.1|localhost):\d{4,5}\b")
 _MEASURED = re.compile(r"(?m)^((?:x-ratelimit-reset|retry-after|openai-processing-ms)[a-z-]*): [^\r\n]+$")
@@ -66,6 +66,8 @@ def plain(text: str, names: Names | None, rounded_seconds: int = 60) -> str:
     now = time.time()
 
     def distance(found: re.Match[str]) -> str:
+        if int(found[1]) % 3600 == 0:
+            return "<an hour>"
         seconds = round((float(found[1]) - now) / rounded_seconds) * rounded_seconds
         return f"<in {seconds} s>" if seconds > 0 else "<now>"
 
