@@ -86,22 +86,31 @@ def _write(path: Path, content: dict[str, str]) -> None:
 
 
 def compare(old: Path, new: Path) -> int:
-    """How many entries differ. Their differences are printed."""
-    count = 0
-    files = sorted({path.name for folder in (old, new) for path in folder.glob("*.json")})
-    for name in files:
-        before, after = (
-            json.loads((folder / name).read_text("utf-8")) if (folder / name).exists() else {}
-            for folder in (old, new)
-        )
+    """How many entries differ. Of those in which the same lines changed the first is printed."""
+    alike: dict[frozenset[str], list[str]] = {}
+    printed: list[str] = []
+    for name in sorted({path.name for folder in (old, new) for path in folder.glob("*.json")}):
+        before, after = _read(old / name), _read(new / name)
         for label in [*before, *(label for label in after if label not in before)]:
             texts = [found.get(label, "").splitlines() for found in (before, after)]
-            if texts[0] != texts[1]:
-                count += 1
-                title = f"{name.removesuffix('.json')}: {label}"
-                lines = difflib.unified_diff(texts[0], texts[1], title, title, n=2, lineterm="")
-                sys.stdout.write("\n".join(lines) + "\n")
-    return count
+            if texts[0] == texts[1]:
+                continue
+            title = f"{name.removesuffix('.json')}: {label}"
+            lines = list(difflib.unified_diff(texts[0], texts[1], title, title, n=2, lineterm=""))
+            others = alike.setdefault(frozenset(line for line in lines[2:] if line[0] in "+-"), [])
+            if not others:
+                printed += lines
+            others.append(title)
+    for others in alike.values():
+        if others[1:]:
+            printed.append(f"\nas {others[0]}:\n  " + "\n  ".join(others[1:]))
+    sys.stdout.write("".join(f"{line}\n" for line in printed))
+    return sum(map(len, alike.values()))
+
+
+def _read(path: Path) -> dict[str, str]:
+    found: dict[str, str] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    return found
 
 
 def main() -> int:
