@@ -20,6 +20,7 @@ from tests.talking_model import make_talking_model
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 BLOCK_SIZE = 16
+AT_ONCE = ("chat", "messages", "responses by id")
 WORDS = {
     "</tool_response>": "<think>\nThat is what I had to know.\n</think>\n\n  It is  12.\n",
     **{
@@ -64,7 +65,9 @@ def tokens_of(answer: dict[str, Any]) -> tuple[int, int, int]:
     return usage["input_tokens"], usage["output_tokens"], usage["input_tokens_details"]["cached_tokens"]
 
 
-@pytest.mark.parametrize("name", CLIENTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in AT_ONCE else pytest.mark.slow) for name in CLIENTS]
+)
 async def test_each_turn_is_cached_to_within_a_block_of_the_end_of_the_one_before(
     stack: LocalStack, name: str
 ) -> None:

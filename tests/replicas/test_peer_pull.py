@@ -129,8 +129,7 @@ async def two(redis_url: str, **settings: Any) -> AsyncIterator[tuple[Peer, Peer
         )
 
 
-@pytest.mark.parametrize("secret", [None, SECRET])
-@pytest.mark.parametrize("has_process", [False, True])
+@pytest.mark.parametrize(("secret", "has_process"), [(None, True), (SECRET, False)])
 async def test_what_a_peer_computed_is_pulled_and_gives_the_same_tokens(
     redis_url: str, secret: str | None, has_process: bool
 ) -> None:

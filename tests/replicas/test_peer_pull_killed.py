@@ -86,7 +86,9 @@ async def process(redis_url: str, number: int) -> AsyncIterator[Running]:
         await redis.aclose()
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.03, 0.1])
+@pytest.mark.parametrize(
+    "delay", [0.03, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.0, 0.1))]
+)
 async def test_a_peer_that_is_killed_while_it_sends_costs_time_only(redis_url: str, delay: float) -> None:
     numbers = range(NUM_PROMPTS)
     async with process(redis_url, 0) as there, process(redis_url, 1) as here:

@@ -95,7 +95,7 @@ async def ask(client: RouterClient, submit_id: int, number: int) -> tuple[list[i
     return [token for delta in deltas for token in delta.token_ids], usage
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 async def test_a_replica_that_comes_back_hits_on_its_first_request(
     redis_url: str, tmp_path: Path, end: signal.Signals
 ) -> None:

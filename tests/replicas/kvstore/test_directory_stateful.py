@@ -355,8 +355,8 @@ class Tiers(RuleBasedStateMachine):
             self.promises.clear()
 
     def what_it_is_called(self, chunk: BlockHash, lost: BlockHash | None) -> Removal:
-        """That a copy went: as who misses the chunk is told."""
-        if self.has_copy(chunk):
+        """Why a copy went, as the owner of a miss is told. A copy on its way into host memory is one."""
+        if self.has_copy(chunk) or chunk in self.filling:
             return Removal.EVICTED
         if self.directory.broken([chunk])[0]:
             return Removal.BROKEN
