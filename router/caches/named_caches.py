@@ -37,14 +37,14 @@ logger = logging.getLogger(__name__)
 REDIS_SECONDS = 1.0
 RECHECK_SECONDS = 2.0
 REST_SECONDS = 2.0
-"""After Redis has failed it is not asked on the way of a request for so long."""
+"""How long requests do not ask Redis after a failure."""
 NUM_LOCKS = 64
 ENTRY_BYTES = 2048
 """Bytes of an entry in memory, besides its content."""
 
 
 class Remembered(NamedTuple):
-    """`checked_at` is when Redis last said that it is so."""
+    """`checked_at` is when it was last read from Redis."""
 
     record: CacheRecord
     content: CacheContent
@@ -90,8 +90,7 @@ class NamedCaches:
         await self._store.close()
 
     async def create(self, record: CacheRecord, content: CacheContent, share: float = 1.0) -> None:
-        """`share` is what its tenant may have of all that there may be. Raises CachesFull or
-        CachesUnavailable."""
+        """`share` is the tenant's part of the bounds. Raises CachesFull or CachesUnavailable."""
         try:
             async with self._asking():
                 await self._store.add(record, content, self._wall_clock(), share)
@@ -147,8 +146,8 @@ class NamedCaches:
         )
 
     async def page(self, tenant: str, limit: int, after: str | None, kind: CacheKind | None = None) -> Page:
-        """The tenant's, or those of a kind, the newest first; those that come after one, which may have gone
-        meanwhile. Raises CacheGone for one of which nothing is known, and CachesUnavailable."""
+        """The tenant's caches, or those of a kind, newest first, from the one behind `after`. Raises
+        CacheGone if `after` is unknown, and CachesUnavailable."""
         now = self._wall_clock()
         async with self._asking():
             entries = await self._store.entries(now)
@@ -220,11 +219,12 @@ class NamedCaches:
         )
 
     def _is_fresh(self, known: Remembered) -> bool:
-        """Or as fresh as can be."""
+        """Whether Redis need not, or must not, be asked."""
         return self._clock() - known.checked_at < RECHECK_SECONDS or self._health.is_resting
 
     async def _look_again(self, cache_id: str, tenant: str) -> Remembered:
-        """One at a time for each cache; who waited finds what the one before it has found."""
+        """Read it from Redis, one caller at a time for each cache; the others find what the first has
+        read."""
         if self._health.is_resting:
             raise self._unavailable()
         is_known = self._memory.get(cache_id) is not None
@@ -290,7 +290,7 @@ class NamedCaches:
 
     @asynccontextmanager
     async def _asking(self, *, is_needed: bool = True) -> AsyncIterator[None]:
-        """Redis, for as long as a client can be made to wait. Raises CachesUnavailable."""
+        """Give Redis as long as a client can wait. Raises CachesUnavailable."""
         try:
             async with self._health.deadline(REDIS_SECONDS):
                 yield

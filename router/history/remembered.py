@@ -1,11 +1,9 @@
 """RememberedHistory: the exact tokens of conversations that were answered here, by their keys.
 
-Owns the records and their bound in bytes. A record holds what its conversation adds to the one that it went
-on from, so that a long conversation is kept once; it can be read as long as those before it are there, and to
-use one is to use them all. What was not used for longest goes first; a tenant that holds more than its share
-of the room makes room from its own. What is not here any more is a miss, which costs a client nothing but
-tokens that could have been read from cache. Knows of each record when others were last told of it, and not
-how. All times are of one clock, in seconds.
+Owns the records and their bound in bytes. A record holds what its conversation adds to the one before it, so
+a long conversation is stored once. It can be read while those before it are there, and using it uses them
+too. The least recently used goes first; a tenant above its share evicts its own. A missing record only costs
+cached tokens. Notes when other routers were last told of a record. All times are of one clock, in seconds.
 """
 
 from collections import OrderedDict
@@ -50,8 +48,8 @@ class Asked(NamedTuple):
 
 @dataclass(slots=True)
 class Record:
-    """`mark` and `told_at` are for who tells others of it; the rest is its owner's to change. It
-    `has_rivals` if an answer in the same words but with another thought was remembered before."""
+    """`mark` and `told_at` belong to the code that tells other routers; only this module changes the rest. It
+    `has_rivals` if an answer with the same words and other reasoning was remembered before."""
 
     serial: int
     tenant: str
@@ -60,9 +58,9 @@ class Record:
     parent_serial: int
     thought: Thought | None
     asked: Asked | None = None
-    """None for one that others cannot be told of."""
+    """None if others cannot be told of it."""
     mark: Mark | None = None
-    """Once others were told, or have told."""
+    """Set once others were told of it, or have told of it."""
     told_at: float | None = None
     has_rivals: bool = False
 
@@ -110,7 +108,7 @@ class RememberedHistory:
         )
 
     def find(self, keys: Sequence[ConversationKey]) -> Found | None:
-        """The longest beginning of a conversation, given by the keys of its messages, that is remembered."""
+        """Find the longest remembered beginning of the conversation with these keys."""
         for position in range(len(keys) - 1, -1, -1):
             key = keys[position]
             record = self._records.get(key)
@@ -186,7 +184,7 @@ class RememberedHistory:
         return key in self._records
 
     def chain(self, key: ConversationKey) -> list[tuple[ConversationKey, Record]]:
-        """The record of `key` and those that it needs, the earliest first; none if one of them is gone."""
+        """The record of `key` and those that it needs, earliest first; empty if one of them is gone."""
         record = self._records.get(key)
         chain = None if record is None else self._chain(key, record)
         return [(used, self._records[used]) for used in reversed(chain or ())]
@@ -201,7 +199,7 @@ class RememberedHistory:
         thought: Thought | None,
         asked: Asked | None,
     ) -> Record | None:
-        """None for one that is too large."""
+        """None if it is too large."""
         if len(added) + RECORD_BYTES > self._max_bytes * LARGEST_SHARE:
             self.num_refused += 1
             return None
@@ -225,7 +223,7 @@ class RememberedHistory:
         return record
 
     def _chain(self, key: ConversationKey, record: Record) -> list[ConversationKey] | None:
-        """The record's key and those of all before it, the latest first; None if one of them is gone."""
+        """The keys of the record and all before it, latest first; None if one of them is gone."""
         chain = [key]
         while record.parent is not None:
             parent = self._records.get(record.parent)

@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 REDIS_SECONDS = 1.0
 FAREWELL_SECONDS = 1.0
-"""At the end, for what has yet to be written."""
+"""At shutdown, for the writes that are left."""
 REST_SECONDS = 2.0
-"""After Redis has failed it is not asked for so long."""
+"""How long Redis is not asked after a failure."""
 LOOK_SECONDS = (0.0, 0.05, 0.1)
-"""Before each look for a response that is not there: another router may just be writing it."""
+"""Pause before each lookup of a missing response: another router may just be writing it."""
 
 
 class ResponseStore:
@@ -200,7 +200,7 @@ class ResponseStore:
 
     @asynccontextmanager
     async def _asking(self) -> AsyncIterator[None]:
-        """Redis, for as long as a client can be made to wait. Raises ResponsesUnavailable."""
+        """Give Redis as long as a client can wait. Raises ResponsesUnavailable."""
         if self._health.is_resting:
             raise self._unavailable()
         try:

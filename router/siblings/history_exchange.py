@@ -37,33 +37,33 @@ REDIS_SECONDS = 1.0
 SURVEY_SECONDS = 10.0
 FAREWELL_SECONDS = 1.0
 REST_SECONDS = (0.1, 2.0)
-"""Before Redis is tried again: the first time, and at most."""
+"""Pause before Redis is tried again: the first, and the longest."""
 MOST_UNTOLD = 4096
 MOST_UNTOLD_BYTES = 16 * 2**20
 TELLINGS_PER_WRITE = 64
 BYTES_PER_WRITE = 512 * 2**10
-"""To seal and send that takes some milliseconds of the event loop."""
+"""Sealing and sending this much takes some milliseconds of the event loop."""
 MISSING_SECONDS = 60.0
 MOST_MISSING = 8192
 
 
 class Look(enum.StrEnum):
-    """How a look for answers of others has ended."""
+    """The outcome of a lookup."""
 
     HEARD = "heard"
-    """Some of what was asked for was there."""
+    """Some of the records were there."""
     MISSING = "missing"
     LATE = "late"
     FAILED = "failed"
     RESTING = "resting"
-    """Redis was not asked, since it has been late or has failed."""
+    """Redis was not asked: it was late or has failed."""
     KNOWN_MISSING = "known_missing"
-    """Nor here: all of it was missing a moment ago."""
+    """Redis was not asked: all records were missing a moment ago."""
 
 
 class HistoryExchange:
-    """For one event loop: have `run()` run, and `close()` when no request is left. `lost_at` is when
-    something that was to be told was lost, so that what was told until then may not be there."""
+    """For one event loop: have `run()` run, and `close()` when no request is left. `lost_at` is when a record
+    was last lost; those that were told before may be gone."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class HistoryExchange:
         return [found.get(key) for key in keys]
 
     def pass_over(self, tenant: str, keys: Iterable[ConversationKey], *, is_wrong: bool = False) -> None:
-        """Not to be asked for again for a while. `is_wrong` counts what was heard and does not fit."""
+        """Do not ask for these again for a while. `is_wrong` counts records that did not fit."""
         until = self._clock() + MISSING_SECONDS
         for key in keys:
             self._num_wrong += is_wrong
@@ -242,10 +242,10 @@ class HistoryExchange:
     def _has_read(self, reading: asyncio.Task[Any]) -> None:
         self._reads.discard(reading)
         if not reading.cancelled():
-            reading.exception()  # who waited knows; or nobody waits any more
+            reading.exception()  # the caller has it, or is gone
 
     async def _tell_some(self) -> None:
-        """Nothing where it cannot be seen whether there is room."""
+        """Write one batch, after a survey of the room if one is due."""
         tellings = self._next_tellings()
         try:
             if self._redis.is_survey_due:
@@ -282,7 +282,7 @@ class HistoryExchange:
             self.lost_at = self._clock()
 
     async def _recover(self) -> None:
-        """Until Redis answers as soon as a request needs it to."""
+        """Wait until Redis answers as fast as a request needs it to."""
         pause, most = REST_SECONDS
         while True:
             try:

@@ -22,18 +22,18 @@ STREAM = "kvasir-stories:news"
 MAX_NEWS = 256
 KEPT_SECONDS = 30
 MAX_STORY_BYTES = 256 * 2**10
-"""A longer one is not told to others."""
+"""A longer story is not sent."""
 ANSWER_SECONDS = 1.0
-"""An answer that has not come by then does not come."""
+"""Deadline of a question."""
 LOOK_SECONDS = 0.02
-"""Between two looks at one's own memory: a story is there a moment after its answer has ended."""
+"""Between two lookups in our own memory: a story is there a moment after its answer has ended."""
 ASK_AGAIN_SECONDS = 0.2
-"""After which a router that knew nothing of an id looks once more."""
+"""A router that does not know an id looks once more after this time."""
 MAX_ASKED = 64
 MAX_ASKED_OF_TENANT = 4
-"""Questions that wait at once; beyond, only one's own memory is asked."""
+"""Questions that wait at once; beyond, only our own memory is searched."""
 MAX_TELLING = 256
-"""Questions of others that are looked up and answered at once; more are passed over."""
+"""Questions of others that are answered at once; more are dropped."""
 
 Find = Callable[[str, str], Story | None]
 """The story of a tenant's prompt by its id, if it is known here."""
@@ -53,7 +53,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="!"):
 class StoryExchange:
     """For one event loop: have `run()` run. Raises ValueError if that is not a Redis address.
 
-    Routers without a secret in common pass over what the other says.
+    Routers without a common secret ignore each other.
     """
 
     def __init__(self, redis_url: str, secret: ClusterSecret, find: Find) -> None:
@@ -109,7 +109,7 @@ class StoryExchange:
             await self._stream.close()
 
     async def ask(self, tenant: str, prompt_id: str) -> Story | None:
-        """From here, or else from the router that knows it; None where none has said it in time."""
+        """Our own story, else that of the router that knows it; None if none has answered in time."""
         story = self._find(tenant, prompt_id)
         if story is not None:
             return story

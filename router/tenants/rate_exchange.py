@@ -1,8 +1,7 @@
-"""RateExchange: routers' news of what tenants and keys have used, to and fro over Redis, in the background.
+"""RateExchange: exchanges the use of tenants and keys between routers over Redis, in the background.
 
-Owns when something is told. No request waits for it. While Redis is away each router goes on by its own count
-and keeps what it has to tell, so that the others know it afterwards; of what is only a hint between routers
-nothing is an error.
+Owns when a message is sent. No request waits for it. While Redis is away, each router counts its own use and
+sends it afterwards.
 """
 
 import asyncio
@@ -18,10 +17,10 @@ from router.tenants.rate_news import MAX_ENTRIES, News, RateNews, decode_news
 
 STREAM = "kvasir-limits:news"
 WRITE_SECONDS = 0.2
-"""Between two writes: with the time that Redis takes, how late the others know."""
+"""Between two messages. With the time that Redis takes, this is how late the others know."""
 WRITES_AT_ONCE = 8
 MAX_NEWS = 2048
-"""In the stream."""
+"""Length of the stream."""
 KEPT_SECONDS = 120
 
 
@@ -31,7 +30,7 @@ class RateExchange:
     def __init__(
         self, redis_url: str, limits: RateLimits, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """`clock` is the one by which the limits are asked."""
+        """`clock` is that of `limits`."""
         self.news = RateNews(limits, secrets.token_urlsafe(9))
         self._stream = NewsStream(
             redis_url,
@@ -100,7 +99,7 @@ class RateExchange:
         return is_told
 
     async def _read(self) -> None:
-        """A router that has just started takes in what was used within the last minute."""
+        """A router that has just started reads the use of the last minute."""
         async for news, seconds_ago in self._stream.messages(SECONDS_PER_MINUTE):
             self.news.hear(news, self._clock() - seconds_ago)
             self.num_heard += 1

@@ -1,8 +1,8 @@
-"""RateLimits: whether a request still fits into what its tenant and its key may use, and what it takes of it.
+"""RateLimits: whether a request fits the limits of its tenant and its key, and what it takes of them.
 
-Owns the accounts of those who have limits. Pure: its caller says what time it is. Nothing is kept of who has
-no limits, and what has filled again is forgotten: of each request two accounts are looked at for that, so
-that there are never many more than were used within the last minutes.
+Owns the accounts of tenants and keys that have limits. Pure: the time is the caller's. Accounts that are full
+again are forgotten: each request looks at two, so there are never many more than were used in the last
+minutes.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from router.shared.instruments import Instrument, counter, gauge
 from router.tenants.rate_account import Ask, Limited, Owner, Quota, RateAccount, Shortage
 
 NUM_LOOKED_AT = 2
-"""Accounts at each request, to forget those that are idle."""
+"""Accounts that each request looks at, to forget those that are idle."""
 
 
 class Taken(NamedTuple):
@@ -39,15 +39,15 @@ class RateLimits:
     def __init__(self) -> None:
         self._accounts: tuple[dict[str, RateAccount], dict[str, RateAccount]] = ({}, {})
         self._hand: deque[RateAccount] = deque()
-        """Each account once; the next to be looked at comes first."""
+        """Each account once; the next one to look at comes first."""
         self.changed: dict[RateAccount, None] | None = None
         """Accounts to report to other routers, oldest first; None without other routers."""
         self.num_sequences = 0
         self.num_refused = dict.fromkeys(Limited, 0)
 
     def begin(self, caller: Caller, now: float) -> None:
-        """Raises LimitReached for a request that would be refused whatever its body says, except for tokens
-        that come back: how long that takes is told once it is known how many it needs."""
+        """Raises LimitReached if the request would be refused with any body. A lack of tokens that come back
+        is left to `take`, which knows how many are needed."""
         for owner, account in self._limited(caller, now):
             if account.fits(LEAST_ASK):
                 continue
@@ -56,7 +56,7 @@ class RateLimits:
                     self._refuse(owner, shortage)
 
     def take(self, caller: Caller, ask: Ask, now: float) -> Taken | None:
-        """All that it asks, or nothing and LimitReached. None: this caller has no limits."""
+        """Take all that it asks; None if the caller has no limits. Raises LimitReached and takes nothing."""
         self._forget_idle(now)
         accounts = self._limited(caller, now)
         if not accounts:
@@ -78,7 +78,7 @@ class RateLimits:
         self._note_changed(taken)
 
     def give_back(self, taken: Taken, now: float) -> None:
-        """It was not served."""
+        """Undo `take` for a request that was not served."""
         self.num_sequences -= taken.ask.num_sequences
         for account, reserved in taken.parts:
             account.pass_time(now)
@@ -86,7 +86,7 @@ class RateLimits:
         self._note_changed(taken)
 
     def quotas(self, caller: Caller, now: float) -> Quotas | None:
-        """None: this caller has no limits."""
+        """None if the caller has no limits."""
         accounts = self._limited(caller, now)
         if not accounts:
             return None
@@ -122,7 +122,7 @@ class RateLimits:
         )
 
     def account(self, owner: Owner, name: str, limits: Limits, now: float) -> RateAccount:
-        """Made if it is not there. As of now, under these limits."""
+        """The account as of now, under these limits; made if it is not there."""
         accounts = self._accounts[owner]
         account = accounts.get(name)
         if account is None:

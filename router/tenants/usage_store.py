@@ -1,8 +1,8 @@
-"""UsageStore: what has been used, as all routers of a cluster have counted it.
+"""UsageStore: the usage that all routers of a cluster have counted.
 
-Owns when this router's numbers go to Redis and what a question for usage gets. No request waits for either:
-numbers are written in the background, and what is not written yet is read from memory. A router that is
-killed loses what it has counted since its last write; one that ends in order loses nothing.
+Owns when this router's totals go to Redis, and the answer to a question for usage. Totals are written in the
+background, and those that are not written yet are read from memory. A router that is killed loses what it has
+counted since its last write; one that shuts down in order loses nothing.
 """
 
 import asyncio
@@ -27,15 +27,15 @@ from router.tenants.usage_sums import Group, TooManyGroups, UsageQuery, UsageSum
 logger = logging.getLogger(__name__)
 
 WRITE_SECONDS = 1.0
-"""Between two writes: what a killed router loses, with the time that the write takes."""
+"""Between two writes. A killed router loses this much, and the time of a write."""
 REDIS_SECONDS = 2.0
 """For one write of some rows, and for one read of some hashes."""
 FAREWELL_SECONDS = 2.0
 ROWS_PER_WRITE = 200
-"""To write them out takes a few milliseconds of the event loop."""
+"""Encoding these takes a few milliseconds of the event loop."""
 HASHES_PER_READ = 100
 MAX_HASHES = 100_000
-"""Hours times tenants of one question."""
+"""Bound on hours times tenants in one question."""
 
 
 Tell = Callable[[ServedRequest, Amounts, Cost], None]
@@ -93,14 +93,14 @@ class UsageStore:
         await self._redis.close()
 
     async def write(self) -> None:
-        """All that has not been written, or as much as Redis takes now."""
+        """Write all that has changed, or as much as Redis takes now."""
         for _ in range(1 + self.ledger.num_unwritten // ROWS_PER_WRITE):
             if not self.ledger.num_unwritten or not await self._write_some():
                 break
         self.ledger.let_go(int(self._wall_clock() // HOUR_SECONDS), self.num_hours)
 
     async def _write_some(self) -> bool:
-        """Whether to go on."""
+        """False if Redis has not taken it."""
         rows = self.ledger.take_unwritten(ROWS_PER_WRITE)
         unwritten = rows
         try:
