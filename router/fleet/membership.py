@@ -179,7 +179,7 @@ class Membership:
 
     @property
     def num_refused_records(self) -> Mapping[str, int]:
-        """As of the latest look."""
+        """Counted at the latest look."""
         return self._source.num_refused
 
     @property

@@ -108,7 +108,7 @@ class FairQueue:
         )
 
     def oldest_since(self) -> float | None:
-        """When the one that has waited longest came."""
+        """Arrival of the one that has waited longest."""
         return min((waiter.since for line in self._lines.values() for waiter in line.all()), default=None)
 
     def _has_room(self, num_bytes: int, without: Waiter | None = None) -> bool:
