@@ -3,11 +3,13 @@
 Owns how figures are computed and printed.
 """
 
+import contextlib
 import os
 import platform
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,32 +47,51 @@ def cpu_seconds(pid: int) -> float:
     return float(times.user + times.system)
 
 
-def proportional_set_bytes(pids: Sequence[int]) -> int:
-    """Memory of several processes with shared pages counted once (PSS of Linux), in bytes."""
-    total = 0
-    for pid in pids:
-        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
-        total += next(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:"))
-    return total
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of a process and its descendants.
+
+    Resident pages of files come and go. Proportional counts a page that several processes share once.
+    """
+
+    resident: int = 0
+    anonymous: int = 0
+    proportional: int = 0
+
+
+def memory_of(pid: int) -> Memory:
+    """Of Linux. Processes that end meanwhile are left out. Raises psutil.NoSuchProcess."""
+    sums: Counter[str] = Counter()
+    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        with contextlib.suppress(OSError):
+            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii")
+            sums.update({line.split(":")[0]: int(line.split()[1]) for line in rollup.splitlines()[1:]})
+    return Memory(sums["Rss"] * 1024, sums["Anonymous"] * 1024, sums["Pss"] * 1024)
 
 
 def print_header(title: str) -> None:
     """Print what makes a figure reproducible: command, commit, machine."""
     print(f"## {title}")
     print(f"command: python -m {_module()} {' '.join(sys.argv[1:])}")
-    print(f"commit: {_commit() or 'unknown'}")
+    print(f"commit: {commit_of(Path(__file__)) or 'unknown'}")
     print(f"machine: {os.cpu_count()} cores, {processor()}, Python {platform.python_version()}")
 
 
-def _commit() -> str:
-    """Empty outside of a checkout, or where there is no git."""
+def commit_of(file: Path) -> str:
+    """The commit that a source file belongs to, "+edits" if tracked files have changed since; else empty."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=file.parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
     try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-        )
-    except FileNotFoundError:
+        git("ls-files", "--error-unmatch", file.name)
+        commit = git("rev-parse", "HEAD")
+        has_edits = bool(git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.CalledProcessError):
         return ""
-    return described.stdout.strip()
+    return commit + "+edits" if has_edits else commit
 
 
 def _module() -> str:

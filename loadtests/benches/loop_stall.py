@@ -18,12 +18,15 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from loadtests.benches.harness import bench_options
-from loadtests.figures import cpu_seconds, print_header, proportional_set_bytes
+from loadtests.figures import cpu_seconds, memory_of, print_header
+from loadtests.load.streaming import Connection
 from loadtests.stacks.local_stack import LocalStack, local_stack
 from loadtests.workloads.worst_bodies import WorstBody, worst_bodies
 from loadtests.workloads.worst_images import worst_images
@@ -80,13 +83,10 @@ class Health:
         self._longest = 0.0
 
     async def run(self) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        connection = Connection("127.0.0.1", self._port)
         while True:
             asked = time.perf_counter()
-            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
-            await reader.readexactly(int(length.split(b":")[1]))
+            await connection.get("/health")
             self._longest = max(self._longest, time.perf_counter() - asked)
             await asyncio.sleep(0.001)
 
@@ -118,27 +118,11 @@ async def send(port: int, body: WorstBody) -> int:
     return int(head.split()[1]) if head else 0
 
 
-def family(pid: int) -> list[int]:
-    """A process and its descendants."""
-    found = [pid]
-    for process in found:
-        for children in _children(process):
-            found += children
-    return found
-
-
-def _children(pid: int) -> Iterator[list[int]]:
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            yield [int(child) for child in (task / "children").read_text().split()]
-
-
 async def lag_seconds(port: int) -> float:
     """The gauge's worst of the last 10 to 20 seconds."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-    text = (await reader.read(-1)).decode()
-    writer.close()
+    connection = Connection("127.0.0.1", port)
+    text = (await connection.get("/metrics")).decode()
+    await connection.close()
     lines = [line for line in text.splitlines() if line.startswith("router_event_loop_lag_seconds ")]
     return float(lines[0].split()[1]) if lines else 0.0
 
@@ -150,8 +134,8 @@ async def watched_memory(pid: int) -> AsyncIterator[list[int]]:
 
     async def sample() -> None:
         while True:
-            with contextlib.suppress(OSError, ProcessLookupError):
-                samples.append(await asyncio.to_thread(proportional_set_bytes, family(pid)))
+            with contextlib.suppress(psutil.Error):
+                samples.append((await asyncio.to_thread(memory_of, pid)).proportional)
             await asyncio.sleep(0.25)
 
     task = asyncio.create_task(sample())

@@ -33,8 +33,8 @@ import httpx
 
 from loadtests.arguments import count, positive, share
 from loadtests.benches.harness import bench_options, settings_of
-from loadtests.benches.soak_figures import Memory, errors_by_kind, growth, memory_of, raised_gauges
-from loadtests.figures import milliseconds, print_header
+from loadtests.benches.soak_figures import errors_by_kind, growth, raised_gauges
+from loadtests.figures import Memory, memory_of, milliseconds, print_header
 from loadtests.load.cluster_samples import parse_metrics
 from loadtests.load.locust_run import HeadlessRun, run_headless
 from loadtests.load.streaming import Connection, StreamCut

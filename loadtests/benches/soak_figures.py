@@ -1,4 +1,4 @@
-"""Figures of a soak test: a process's memory, its growth, gauges that should return to zero.
+"""Figures of a soak test: the growth of memory, errors, gauges that should return to zero.
 
 Owns which gauges may be above zero on an idle cluster.
 """
@@ -9,9 +9,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 NUM_BINS = 10
@@ -68,30 +66,11 @@ RAISED_AT_REST = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Memory of a process and its children, in bytes. The first includes pages of files, which come and
-    go."""
-
-    resident: int
-    anonymous: int
-
-
-@dataclass(frozen=True, slots=True)
 class Growth:
     """A slope per second and the half width of its 95 % interval."""
 
     per_second: float
     margin: float
-
-
-def memory_of(pid: int) -> Memory:
-    resident = anonymous = 0
-    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
-        rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii")
-        kibibytes = {line.split(":")[0]: int(line.split()[1]) for line in rollup.splitlines()[1:]}
-        resident += kibibytes["Rss"] * 1024
-        anonymous += kibibytes["Anonymous"] * 1024
-    return Memory(resident, anonymous)
 
 
 def growth(seconds: Sequence[float], values: Sequence[float]) -> Growth:

@@ -9,7 +9,6 @@ import gzip
 import json
 import os
 import platform
-import subprocess
 import zlib
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
-from loadtests.figures import processor
+from loadtests.figures import commit_of, processor
 from loadtests.reports.report import RequestRecord
 
 FORMAT = "kvasir-run"
@@ -129,23 +128,6 @@ def surroundings() -> Surroundings:
     return Surroundings(
         commit_of(Path(__file__)), _machine(), datetime.now(UTC).isoformat(timespec="seconds")
     )
-
-
-def commit_of(file: Path) -> str:
-    """The commit that a source file belongs to, "+edits" if tracked files have changed since; else empty."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=file.parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", file.name)
-        commit = git("rev-parse", "HEAD")
-        has_edits = bool(git("status", "--porcelain", "--untracked-files=no"))
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return commit + "+edits" if has_edits else commit
 
 
 def _machine() -> str:

@@ -146,7 +146,7 @@ async def _sleep_until(seconds: float) -> None:
 
 
 def _event(content: Body) -> bytes:
-    return _chunk(b"data: " + json.dumps(content).encode() + b"\n\n")
+    return _chunk(b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n")
 
 
 def _delta(delta: Body) -> bytes:

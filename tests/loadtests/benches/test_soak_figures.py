@@ -6,7 +6,8 @@ import random
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from loadtests.benches.soak_figures import RAISED_AT_REST, errors_by_kind, growth, memory_of, raised_gauges
+from loadtests.benches.soak_figures import RAISED_AT_REST, errors_by_kind, growth, raised_gauges
+from loadtests.figures import memory_of
 from replicas.observation.metrics import ReplicaMetrics
 from tests.metric_catalog import families
 
