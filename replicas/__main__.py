@@ -30,7 +30,8 @@ EXIT_NOT_STARTED = 2
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run until told to stop. 0: left in order; 1: died while serving; 2: did not start."""
+    """Run until told to stop. Returns 0 after an orderly end, 1 if it died while serving, 2 if it did not
+    start."""
     set_up_logs()
     try:
         config = load_settings(
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 async def serve(config: ReplicaConfig) -> None:
-    """Host the replica until it has ended. Raises what ended it, unless it was a signal."""
+    """Host the replica until it ends. Raises the cause, unless that was a signal."""
     host = ReplicaHost(config)
     signals: asyncio.Queue[None] = asyncio.Queue()
     loop = asyncio.get_running_loop()

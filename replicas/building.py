@@ -1,7 +1,7 @@
-"""build_in_time: an engine and the proof of its hashes, or the sentence that says that it took too long.
+"""build_in_time: builds and proves an engine within a deadline.
 
-Owns the thread that builds, apart from the event loop's own: one that never returns holds up nothing but
-itself, and ends with the process.
+Owns the thread that builds, apart from the event loop's: one that never returns blocks only itself, and ends
+with the process.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ GRACE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ProvenEngine:
-    """`token_seconds` is what a token of the proof's prompts took."""
+    """`token_seconds` is the measured time per token of the proof's prompts."""
 
     engine: Engine
     bundle: TokenizerBundle

@@ -15,7 +15,7 @@ from replicas.protocol.status import ModelCard
 
 
 class RequestRefused(Exception):
-    """The engine will not run this request, and has kept nothing of it."""
+    """The engine refuses this request and keeps nothing of it."""
 
     def __init__(self, code: RefusalCode, message: str) -> None:
         super().__init__(message)
@@ -27,8 +27,8 @@ class RequestRefused(Exception):
 class EngineRequest:
     """One continuation of one prompt: a `Submit` with n choices becomes n of these.
 
-    `key` has the replica's own id, not the submit's. `token_ids` are what the submit has packed; the choices
-    share them, so they are never changed.
+    `key` has the replica's own id, not the submit's. `token_ids` are the submit's unpacked tokens; the
+    choices share them, so they must not be changed.
     """
 
     key: RequestKey
@@ -61,7 +61,7 @@ class SharedKv:
 
 
 def with_layout(card: ModelCard, shared: SharedKv | None) -> ModelCard:
-    """The card, with what says whose KV this engine can use."""
+    """Return the card with the layout of KV that this engine can use."""
     return card if shared is None else dataclasses.replace(card, kv_layout=shared.layout.hex())
 
 
@@ -73,7 +73,7 @@ class Engine(Protocol):
 
     @property
     def shared_kv(self) -> SharedKv | None:
-        """None if nothing below the device is there for others to read."""
+        """Return the memory that others may read below the device, or None."""
 
     def begin(self) -> None:
         """Start serving: earlier calls were proofs, and KV of an earlier life below the device counts from
@@ -89,20 +89,20 @@ class Engine(Protocol):
         """Something that is answered in a frame to come. Only of an engine with `shared_kv`."""
 
     def take_media(self, question: MediaQuestion) -> None:
-        """Something that prompts will refer to; a frame to come says what became of it. Only of an engine
-        whose card says how it reads images."""
+        """Receive an image that prompts will refer to; a later frame reports the outcome. Only for an engine
+        whose card has a rule for images."""
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do: a waiting or running request, or an event to report."""
 
     def step(self) -> StepFrame:
-        """Compute one batch and say what came of it. Never blocks for work; may be called when idle."""
+        """Compute one batch and report it. Never blocks; may be called when idle."""
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached block. False, and nothing happens, while any request holds blocks."""
+        """Clear the cache. Returns False and does nothing while a request holds blocks."""
 
     def close(self) -> None:
-        """Give back memory and devices. Nothing may be called afterwards."""
+        """Free memory and devices. The last call."""
 
 
 def expand(submit: Submit, serial: int) -> list[EngineRequest]:

@@ -53,7 +53,8 @@ def _build_vllm(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
 
 
 def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
-    """The checkpoint lends its vocabulary, its tokenizer and its name; nothing is computed with it."""
+    """Build the engine. The checkpoint provides vocabulary, tokenizer and name; nothing is computed with
+    it."""
     directory = checkpoint_directory(config.model)
     check_simulation(config)
     hardware, speed = HARDWARE[config.simulated_hardware], config.simulated_speed

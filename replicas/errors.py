@@ -1,4 +1,4 @@
-"""Everything that keeps a replica from serving, each with one sentence for the person who runs it.
+"""The errors that keep a replica from serving, each with one sentence for its operator.
 
     ReplicaError
     ├── StartupError        it would not start, or must not: nothing was registered
@@ -7,7 +7,7 @@
     ├── EngineHung          the engine has work and ends no step; its requests go elsewhere
     └── LeaseLost           another process serves under this replica's id
 
-Besides these: SettingsError (`process/settings.py`) and CheckpointError (`checkpoints`), on the way up.
+Also SettingsError (`process/settings.py`) and CheckpointError (`checkpoints`).
 """
 
 

@@ -58,13 +58,13 @@ LEASES_PER_SET = 20
 """How many leases long the blocks set outlives its own: a pause costs no rewrite; a dead replica's goes."""
 
 FIRST_INDEX_SECONDS = 5.0
-"""How long a replica puts off that it is ready, until routers can find what its disk has kept."""
+"""Seconds that a replica delays readiness until routers can find its disk's chunks."""
 
 FLUSH_SECONDS = 2.0
-"""How long routers may take to read what is still queued for them when the replica ends."""
+"""Seconds for routers to read queued messages when the replica ends."""
 
 TELL_SECONDS = 1.0
-"""How long routers may take to learn of a drain; what is sent after it is refused."""
+"""Seconds for routers to learn of a drain; later submits are refused."""
 
 HAND_OVER_PAUSE_SECONDS = 5.0
 """How long after leases were handed over it is looked for new ones, of requests that still run."""
@@ -72,7 +72,7 @@ HAND_OVER_PAUSE_SECONDS = 5.0
 ENGINE_STOP_SECONDS = 10.0
 
 HUNG_ENGINE_STOP_SECONDS = 1.0
-"""For one of which nothing is expected any more."""
+"""Seconds for a hung engine, which is not expected to answer."""
 
 
 class ReplicaHost:
@@ -133,19 +133,19 @@ class ReplicaHost:
         await started
 
     async def drain(self) -> None:
-        """Admit nothing more, finish what runs (for at most `drain_seconds`), and leave."""
+        """Admit nothing more, finish running requests within `drain_seconds`, and leave."""
         self.begin_drain()
         if self._supervisor is not None:
             await self._ended.wait()
 
     async def stop(self) -> None:
-        """End now: what runs is aborted. Idempotent."""
+        """End now, aborting what runs. Idempotent."""
         self._end.set()
         if self._supervisor is not None:
             await self._ended.wait()
 
     async def wait_dead(self) -> None:
-        """Return when the replica has ended. Raises what ended it, unless it was asked to end."""
+        """Return when the replica has ended. Raises the cause, unless it was asked to end."""
         await self._ended.wait()
         if self._failure is not None:
             raise self._failure
@@ -170,7 +170,7 @@ class ReplicaHost:
         self._end.set()
 
     def begin_drain(self) -> None:
-        """Drain as a task of the supervisor's, whatever becomes of who asked. Idempotent."""
+        """Start draining as the supervisor's task, independent of the caller. Idempotent."""
         if self._state is ReplicaState.STARTING:
             self._end.set()
         elif self._state is ReplicaState.READY and not self._end.is_set():
@@ -389,7 +389,7 @@ class _Parts:
         await self._index_redis.aclose()
 
     async def wait_indexed(self) -> None:
-        """Until the index has what the engine had at its start."""
+        """Wait until the index has the engine's initial chunks."""
         await self._begun.wait()
         await self.index.wait_settled()
 

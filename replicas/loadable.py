@@ -1,7 +1,7 @@
-"""complaint(): what would keep a replica's model from being loaded on this machine, without loading it.
+"""complaint(): finds what would keep a model from loading on this machine, without loading it.
 
-Owns which of the engine's own checks can be made beforehand: those of settings, config, tokenizer and the
-headers of weights. Whether memory and devices suffice only shows at the replica's start.
+Owns which of the engine's checks can be made beforehand: settings, config, tokenizer and headers of weights.
+Memory and devices are only tested by the replica's start.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def complaint(config: ReplicaConfig) -> str | None:
-    """One sentence, the one that the replica would have ended with; None if nothing speaks against it."""
+    """Return the sentence with which the replica would end, or None."""
     try:
         _check(config, checkpoint_directory(config.model))
     except Exception as error:  # as at a replica's start, where nothing that an engine raises is let through

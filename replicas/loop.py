@@ -40,7 +40,7 @@ ENGINE_FAILED = "the engine of this replica has failed"
 OnDeath = Callable[[BaseException], None]
 
 LAST_WORDS_SECONDS = 3.0
-"""How long a dead engine is left as it is, for others to hear of it: closing a large one collects garbage
+"""Seconds that a dead engine is left as it is, for others to hear of it: closing a large one collects garbage
 for seconds, in which no other thread runs."""
 
 
@@ -75,8 +75,8 @@ class _Stop:
 class EngineLoop:
     """Runs `engine` in a thread of its own until `stop` or until the engine raises.
 
-    Every request gets a last delta, or was aborted, or the loop was stopped: an engine that raises
-    ends all that live in it with an INTERNAL refusal, and `submit` takes nothing more.
+    Every request gets a last delta, or was aborted, or the loop was stopped. An engine that raises ends all
+    its live requests with an INTERNAL refusal, and `submit` takes nothing more.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class EngineLoop:
         self._thread.start()
 
     def submit(self, serial: int, submit: Submit) -> bool:
-        """Give a request's choices to the engine: False if it has ended and took none. From any thread.
+        """Give a request's choices to the engine; False if it has ended and took none. Thread-safe.
 
         Serials ascend: a frame's `last_serial` says how far its load counts them.
         """
@@ -149,7 +149,7 @@ class EngineLoop:
         return not self._thread.is_alive()
 
     def kill(self) -> None:
-        """A thread cannot be ended from outside: nothing more begins after the step that runs."""
+        """Stop after the running step; a thread cannot be killed."""
         with self._door:
             if not self._ended:
                 self._inbox.put(_Stop())
@@ -174,7 +174,7 @@ class EngineLoop:
             logger.exception("the engine could not be closed")
 
     def _turn(self) -> bool:
-        """Take what is in the inbox, waiting for it if there is nothing else to do, then step once."""
+        """Take the inbox, waiting for it if there is nothing else to do, then step once."""
         if not self._drain_inbox(wait=not self._engine.has_work()):
             return False
         self._step()

@@ -1,7 +1,7 @@
 """The start-up proof: an engine's block hashes must be those that routers compute.
 
-Owns the probe. A replica whose hashes differ would fill the index with names that no router ever asks
-for, and nothing would look broken; so it is refused before it registers.
+Owns the probe. A replica with other hashes would fill the index with names that no router asks for, and
+nothing would look broken; so it is refused before it registers.
 """
 
 import random
@@ -35,8 +35,8 @@ _PROBE_SAMPLING = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
 
 
 def prove_hashes(engine: Engine, rng: random.Random) -> int:
-    """Run probe prompts, one on the model itself, one that begins with published blocks, one with each
-    adapter, and some with images where the model takes them, and compare.
+    """Run probe prompts and compare: on the model itself, with published blocks, with each adapter, and with
+    images if the model takes them.
 
     Raises StartupError; leaves nothing in the engine if it passes. Returns how many tokens it computed.
     """

@@ -1,8 +1,8 @@
-"""Image rules of checkpoints: what a model directory says of how images become tokens.
+"""Image rules of checkpoints: how a model's images become tokens.
 
-Owns the reading of the processors' files, with the defaults that transformers has for what they leave out,
-and the refusal of what the formulas in `protocol/image_rules.py` do not cover. A refusal is no error: such a
-model is served as one of text only.
+Owns the parsing of the processors' files, with transformers' defaults for missing fields, and the refusal of
+what the formulas in `protocol/image_rules.py` do not cover. A refusal is no error: the model is served for
+text only.
 """
 
 import logging
@@ -26,7 +26,7 @@ class _Unsupported(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """An architecture's image processor, and what transformers takes where its config.json is silent."""
+    """An architecture's image processor, with transformers' defaults for its config.json."""
 
     processor: str
     image_token_id: int
@@ -44,7 +44,7 @@ _TILES: Mapping[str, _Family] = {
     "SmolVLMForConditionalGeneration": _Family("SmolVLMImageProcessor", 128257, 32),
 }
 _FIXED_TOKENS = ("Idefics3ForConditionalGeneration",)
-"""Architectures whose processor does not ask the tokenizer what its image tokens are called."""
+"""Architectures whose processor has fixed names for its image tokens."""
 
 _FORMS = ("", "Fast", "Pil")
 """One formula in three implementations, by the endings of their names."""
@@ -57,7 +57,7 @@ _LONGEST_SIDE, _TILE_SIDE, _TILE_TOKENS = 4 * 364, 364, 169
 
 
 def read_image_rule(directory: Path) -> tuple[ImageRule | None, str]:
-    """The rule of the checkpoint; or None, and a sentence that says why it takes no images."""
+    """Return the checkpoint's rule; or None, and a sentence why it takes no images."""
     try:
         config = read_json(directory / "config.json")
         names = config.get("architectures")
@@ -171,7 +171,7 @@ def _pieces(
 
 
 def _check_pieces(rule: TileRule, tokenizer: tokenizers.Tokenizer, words: _Words) -> None:
-    """Every grid that the rule can come to, put together from pieces, is what the tokenizer gives."""
+    """Check that every grid's pieces join to the tokenizer's own tokens."""
     side = len(rule.before_tile)
     grids = {(0, 0), *((side, count) for count in range(1, side + 1))}
     for rows, columns in grids | {(columns, rows) for rows, columns in grids}:
@@ -199,7 +199,7 @@ def _processor_fields(directory: Path, family: _Family) -> tuple[Mapping[str, An
 
 
 def _tokenizer(directory: Path) -> tuple[tokenizers.Tokenizer, Mapping[str, str]]:
-    """And what the tokenizer calls its tokens."""
+    """Return the tokenizer and its names of tokens."""
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer((directory / "tokenizer.json").read_bytes())
     except OSError as error:
@@ -245,7 +245,8 @@ def _number(fields: Mapping[str, Any], name: str, default: object = None) -> int
 
 
 def served_image_rule(directory: Path) -> ImageRule | None:
-    """None for a model of text, and for one whose images cannot be told from their sizes, which is said."""
+    """Return the rule; None for a text model, and, with a log line, if token counts do not follow from
+    sizes."""
     rule, reason = read_image_rule(directory)
     if rule is None and "vision_config" in read_json(directory / "config.json"):
         logger.warning("%s; it is served for text only", reason)

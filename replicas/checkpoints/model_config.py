@@ -1,8 +1,7 @@
-"""ModelConfig: what a checkpoint's `config.json` says of the network, checked and in one layout.
+"""ModelConfig: a checkpoint's `config.json`, checked and in one layout.
 
-Owns the reading of `config.json` and the list of supported families.
-Both spellings of the rotary settings are read: `rope_theta` with `rope_scaling`, and the newer
-`rope_parameters`.
+Owns its parsing and the list of supported families. Both spellings of the rotary settings are read:
+`rope_theta` with `rope_scaling`, and the newer `rope_parameters`.
 """
 
 import json
@@ -21,7 +20,7 @@ _QWEN3_HEAD_DIM = 128
 
 
 class CheckpointError(Exception):
-    """The checkpoint cannot be served. The message is one sentence for the person who chose it."""
+    """The checkpoint cannot be served. The message is one sentence for its user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> int:
-        """Yarn stretches the window that the model was trained with; other kinds say so themselves."""
+        """Longest context. Yarn stretches the training window; other kinds state it."""
         original = self.rope.parameters.get("original_max_position_embeddings")
         if self.rope.kind == "yarn" and original is not None and self.rope.parameters.get("factor"):
             return max(self.max_position_embeddings, int(original * self.rope.number("factor")))

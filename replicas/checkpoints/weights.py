@@ -106,7 +106,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
 
 
 def load_headers(directory: Path) -> CheckpointHeaders:
-    """The same, and tensors of which nothing is ever read but the headers. Raises CheckpointError."""
+    """Read a checkpoint of which only the headers are ever read. Raises CheckpointError."""
     return CheckpointHeaders(*_read_checkpoint(directory))
 
 

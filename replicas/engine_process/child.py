@@ -86,7 +86,7 @@ def _end_with_parent(descriptor: int) -> None:
 
 
 def _build(connection: "Connection[Any, Any]") -> Engine | None:
-    """Build what the first question says, and answer it. None if there is no such engine."""
+    """Build the engine of the first question, and answer it. None if that fails."""
     question = _next(connection)
     assert isinstance(question, Build)
     fields = {"service": "engine", "replica": question.config.replica_id}
@@ -104,7 +104,7 @@ def _build(connection: "Connection[Any, Any]") -> Engine | None:
 
 
 def _run(engine: Engine, connection: "Connection[Any, Any]") -> None:
-    """Let the engine run by itself until the parent says Close; a failure is the parent's to act on."""
+    """Run the engine until the parent says Close; a failure is the parent's to handle."""
 
     def send(answer: FromChild) -> None:
         with suppress(OSError):  # the parent has gone, and in a moment so have we

@@ -1,10 +1,10 @@
 """EngineProcess: an engine in a process of its own, behind the Engine protocol.
 
-Owns the child process, the pipe to it and what travels there: one question and one answer per call of
-the protocol. The engine is at the other end, where `child.py` builds and drives it.
+Owns the child process, the pipe and its messages: one question and one answer per call of the protocol.
+`child.py` builds and drives the engine at the other end.
 
-A child that has died makes the next call raise EngineDied. `StartLoop` ends the questions and answers: from
-then on the child drives the engine by itself, and `process_loop.py` sends and receives.
+After the child died, the next call raises EngineDied. `StartLoop` ends the questions and answers: from then
+on the child drives the engine itself, and `process_loop.py` sends and receives.
 """
 
 import atexit
@@ -101,7 +101,7 @@ class NotBuilt(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """`value` is what `reset_prefix_cache` returned; the others return nothing."""
+    """`value` is the result of `reset_prefix_cache`; others have none."""
 
     has_work: bool
     value: bool = True
@@ -120,7 +120,7 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine raised what it must not."""
+    """The engine raised an unexpected exception."""
 
     summary: str
     traceback: str
@@ -252,7 +252,7 @@ class EngineProcess:
             raise EngineDied(self._obituary()) from error
 
     def receive(self) -> FromChild:
-        """The next of what the child says. Raises EngineDied if it has ended, or its engine has."""
+        """Return the child's next message. Raises EngineDied if it or its engine has ended."""
         try:
             answer = ANSWERS.decode(self._connection.recv_bytes())
         except (EOFError, OSError) as error:

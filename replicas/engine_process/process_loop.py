@@ -1,12 +1,12 @@
 """ProcessLoop: an EngineLoop that runs in the engine's own process, seen from the replica's.
 
-Owns the two threads at this end of the pipe and the set of requests that live at the other. Does
-not know asyncio, gRPC or Redis, like the loop that it stands for.
+Owns the two threads at this end of the pipe and the set of requests at the other. Like the loop that it
+represents, it knows neither asyncio nor gRPC nor Redis.
 
     submit, abort (any thread) ──▶ outbox ──▶ pipe ──▶ EngineLoop ──▶ pipe ──▶ on_frame(frame, seconds)
 
-The engine never waits for this process between two steps: on a busy machine, to be scheduled twice per
-step costs more than all that is done in between.
+The engine never waits for this process between two steps: on a busy machine, being scheduled twice per step
+costs more than all the work in between.
 """
 
 import logging
@@ -116,7 +116,7 @@ class ProcessLoop:
         return not self._reader.is_alive()
 
     def kill(self) -> None:
-        """End the process in the middle of whatever it does; that is its death."""
+        """Kill the process, which counts as its death."""
         self._engine.kill()
 
     def _write(self) -> None:

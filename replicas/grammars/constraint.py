@@ -1,6 +1,6 @@
-"""Constraint: what one choice's tokens are held to, as a scheduler sees it.
+"""Constraint: the grammar of one choice's tokens, for a scheduler.
 
-Owns the contract between what follows a grammar and what serves requests. Pure.
+Owns the contract between the follower of a grammar and the server of requests. Pure.
 """
 
 from typing import Protocol
@@ -26,30 +26,28 @@ class Constraint(Protocol):
     """One choice's state in its grammar, its resumed output included."""
 
     def is_ready(self) -> bool:
-        """Whether it is known what may come next, as it is at any time after the first. Raises
-        ConstraintFailed and ConstraintExhausted.
-        """
+        """Whether the next tokens are known, as always after the first time. Raises ConstraintFailed and
+        ConstraintExhausted."""
 
     def allowed(self) -> list[int]:
         """The tokens that may come next; never none. Only for one that is ready."""
 
     def consume(self, token_id: int) -> bool:
-        """Take the choice's next token: whether the answer is complete with it, since nothing can follow
-        but its end. Raises ConstraintFailed, and ConstraintExhausted, with which it is not taken.
-        """
+        """Take the choice's next token. Returns whether the answer is complete, because only its end can
+        follow. Raises ConstraintFailed, or ConstraintExhausted without taking it."""
 
     def end(self) -> None:
-        """The choice is over, in whatever way. Idempotent."""
+        """End the choice. Idempotent."""
 
 
 class Constraints(Protocol):
     """Holds requests to their grammars."""
 
     def begin(self, request: EngineRequest) -> Constraint:
-        """Raises RequestRefused. What takes time goes on elsewhere until the constraint is ready."""
+        """Begin a request's constraint, which becomes ready elsewhere. Raises RequestRefused."""
 
     def wait(self, seconds: float) -> None:
-        """Until a constraint has become ready, at most so long."""
+        """Wait until a constraint has become ready, at most `seconds`."""
 
     def close(self) -> None:
-        """Nothing begins afterwards."""
+        """Stop; nothing begins afterwards."""

@@ -1,14 +1,13 @@
-"""GrammarHolder: holds an engine's requests to their grammars, worked out in threads of its own.
+"""GrammarHolder: holds an engine's requests to their grammars, compiled in threads of its own.
 
-Owns the threads and who has them, the number of choices that are held to a grammar, and how long each waits
-for it. What it costs to work one out is bounded by llguidance's limits, and by those
-of the router that has done so before.
+Owns the threads and their turns, the number of choices under a grammar, and how long each waits. Compiling is
+bounded by llguidance's limits, and by the router's that compiled it before.
 
     begin ──▶ its tenant's turn ──▶ a thread: the vocabulary, once ─▶ the grammar, once for its namespace
                                                                        └─▶ a copy for each choice
 
-Copies share the states of their grammar's automata, which are made as answers come to them: memory is a
-grammar's, and so is the number of states it may have (`memory.py`).
+Copies share the states of their grammar's automata, which answers create: memory and the number of states
+belong to the grammar (`memory.py`).
 """
 
 import logging
@@ -60,7 +59,7 @@ class HeldChoice:
         return self.future.result(timeout=0)
 
     def is_ready(self) -> bool:
-        """Only for what its grammar itself takes the request is to blame, and not for waiting."""
+        """Whether it is ready. The request is blamed only for its own compile time, not for waiting."""
         if self.future.done():
             self._check()
             return True
@@ -99,9 +98,8 @@ class HeldChoice:
 
 
 class GrammarHolder:
-    """`read_vocabulary` may raise NoVocabulary: then whatever asks for a grammar fails. A choice waits for
-    its grammar at most `seconds` of the `clock`. One thread calls all this, and all that `begin` returns.
-    """
+    """`read_vocabulary` may raise NoVocabulary: then all requests for grammars fail. A choice waits for its
+    grammar at most `seconds` of the `clock`. One thread makes all calls, also on what `begin` returns."""
 
     def __init__(
         self,
@@ -151,7 +149,7 @@ class GrammarHolder:
         return choice
 
     def withdraw(self, choice: HeldChoice) -> bool:
-        """It waits no more for a thread; False if it has one, or is done."""
+        """Withdraw from waiting for a thread; False if it has one, or is done."""
         if not choice.future.cancel():
             return False
         with self._line_lock:

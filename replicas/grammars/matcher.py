@@ -1,8 +1,7 @@
-"""Matcher: where one choice stands in its grammar.
+"""Matcher: one choice's position in its grammar.
 
-Owns llguidance's matcher of the choice, and when the answer may end: at a token that ends answers only where
-the grammar allows it, and before `min_tokens`, or at all with `ignore_eos`, only where the grammar allows
-nothing else.
+Owns llguidance's matcher, and when the answer may end: at an end token only where the grammar allows it;
+before `min_tokens`, or at all with `ignore_eos`, only where the grammar allows nothing else.
 """
 
 import re
@@ -27,9 +26,9 @@ Masks = npt.NDArray[np.int32]
 
 
 def compile_grammar(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
-    """A matcher at the beginning of the grammar, to be copied. Raises ConstraintFailed.
+    """Return a matcher at the beginning of the grammar, to be copied. Raises ConstraintFailed.
 
-    What may come first is worked out at once: for some grammars this takes the most time of all.
+    The first mask is computed at once: for some grammars it takes longest.
     """
     inner = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
     if not inner.is_error():
@@ -45,7 +44,7 @@ def reason(inner: LLMatcher) -> str:
 
 
 class Matcher:
-    """Takes the `output` that a resumed choice has already. Raises ConstraintFailed if it does not fit, and
+    """Takes the existing `output` of a resumed choice. Raises ConstraintFailed if it does not fit, and
     ConstraintExhausted."""
 
     def __init__(
@@ -60,7 +59,7 @@ class Matcher:
         self._sampling = sampling
         self._num_output_tokens = len(output)
         self._num_after_end = 0
-        """Tokens that ended what could not go on, of which llguidance does not know."""
+        """Tokens after the end of a grammar that could not continue; llguidance does not know them."""
         if output and not inner.consume_tokens(list(output)):
             if not _FORBIDDEN.search(inner.get_error()):
                 raise ConstraintExhausted
@@ -68,7 +67,7 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing can follow but a token that ends the answer."""
+        """Whether only an end token can follow."""
         return self.inner.is_stopped()
 
     def consume(self, token_id: int) -> bool:
@@ -94,7 +93,7 @@ class Matcher:
             raise ConstraintFailed(f"the grammar cannot be followed back: {reason(self.inner)}")
 
     def put_off_end(self, mask: Masks) -> None:
-        """Take the tokens that end the answer too early out of its row, unless nothing else is left."""
+        """Remove end tokens that would come too early from its row, unless nothing else is left."""
         sampling = self._sampling
         is_early = self._num_output_tokens < sampling.min_tokens
         ends = {*self._eos_token_ids} if is_early or sampling.ignore_eos else set()

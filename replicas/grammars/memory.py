@@ -1,7 +1,7 @@
-"""GrammarMemory: which grammars an engine has, and the memory that they may take.
+"""GrammarMemory: the grammars of an engine, and their memory.
 
-Owns the grammars, in use and kept for the next request with the same one, and the bounds on their bytes, in
-all and for a tenant. Of what a grammar takes it knows what its router has measured.
+Owns the grammars, in use and kept for later requests, and the bounds on their bytes, in all and per tenant.
+Sizes are the routers' measurements.
 """
 
 import threading
@@ -22,8 +22,8 @@ MAX_SHARED_TOKENS = 4096
 """Tokens of all answers to one grammar; the next answer gets new automata without states."""
 
 GrammarKey = tuple[bytes, str]
-"""The namespace's root, and the text. Tenants do not share what was worked out: how soon it is there would
-tell what others ask for."""
+"""The namespace's root, and the text. Tenants do not share compiled grammars: their readiness would tell what
+others ask for."""
 
 
 class SharedGrammar:
@@ -57,7 +57,7 @@ class GrammarMemory:
         self._num_kept = 0
 
     def take(self, key: GrammarKey, tenant: bytes, num_bytes: int) -> SharedGrammar | None:
-        """The key's grammar, until it is given back; None if there is no room for it."""
+        """Take the key's grammar until it is returned; None without room."""
         num_bytes = num_bytes or UNKNOWN_BYTES
         found = self._latest.get(key)
         has_room = self._has_room(tenant, num_bytes)

@@ -1,7 +1,4 @@
-"""The GrammarHolder of an engine, from its model's files.
-
-Owns nothing but this.
-"""
+"""The GrammarHolder of an engine, made from its model's files."""
 
 import time
 

@@ -12,7 +12,7 @@ from replicas.protocol.status import TokenizerBundle
 
 
 class NoVocabulary(Exception):
-    """The model's tokenizer is none that llguidance can read. The message says why."""
+    """llguidance cannot read the model's tokenizer. The message says why."""
 
 
 def read_vocabulary(bundle: TokenizerBundle, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:

@@ -1,8 +1,7 @@
-"""Announcements: which blocks this replica's requests are about to make, and what readers know of it.
+"""Announcements: the blocks that this replica's requests are about to compute, and what readers know of them.
 
-Owns the announcements that live and those that the next write must bring. What began and ended between two
-writes is left out. Bounded by the requests that live: each has one announcement at most, and readers hear of
-an end only if they heard of the beginning.
+Owns the open announcements, and those for the next write. One that began and ended between two writes is left
+out. Bounded by the open requests: each has at most one, and readers hear of an end only after a beginning.
 """
 
 from replicas.protocol.blocks import BlockHash
@@ -25,7 +24,7 @@ class Announcements:
         return bool(self._begun or self._ended)
 
     def begin(self, announcement_id: int, block_hashes: tuple[BlockHash, ...]) -> bool:
-        """False, and nothing happens, if readers know one of this id, or will."""
+        """Begin an announcement; False, without effect, if readers know one of this id, or will."""
         if announcement_id in self._live or announcement_id in self._ended:
             return False
         self._live[announcement_id] = block_hashes

@@ -1,17 +1,16 @@
-"""IndexWriter: one replica's share of the block index in Redis, kept equal to what its cache holds.
+"""IndexWriter: one replica's share of the block index in Redis, kept equal to its cache.
 
 Owns the blocks set of this incarnation and the numbering of its changes.
 
-A write takes whatever accumulated while the previous one was in flight: SADD, SREM and XADD in one
-transaction. Nothing is queued: while Redis is away only the counts go on, and they are bounded by the
-engine's blocks. When a write fails, it may have happened all the same. The writer then gives up on
-differences and writes the whole set anew, with a change in the stream that says `cleared`, so that
-mirrors follow. The same when the set turns out to be lost or to have the wrong size.
+A write takes everything accumulated during the previous one: SADD, SREM and XADD in one transaction. Nothing
+is queued: while Redis is away only counts change, bounded by the engine's blocks. A failed write may have
+happened. The writer then abandons differences and rewrites the whole set, with a `cleared` change in the
+stream, so that mirrors follow. It does the same if the set is lost or has the wrong size.
 
-Redis may be full. Leases come first: then this set is taken away, and written again when there is room.
+Redis may be full. Leases come first: then this set is removed, and rewritten when there is room.
 
-Announcements ride along: an end in the same change as what was observed before it, or in a later one.
-They are in the stream only, so a change of nothing else is one XADD.
+Announcements ride along: an end is in the same change as the events before it, or in a later one. They are in
+the stream only, so a change of announcements alone is one XADD.
 """
 
 import asyncio
@@ -53,8 +52,8 @@ LAST_MILLISECONDS = b"18446744073709551615-"
 """After an entry with such an id a stream takes no other."""
 
 HASHES_PER_CHANGE = 4096
-"""64 KiB: what one command or stream entry holds at most, so that a big rewrite holds up neither Redis nor
-readers. (One announcement is not cut: it is as long as its prompt.)"""
+"""Hashes per command or stream entry: 64 KiB, so that a big rewrite blocks neither Redis nor readers. (One
+announcement is not cut: it is as long as its prompt.)"""
 
 TIMEOUT_SECONDS = 5.0
 """For one command or transaction."""
@@ -236,13 +235,13 @@ class IndexWriter:
         await self._redis.unlink(self._blocks_key, self._building_key)
 
     async def _withhold(self) -> None:
-        """Take the set away, to be written again as soon as there is room."""
+        """Remove the set until there is room for it."""
         self.rewrite()
         async with asyncio.timeout(TIMEOUT_SECONDS):
             await self.remove()
 
     async def _clear_wrong_stream(self) -> None:
-        """Delete what lies under the stream's name and is no stream, or takes no entries any more."""
+        """Delete a key under the stream's name that is no stream, or takes no more entries."""
         async with asyncio.timeout(TIMEOUT_SECONDS):
             kind = await self._redis.type(self._events_key)
             if kind == b"none":
@@ -287,7 +286,7 @@ class IndexWriter:
             self._wanted.set()
 
     def _take_change(self) -> tuple[list[IndexChange], Mapping[BlockHash, Tier]]:
-        """The changes, and in which tier the set has what they name and it has already."""
+        """Return the changes, and the present tier of named hashes that the set already has."""
         kept = self._residency.take_change()
         announced, ended = self._announcements.take_change()
         changes = self._change(
@@ -355,8 +354,8 @@ class IndexWriter:
         self._metrics.index_rewrites.inc()
 
     def _change(self, **parts: Any) -> list[IndexChange]:
-        """Stream entries for one write. Numbers are used up by trying: a reader may see a gap, never a
-        number that stands for two different changes."""
+        """Return stream entries for one write. A failed write uses up its numbers: readers may see a gap,
+        never one number for two changes."""
         changes = _split(IndexChange(self._replica_id, self._epoch, self._number + 1, **parts))
         self._number += len(changes)
         return changes

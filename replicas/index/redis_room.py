@@ -1,12 +1,12 @@
-"""RedisRoom: how much of Redis' memory the index of one model may take, and what is done when it is too much.
+"""RedisRoom: the memory of Redis that one model's index may use, and the reaction when it is exceeded.
 
-Owns the bound of the stream in bytes, and the question whether the index may be written at all. Leases come
-before the index: it stops well below Redis' `maxmemory`, so that leases find room.
+Owns the bound of the stream in bytes, and whether the index may be written. Leases come before the index,
+which stops well below Redis' `maxmemory`.
 
-    bytes of the stream    measured by Redis, when the dice of any writer say so: on average whenever all
-                           writers together have written a sixteenth of the bound, however many they are
-    used memory            asked for every few seconds, by each writer at times of its own. One that finds
-                           Redis too full takes its own set away, so that as many do so as must
+    bytes of the stream    measured by Redis when any writer's dice say so: on average whenever all
+                           writers together have written a sixteenth of the bound
+    used memory            read every few seconds by each writer at its own times. A writer that finds
+                           Redis too full removes its own set, so that just enough do so
 """
 
 import logging
@@ -68,7 +68,7 @@ class RedisRoom:
             raise NoRoom("Redis has no room for the index")
 
     async def make(self) -> None:
-        """Redis has refused a write: give back what is ours and can be made again, the stream first."""
+        """Make room after Redis refused a write: free what can be rebuilt, the stream first."""
         self._set_full(True)
         self._look_due = self._clock() + self._next_look_seconds()
         # Its last entry stays: readers go by its id.

@@ -1,19 +1,19 @@
-"""Residency: which hashes the index should hold, counted from the cache events of one engine.
+"""Residency: which hashes the index should hold, counted from one engine's cache events.
 
 Owns the counts and the thinning.
 
-Events are a multiset, and only some hashes are *kept* in the index. A copy lies in one tier, and goes by
-that tier's events alone. A hash is kept while at least one copy is resident, whatever the tier, and
+Events are a multiset, and only some hashes are *kept* in the index. A copy is in one tier, and that tier's
+events alone remove it. A hash is kept while at least one copy is resident in any tier, and
 
-* its chain position lies on the index stride (the same for every copy: a hash names its whole prefix), or
-* any copy was stored as the end of a prompt since the hash last became resident.
+* its chain position is on the index stride (equal for all copies: a hash names its whole prefix), or * any
+copy was stored as the end of a prompt since the hash last became resident.
 
-The second reason belongs to the hash, not to the copy that brought it. So copies are counted for every
-hash, kept or not: else the removal of the copy that ended a prompt would make the index forget a hash
-of which a copy, stored without that flag, is still there. The counts are bounded by the blocks of all tiers.
+The second reason belongs to the hash, not to the copy that brought it. So copies of every hash are counted,
+kept or not: otherwise removing the copy that ended a prompt would drop a hash with another copy stored
+without that flag. The counts are bounded by the blocks of all tiers.
 
-Of a kept hash the index says in which tier its fastest copy lies, since that is what reading it takes; and
-of one that is kept no more, why its last copy went.
+The index has the tier of a kept hash's fastest copy, since that decides the reading time; and for a dropped
+hash, why its last copy went.
 """
 
 from collections.abc import Iterable, Mapping, Set
@@ -89,7 +89,7 @@ class Residency:
         return num_unknown
 
     def take_all(self) -> NetChange:
-        """All kept hashes, as what has become of none."""
+        """Every tracked hash as an addition, for a full resync."""
         self._changed = set(self._fastest)
         self._reasons = {each: reason for each, reason in self._reasons.items() if each in self._fastest}
         self._taken.clear()

@@ -1,1 +1,1 @@
-"""The cache itself: blocks, who uses them, and which prefix each one holds."""
+"""The device cache: blocks, their users, and the prefix in each."""

@@ -1,19 +1,18 @@
-"""BlockPool: the blocks of one KV cache, who uses them, and which prefix each one holds.
+"""BlockPool: the blocks of one KV cache, their users, and the prefix in each.
 
-Owns ref counts, the free queue, the map from hash to block, who wrote each hash, and the events. Does
-not know requests, of tokens, or the memory behind a block id.
+Owns ref counts, the free queue, the map from hash to block, the writer of each hash, and the events. Does not
+know requests, tokens, or the memory behind a block id.
 
-A block is *used* (ref count above zero) or *free*; either kind may be *cached* (have a hash). A free
-block that is cached is still a cache entry: it is forgotten only when it is handed out again::
+A block is *used* (ref count above zero) or *free*; either kind may be *cached* (have a hash). A free cached
+block stays an entry until it is handed out again::
 
     free queue   never used · released without a hash | released with a hash, oldest first
                  ^ handed out next                                       released last ^
 
-Where several tenants are about, the cached block that goes next may be another one: `tenant_order.py` says
-which. With one tenant nothing is counted.
+With several active tenants, `tenant_order.py` may choose another cached block to evict. With one tenant
+nothing is counted.
 
-Block 0 is the null block: never handed out, never cached. It is the block id that holds nothing, for the
-padding of block tables.
+Block 0 is the null block: never handed out, never cached. It pads block tables.
 """
 
 from collections import OrderedDict
@@ -98,9 +97,8 @@ class BlockPool:
         return sum(1 for block_id in block_ids if ref_counts[block_id] == 0)
 
     def allocate(self, num_blocks: int, tenant: bytes = NO_TENANT) -> list[int]:
-        """Hand out the next free blocks to a request of this tenant, and forget what they held. The caller
-        has looked at `num_free`.
-        """
+        """Hand out the next free blocks to a request of this tenant, evicting their prefixes. The caller has
+        checked `num_free`."""
         assert num_blocks <= len(self._free), f"{num_blocks} blocks wanted, {len(self._free)} free"
         evicted: list[BlockHash] = []
         block_ids: list[int] = []
@@ -143,10 +141,10 @@ class BlockPool:
         ends_prompt: bool = False,
         user: UserTag = NO_USER,
     ) -> None:
-        """These used blocks, consecutive in one chain, hold these prefixes from now on: `user` wrote them.
+        """Record these used blocks, consecutive in one chain, as holding these prefixes, written by `user`.
 
-        A hash that another block already has is stored as one more copy: block tables only ever grow,
-        so a request cannot swap the block that it wrote for the other one.
+        A hash that another block already has is stored as one more copy: block tables only grow, so a request
+        cannot swap its block for the other.
         """
         for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
             assert self._ref_counts[block_id] > 0, f"block {block_id} is stored while no request uses it"
@@ -159,7 +157,7 @@ class BlockPool:
         self._events.append(BlockStored(tuple(block_hashes), first_block_index, ends_prompt))
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Stop using blocks, in this order: what comes first is handed out first."""
+        """Stop using blocks in this order: the first is handed out first."""
         order = self._order
         for block_id in block_ids:
             assert self._ref_counts[block_id] > 0, f"block {block_id} is released while no request uses it"
@@ -175,7 +173,7 @@ class BlockPool:
                 order.is_free(block_id)
 
     def clear(self) -> bool:
-        """Forget every cached block. False, and nothing happens, while any block is used."""
+        """Evict every cached block. Returns False and does nothing while any block is used."""
         if self.num_used:
             return False
         self._hash_of = [None] * self.num_blocks
@@ -220,7 +218,8 @@ class BlockPool:
             )
 
     def _order_with(self, tenant: bytes) -> TenantOrder | None:
-        """None while there has been one tenant only. What is here when a second one comes is the first's."""
+        """Return the tenants' order; None while there was only one tenant. When a second comes, all present
+        blocks are the first's."""
         if self._order is None and tenant != self._first_tenant:
             if self._first_tenant is None:
                 self._first_tenant = tenant

@@ -72,7 +72,7 @@ class TenantOrder:
         return 0 if found is None else found.num_held
 
     def victim(self) -> int | None:
-        """The block that goes next; None says that it is the oldest of all."""
+        """Return the block to evict; None means the oldest of all."""
         if self._gone:
             holding = next(iter(self._gone.values()))
         else:

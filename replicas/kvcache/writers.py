@@ -1,10 +1,10 @@
 """BlockWriters: which user's request first computed each cached block.
 
-Owns that memory, bounded. Every engine reports here what it stores and loses, and asks whose blocks a request
-has hit.
+Owns that bounded memory. Engines report here what they store and evict, and ask whose blocks a request has
+hit.
 
-The writer belongs to the hash, not to a copy: a second copy changes nothing, and the entry goes when
-the last copy has gone, so that the user whose request computes the block anew is its writer then.
+The writer belongs to the hash, not to a copy: a second copy changes nothing. The entry goes with the last
+copy, so the next request to compute the block becomes its writer.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,11 +1,10 @@
-"""Arena: the host memory that KV lies in below the device, cut into slots of one size.
+"""Arena: the host memory for KV below the device, cut into slots of one size.
 
-Owns that memory. Does not know what a slot holds.
+Owns that memory. Does not know the contents of slots.
 
-It is a file that has no name (memfd), so that another process can be given it, and so that nothing is left
-of it when the process dies, however that happens. A slot is the image of a chunk's file on disk: a header,
-then the payload, both whole pages. Behind the slots there may be a table of what they hold, for readers
-outside.
+It is an unnamed file (memfd), so that another process can receive it, and nothing remains when the process
+dies. A slot is the image of a chunk's file on disk: a header, then the payload, both whole pages. Behind the
+slots there may be a table of their contents, for readers in other processes.
 """
 
 import mmap

@@ -1,4 +1,4 @@
-"""Chunk: its name, and what a directory knows of it.
+"""Chunk: its name, and a directory's record of it.
 
 A chunk is consecutive blocks of one chain, named by the hash of its last block, which stands for everything
 before it.
@@ -57,12 +57,12 @@ class Chunk:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is a copy of it."""
+        """Whether it has a copy."""
         return self.is_on_disk or (self.slot is not None and not self.is_filling)
 
     @property
     def may_be_written(self) -> bool:
-        """Now, to a file that it has not."""
+        """Whether it can be written now, to a file that it lacks."""
         return self.slot is not None and not (self.is_filling or self.has_failed or self.has_file)
 
 

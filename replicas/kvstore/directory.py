@@ -125,7 +125,7 @@ class Directory:
 
     @property
     def has_to_write(self) -> bool:
-        """Whether anything waits to be written, now or while the disk has nothing else to do."""
+        """Whether anything waits to be written, now or to an idle disk."""
         has_room = self.num_on_disk < self.max_disk_chunks
         return bool(self.num_to_write or (self._to_write.has_early and has_room))
 
@@ -192,7 +192,7 @@ class Directory:
         self._cool()
 
     def pin(self, keys: Iterable[BlockHash]) -> None:
-        """Somebody reads these slots, which hold their chunks, until `unpin`."""
+        """Protect these slots, which hold their chunks, until `unpin`."""
         for key in keys:
             chunk = self._chunks[key]
             assert chunk.slot is not None and not chunk.is_filling, "what is pinned is in host memory"
@@ -209,9 +209,8 @@ class Directory:
     def grant(
         self, keys: Sequence[BlockHash], seconds: int, tenancy: Tenancy = NOBODYS, bucket: bytes = b""
     ) -> LeaseRefusal | None:
-        """Lease these chunks, a chain from its beginning, or none of them and say why. Those that are nowhere
-        are leased as soon as they come, if that is soon. It is a use of them, for a request of this bucket.
-        """
+        """Lease all these chunks, a chain from its beginning, or none and say why. Absent ones are leased if
+        they come soon. It counts as a use of them, by a request of this bucket."""
         chunks = [self._chunks.get(key) for key in keys]
         wishes = [
             Wish(key, chunk is not None and chunk.has_file) for key, chunk in zip(keys, chunks, strict=True)
@@ -222,9 +221,8 @@ class Directory:
         return refusal
 
     def take_leases(self, records: Sequence[LeaseRecord], source: Epoch) -> list[LeaseRefusal | None]:
-        """Lease what this replica had leased, each chunk by itself, of which some are here and others are
-        to come at once. For each why it is not leased, or None.
-        """
+        """Lease another replica's leased chunks, each by itself; some are here, others are to come at once.
+        Returns for each the refusal, or None."""
         chunks = [self._chunks.get(record.key) for record in records]
         refusals = [
             self.leases.take_over(record, has_file=chunk is not None and chunk.has_file, source=source)
@@ -273,7 +271,7 @@ class Directory:
         return sum(key not in self._chunks and self.leases.has_expired(key) for key in keys)
 
     def pass_time(self, now: float) -> None:
-        """It is `now` seconds, by a clock that does not go back: the latest time is what leases go by."""
+        """Set the time, by a clock that does not go back: leases go by the latest time."""
         self._end_leases(self.leases.pass_time(now))
 
     def withdraw(self, keys: Iterable[BlockHash], source: Epoch) -> None:
@@ -333,10 +331,9 @@ class Directory:
         return slot
 
     def fetch(self, key: BlockHash) -> int | None:
-        """The slot to read a chunk into that is on disk alone. Then `filled` or `given_up`.
+        """Return a slot to read a chunk into that is on disk alone. End with `filled` or `given_up`.
 
-        None if every slot is in use. The file may be evicted meanwhile: who reads a file that is gone
-        gives up.
+        None if every slot is in use. The file may be evicted meanwhile; a reader that finds it gone gives up.
         """
         chunk = self._chunks[key]
         assert chunk.slot is None and chunk.is_on_disk, "what is fetched lies on disk alone"
@@ -371,7 +368,7 @@ class Directory:
         self._leave_host(chunk, LeaseBreak.LOST)
 
     def give_back(self, slot: int) -> None:
-        """Nothing writes to this quarantined slot any more."""
+        """Return a quarantined slot that nothing writes to any more."""
         self._quarantined.remove(slot)
         self._free_slots.append(slot)
 
@@ -462,7 +459,7 @@ class Directory:
         self.max_disk_chunks = most
 
     def take_removals(self) -> list[BlockHash]:
-        """Chunks whose files are to be removed, since the last call; before any write that is taken later."""
+        """Return the chunks whose files must be removed, before any write that is taken later."""
         removals, self._removals = self._removals, {}
         return list(removals)
 
@@ -482,9 +479,8 @@ class Directory:
             self._evict_file()
 
     def adopt(self, name: ChunkName) -> None:
-        """A file that an earlier life has left was found late: it is kept while there is room for one more,
-        as the one that goes next.
-        """
+        """Adopt a file of an earlier life that was found late: it is kept if there is room for one more, as
+        the next to be evicted."""
         known = self._chunks.get(name.key)
         if known is not None and known.has_file:
             return
@@ -508,7 +504,7 @@ class Directory:
         self._events.append(BlockStored((name.key,), name.last_block, tier=Tier.DISK))
 
     def write_all(self) -> None:
-        """Host memory is about to end: whatever has no file is to be written, the oldest first."""
+        """Queue every chunk without a file for writing, oldest first, since host memory is about to end."""
         self._newest_in_host.end()
         while self._hot:
             self._cool_oldest()
@@ -517,7 +513,7 @@ class Directory:
                 self._note_to_write(chunk)
 
     def clear(self) -> bool:
-        """Forget everything and remove every file. False, and nothing happens, while anything moves."""
+        """Forget everything and remove every file. Returns False and does nothing while anything moves."""
         if not all(chunk.may_leave_host for chunk in self._chunks.values()):
             return False
         self._end_newest()
@@ -667,7 +663,7 @@ class Directory:
             self._lease_changes[chunk.name.key] = None
 
     def _may_make_file(self) -> bool:
-        """Whether there is room for one more file, or a file that may go."""
+        """Whether there is room for one more file, or one can be evicted."""
         return self.num_on_disk < self.max_disk_chunks or any(each.is_on_disk for each in self._disk)
 
     def _make_room(self, tenant: StoreTenant | None) -> bool:

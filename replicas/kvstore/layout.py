@@ -1,7 +1,7 @@
-"""Layout: what the KV in a file looks like, and the header that says whose it is.
+"""Layout: the format of KV in a file, and its header.
 
-Owns the digest that keeps KV of different engines, versions and shapes apart, and the bytes of a file. Pure:
-it opens no file and asks no clock.
+Owns the digest that separates KV of different engines, versions and shapes, and the bytes of a file. Pure: it
+opens no file and reads no clock.
 
 A file is `HEADER_BYTES` of header, then the payload, then zeros up to a multiple of `ALIGNMENT`; a slot of
 host memory is the image of a file. The header, little-endian::
@@ -10,11 +10,11 @@ host memory is the image of a file. The header, little-endian::
     12    flags, number of writers, number of tokens, position of the last block, payload bytes, created
     48    layout, key, parent, tenant tag
     113   writers: a length and 16 bytes each
-    4072  xxh3_64 of the header up to here: for who reads a header alone
+    4072  xxh3_64 of the header up to here, for readers of a header alone
     4080  xxh3_128 of the header up to here and of the payload
 
 The checksums find accidents: torn writes, flipped bits, another file under this name. They authenticate
-nothing. Who can write to the folder can have any KV believed.
+nothing: a writer to the folder can forge KV.
 """
 
 import hashlib
@@ -38,12 +38,12 @@ MAGIC = b"KvasirKV"
 MAX_TAG_BYTES = MAX_USER_TAG_BYTES
 
 LayoutId = NewType("LayoutId", bytes)
-"""16 bytes that stand for everything KV must agree in to be read."""
+"""16 bytes that identify everything in which KV must agree to be readable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Adapter, tenant and salt are not in it: a block's hash stands for them."""
+    """Properties of KV besides adapter, tenant and salt, which a block's hash covers."""
 
     engine: str
     engine_version: str
@@ -89,13 +89,13 @@ class ChunkHeader:
     created_seconds: int
 
     def is_of(self, name: ChunkName, *, num_tokens: int, num_blocks: int, payload_bytes: int) -> bool:
-        """Whether it says of itself what is known of a chunk with this name here."""
+        """Whether the header matches the known properties of a chunk with this name."""
         found = (self.name, self.num_tokens, len(self.writers), self.payload_bytes)
         return found == (name, num_tokens, num_blocks, payload_bytes)
 
 
 class ChunkError(Exception):
-    """These bytes are not the chunk that was looked for.
+    """Bytes that are not the expected chunk.
 
     ChunkError
     ├── NotAChunk        they do not begin as a chunk's file does
@@ -157,10 +157,10 @@ def file_bytes(payload_bytes: int) -> int:
 
 
 def encode(header: ChunkHeader, slot: memoryview) -> int:
-    """Make a slot that holds the payload the image of its file: fills in the header, zeroes what lies behind
-    the payload. Returns the file's bytes.
+    """Turn a slot with a payload into the image of its file: fill in the header, and zero the bytes after the
+    payload. Returns the file's bytes.
 
-    Raises ValueError for a header that cannot be written: too many writers, a long tag, a slot too small.
+    Raises ValueError for an impossible header: too many writers, a long tag, a slot too small.
     """
     total = file_bytes(header.payload_bytes)
     if len(slot) < total:

@@ -1,7 +1,6 @@
-"""open_store: a replica's KV below its device, as its settings want it.
+"""open_store: builds a replica's KV below its device from its settings.
 
-Owns the way from bytes in settings to slots and files. An engine says what a chunk's KV takes and how it is
-laid out.
+Owns the way from bytes in settings to slots and files. The engine supplies a chunk's size and layout.
 """
 
 import time
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def open_store(config: ReplicaConfig, layout: Layout, payload_bytes: int) -> ChunkStore | None:
-    """None if there is to be none. Raises SettingsError if memory or folder cannot be had."""
+    """Open the store; None if it is off. Raises SettingsError if memory or folder is unavailable."""
     if config.host_kv_bytes is None:
         return None
     chunk_bytes = file_bytes(payload_bytes)

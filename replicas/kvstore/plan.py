@@ -29,7 +29,7 @@ PATIENCE = 4.0
 """A request stops waiting for KV when that has taken this many times as long as was expected."""
 
 MIN_PATIENCE_SECONDS = 0.5
-"""It waits at least so long: a disk or a machine that is busy now is no reason to compute."""
+"""Shortest wait: a disk or a machine that is busy now is no reason to compute."""
 
 
 class Plan(NamedTuple):

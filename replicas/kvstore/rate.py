@@ -1,7 +1,7 @@
-"""Rate: seconds per unit of something that is done again and again, from the last times that it was.
+"""Rate: seconds per unit of a repeated work, from its last times.
 
-Owns two decaying sums, so that what was large counts by its size and the fixed cost of small things does
-not pass for slowness.
+Owns two decaying sums, so that large amounts count by size and the fixed cost of small ones does not look
+like slowness.
 """
 
 DECAY = 0.9

@@ -1,7 +1,7 @@
-"""SlotBooks: what is known of the chunk in each slot, beside its bytes.
+"""SlotBooks: facts about the chunk in each slot, besides its bytes.
 
-Owns whose its blocks are and which transfer has brought it, and tells the table of the arena, if there is
-one, when a slot is taken and when it is full.
+Owns the users of its blocks and the transfer that brought it, and tells the arena's table, if there is one,
+when a slot is taken and when it is full.
 """
 
 import os
@@ -45,7 +45,8 @@ class SlotBooks:
         return self._transfers[slot]
 
     def taken(self, slot: int, name: ChunkName | None = None, writers: Writers = ()) -> None:
-        """Before its first byte is written. What is read into it says its own name when it `came`."""
+        """Take a slot, before its first byte is written. A chunk that is read into it gives its name when it
+        `came`."""
         if self._table is not None:
             self._table.take(slot)
         self._names[slot], self._writers[slot], self._transfers[slot] = name, writers, None
@@ -55,7 +56,7 @@ class SlotBooks:
         self._names[slot], self._writers[slot], self._transfers[slot] = header.name, header.writers, transfer
 
     def filled(self, slot: int) -> None:
-        """It holds the chunk that it was taken for."""
+        """Record that it holds the chunk that it was taken for."""
         if self._table is not None and self._layout is not None:
             self._table.publish(slot, self.header(slot, self._layout, created_seconds=0))
 

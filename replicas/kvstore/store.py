@@ -1,8 +1,7 @@
 """ChunkStore: a replica's KV below its device, as its engine sees it.
 
-Owns the directory, the memory that it speaks of, and what is asked of the disk and of peers. Does not know
-requests, or how KV gets from the device to a slot and back: that is the engine's. One thread calls it, the
-engine's, and no call but `close` and `wait` blocks.
+Owns the directory, its memory, and the jobs for the disk and for peers. The engine owns requests, and the way
+of KV between device and slot. One thread calls it, the engine's, and only `close` and `wait` block.
 
     device ──offer, filled──▶ host memory ──▶ device      the engine copies; `pin` while it reads
                                  ▲  │
@@ -46,14 +45,14 @@ logger = logging.getLogger(__name__)
 
 MAX_WRITES = 32
 MAX_HOST_SHARE_OF_WRITES = 0.125
-"""Chunks that the disk is given to write at once, of those in host memory: enough to go on with while the
-engine computes a step. Reads go before those that it has not begun."""
+"""Chunks in the disk's queue for writing at once, as a share of host memory: enough to last while the engine
+computes a step. Reads go before unstarted writes."""
 
 MIN_WRITES = 4
-"""It is given as many however small host memory is, and no more of what may wait until the disk is idle."""
+"""Minimum of these for a small host memory, and maximum for writes to an idle disk."""
 
 ERASE_SECONDS = 10.0
-"""How long the end waits for files that are being erased, if nothing happens."""
+"""Seconds without progress that the end waits for files being erased."""
 
 LEARNING_SECONDS = 0.1
 MAX_LEARNING_SECONDS = 10.0
@@ -91,7 +90,7 @@ class DiskShare:
 
 
 class ChunkStore:
-    """`clock` never goes back. What the disk has of an earlier life is there from the start."""
+    """`clock` is monotonic. The disk's content of an earlier life is there from the start."""
 
     def __init__(
         self,
@@ -134,7 +133,7 @@ class ChunkStore:
         self._host_rate = Rate()
         """Rate of loading: seconds per token from host memory to the device."""
         self._reads: dict[int, tuple[BlockHash, int]] = {}
-        """By job: the chunk, and the slot that it is read into."""
+        """By job: the chunk, and its slot."""
         self._overdue: dict[int, int] = {}
         """By job: the slot that a read may still write to."""
         self._writes: dict[int, BlockHash] = {}
@@ -194,7 +193,7 @@ class ChunkStore:
         self.directory.given_up(key, may_still_be_written=may_still_be_written)
 
     def give_back(self, slot: int) -> None:
-        """Nothing copies to this slot any more."""
+        """Return a slot that nothing copies to any more."""
         self.directory.give_back(slot)
 
     # Towards the device.
@@ -211,9 +210,8 @@ class ChunkStore:
         peer: PullHint | None = None,
         tenancy: Tenancy = NOBODYS,
     ) -> Plan:
-        """A request with these chunks has come. They count as used, and what should be in host memory when
-        its turn comes is read from now on, or pulled from the peer.
-        """
+        """Register a new request with these chunks. They count as used, and chunks that should be in host
+        memory when its turn comes are read from now on, or pulled from the peer."""
         pulls = self._pulls if peer is not None and self._has_begun else None
         plan = plan_arrival(
             self.directory,
@@ -281,7 +279,7 @@ class ChunkStore:
     # Beside requests.
 
     def poll(self) -> None:
-        """Take note of what the disk has done, and give it more to do."""
+        """Process the disk's finished jobs, and give it more."""
         self.leases.poll()
         if self._pulls is not None:
             self._pulls.poll(self._tally.pulls)
@@ -327,7 +325,7 @@ class ChunkStore:
         return is_early and self.speeds().disk is None
 
     def wait(self, seconds: float) -> None:
-        """Until the disk or a peer has done something, at most so long."""
+        """Wait until the disk or a peer has finished something, at most `seconds`."""
         if self._pulls is not None and self._pulls.is_busy:
             self._pulls.wait(seconds)
         elif self._disk is None:
@@ -354,7 +352,7 @@ class ChunkStore:
         )
 
     def figures(self) -> TierFigures:
-        """How full the tiers are, and what has moved since `begin`."""
+        """Return how full the tiers are, and the moves since `begin`."""
         now, directory, slot_bytes = self._clock(), self.directory, self.arena.slot_bytes
         figures = TierFigures(
             TierFill(
@@ -392,7 +390,7 @@ class ChunkStore:
         return events + self.directory.take_events()
 
     def clear(self) -> bool:
-        """Forget every chunk. False, and nothing happens, while any of them moves."""
+        """Forget every chunk. Returns False and does nothing while any of them moves."""
         self.poll()
         if not self.directory.clear():
             return False
@@ -405,7 +403,7 @@ class ChunkStore:
         return True
 
     def close(self, seconds: float = 0.0) -> None:
-        """Write to the disk what only host memory has, for at most so long, and give the memory back."""
+        """Write what only host memory has to the disk, within `seconds`, and free the memory."""
         is_free = self._pulls is None or self._pulls.close()
         if self._disk is not None:
             self._spill(self._disk, seconds)
@@ -467,7 +465,7 @@ class ChunkStore:
                 self._writes[job] = write.name.key
 
     def _is_wanted(self, key: BlockHash, header: ChunkHeader) -> bool:
-        """Whether a file is what the directory takes it for."""
+        """Whether a file is what the directory expects."""
         return header.is_of(
             self.directory.name(key),
             num_tokens=self.shape.tokens,

@@ -1,6 +1,6 @@
-"""Tally: what has moved between the tiers of a store, counted, and how each failure is called.
+"""Tally: counts moves between the tiers of a store, and names their failures.
 
-Owns the counts. Pure: it moves nothing and asks no clock.
+Owns the counts. Pure: it moves nothing and reads no clock.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ _FAILURES = {
 
 
 def failure(reason: str) -> MoveFailure:
-    """The word for what a disk says: an error of the file system, or what is wrong with a file."""
+    """Return the word for a disk's reason: a file system error, or a defect of a file."""
     known = _FAILURES.get(reason)
     if known is not None:
         return known

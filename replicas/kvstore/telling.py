@@ -1,7 +1,7 @@
-"""Telling: what a store says of itself in the frames of its engine.
+"""Telling: a store's report in the frames of its engine.
 
-Owns which of it is said where: how full and how fast the tiers are in the load, of which routers decide and
-which people look at; everything else beside it, for the replica's own metrics.
+Owns what goes where: fill and speed of the tiers in the load, for routers' decisions and for people;
+everything else beside it, for the replica's own metrics.
 """
 
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def told(frame: StepFrame, store: "ChunkStore") -> StepFrame:
-    """The frame with what the store says. Its events are the caller's to add."""
+    """Return the frame with the store's report. The caller adds its events."""
     speeds, figures = store.speeds(), store.figures()
     disk = figures.disk or TierFill()
     load = replace(

@@ -71,7 +71,7 @@ class TenantShares:
 
 
 class SharedOrder(UseOrder):
-    """Chunks by their last use, and those of each tenant by themselves, once there is one with a share."""
+    """Chunks in LRU order, and each tenant's in an order of its own, once there is one with a share."""
 
     def __init__(self, tier: "TierShares") -> None:
         super().__init__()

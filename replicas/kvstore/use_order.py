@@ -1,13 +1,12 @@
-"""UseOrder: chunks by their last use, where the use of a chunk is one of all those before it.
+"""UseOrder: chunks in LRU order, where using a chunk uses all those before it.
 
-`UseOrder` is one order, oldest first. Whenever a chunk comes into it or is written, the chunks before it
-in its chain become newer than it, the chain's beginning the newest of all. `NewestChain` remembers the chain
-of which that was said last, so that one more chunk of it moves nothing else: a prompt of n chunks that come
-one by one takes n steps, not n².
+`UseOrder` is one order, oldest first. Whenever a chunk enters it or is written, the chunks before it in its
+chain become newer than it, the chain's beginning newest of all. `NewestChain` remembers the last such chain,
+so that one more chunk of it moves nothing else: a prompt of n chunks that arrive one by one takes n steps,
+not n².
 
-Its *members* are the newest chunk and all before it. Each lies in one of the orders, or in none, and nothing
-in its order is newer but members. Where an order has members, they lie apart and are older the later they
-are in the chain.
+Its *members* are the newest chunk and all before it. Each is in one of the orders or in none, and nothing in
+its order is newer except members. Members of an order are kept apart, older the later they are in the chain.
 """
 
 from collections import OrderedDict
@@ -39,7 +38,8 @@ class UseOrder:
             yield from reversed(self._members.values())
 
     def put_newest(self, chunk: Chunk) -> None:
-        """By itself, whatever comes before it. It is in no order, and there is no newest chain."""
+        """Make a chunk the newest by itself, regardless of those before it. It is in no order, and there is
+        no newest chain."""
         assert not self._members, "the newest chain has ended"
         self._older[chunk.name.key] = chunk
 
@@ -58,7 +58,7 @@ class UseOrder:
         self._members[chunk.name.key] = chunk
 
     def settle(self, key: BlockHash) -> None:
-        """If it has this member, it is one no more, and the newest of the others."""
+        """Turn this member, if there is one, into the newest ordinary chunk."""
         chunk = self._members.pop(key, None)
         if chunk is not None:
             self._older[key] = chunk
@@ -96,10 +96,10 @@ class NewestChain:
     def put(
         self, chunk: Chunk, before: Iterable[Chunk], take_for: Callable[[Chunk], UseOrder | None]
     ) -> None:
-        """The chunk and those before it, nearest first, are the newest now.
+        """Make the chunk and those before it, nearest first, the newest.
 
-        `take_for` takes one of them out of any order and says into which it belongs, None for none. It is
-        asked for those that are not where they belong already, nearest first.
+        `take_for` removes a chunk from its order and returns the one it belongs to, None for none. It is
+        called for chunks that are not in place already, nearest first.
         """
         moved = [chunk]
         if chunk.name.key not in self._members:
@@ -119,7 +119,7 @@ class NewestChain:
                 order.put_member(each)
 
     def leave(self, key: BlockHash) -> None:
-        """The chunk has another place now, or none: it and those after it are members no more."""
+        """Record that the chunk moved elsewhere or away: it and those after it stop being members."""
         if key in self._members:
             self._settle_after(key)
             del self._members[key]
@@ -134,7 +134,7 @@ class NewestChain:
         self._settle_after(None)
 
     def _settle_after(self, last: BlockHash | None) -> None:
-        """The members after this one are members no more."""
+        """Turn the members after this one into ordinary chunks."""
         while self._members and (key := next(reversed(self._members))) != last:
             del self._members[key]
             self._settle(key)

@@ -1,10 +1,10 @@
-"""WriteBudget: how much may be written to the disk, by the second and by the day.
+"""WriteBudget: bytes that may be written to the disk, per second and per day.
 
-Owns the two allowances. Pure: the caller says what time it is, by any clock that does not go back.
+Owns the two allowances. Pure: the caller supplies a monotonic time.
 
-An SSD lasts for a number of bytes written, so a day's allowance says how long it lasts, and a second's
-how much of its bandwidth reads are left. Both refill steadily, and hold at most what `BURST_SECONDS` and
-`BURST_OF_DAY` bring.
+An SSD lasts for a number of bytes written, so the daily allowance determines its life, and the allowance per
+second the bandwidth left for reads. Both refill steadily, up to what `BURST_SECONDS` and `BURST_OF_DAY`
+bring.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ BURST_OF_DAY = 1 / 24
 DAY_SECONDS = 86_400.0
 
 SHORT_BELOW = 0.5
-"""Below this share of what it can hold, an allowance counts as short."""
+"""An allowance counts as short below this share of its maximum."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class WriteBudget:
             self._allowances.append(_allowance(bytes_per_day / DAY_SECONDS, bytes_per_day * BURST_OF_DAY))
 
     def is_short(self, now: float) -> bool:
-        """Whether only what is worth most should be written."""
+        """Whether only the most valuable chunks should be written."""
         self._refill(now)
         return any(each.left < each.most * SHORT_BELOW for each in self._allowances)
 
@@ -59,9 +59,9 @@ class WriteBudget:
         return max(0.0, min((each.left / each.most for each in self._allowances), default=1.0))
 
     def take(self, now: float, num_bytes: int) -> bool:
-        """Take the bytes out of every allowance; False, and nothing is taken, if one has not even one left.
+        """Take the bytes from every allowance; False, without effect, if one is empty.
 
-        A write larger than all that an allowance can hold is paid for by waiting afterwards.
+        A write larger than an allowance's maximum is paid for by waiting afterwards.
         """
         self._refill(now)
         if any(each.left <= 0 for each in self._allowances):

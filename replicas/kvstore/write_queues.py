@@ -1,7 +1,7 @@
-"""WriteQueues: which chunks wait for a file, and which of them is next.
+"""WriteQueues: which chunks wait for a file, and which is next.
 
-A chunk is written after those before it in its chain: what is next is the first chunk without a file of the
-chain whose turn it is. The way there is remembered, so that a chain of n chunks is written in n steps.
+A chunk is written after those before it in its chain: next is the first chunk without a file of the chain
+whose turn it is. The path is remembered, so that a chain of n chunks is written in n steps.
 """
 
 from collections import OrderedDict
@@ -42,7 +42,7 @@ class WriteQueues:
         self._early[key] = None
 
     def forget(self, key: BlockHash) -> None:
-        """It waits no more, unless for the disk to have nothing else to do."""
+        """Stop waiting, except for an idle disk."""
         for waiting in (self._leased, self._reused, self._once):
             waiting.pop(key, None)
         while key in self._way:
@@ -62,10 +62,10 @@ class WriteQueues:
         return next(iter(self._early), None)
 
     def first_unwritten(self, chunk: Chunk, chunks: Mapping[BlockHash, Chunk]) -> Chunk:
-        """The first chunk of its chain that has no file and can be written now, at latest itself.
+        """Return the first chunk of its chain that has no file and can be written now, at latest itself.
 
-        `chunks` are all there are. One that has come to be on the way is forgotten before it gets a file or
-        leaves host memory.
+        `chunks` are all present. One that came to be on the path is forgotten before it gets a file or leaves
+        host memory.
         """
         if next(iter(self._way), None) != chunk.name.key:
             self._way = {chunk.name.key: chunk}

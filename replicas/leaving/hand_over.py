@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LIST_SECONDS = 10.0
-"""How long the engine may take to say what is leased."""
+"""Seconds for the engine to list its leases."""
 
 SETTLE_SECONDS = 0.3
 """Seconds after which a replica sees that the others leave too, when all are told at once."""
@@ -47,8 +47,8 @@ CALL_SECONDS = 5.0
 MAX_CALL_BYTES = 128 << 20
 
 SEND_AGAIN_SECONDS = (1.5, 3.0)
-"""After so long a peer is asked again for what it could not pull whole and in time: a little longer than it
-leaves this replica alone after a pull that failed."""
+"""Pauses before a peer is asked again for chunks that it could not pull in time: slightly longer than its own
+pause for this replica after a failed pull."""
 
 MAX_CALLS = 4
 """At once, each to another peer."""
@@ -58,7 +58,7 @@ TELL_SECONDS = 1.0
 
 
 class HandOver:
-    """`source` says who and where this replica is; each chunk takes `chunk_bytes` on its way."""
+    """`source` identifies and locates this replica; each chunk travels as `chunk_bytes`."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class HandOver:
         """Outcomes of earlier runs."""
 
     async def run(self, seconds: float) -> None:
-        """Hand over what is leased and was not offered before, for at most so long. Raises nothing."""
+        """Hand over leases that were not offered before, for at most `seconds`. Raises nothing."""
         try:
             await self._run(seconds)
         except Exception:  # the hand-over's outermost frame: requests are still to be finished

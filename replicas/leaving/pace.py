@@ -1,7 +1,7 @@
-"""Pace: how much one peer is asked to take over at once, and from when on it is asked nothing.
+"""Pace: how much one peer is asked to take over at once, and when.
 
-Owns that. Pure: what the peer has answered is told. One that is late is asked for half as much next time, and
-is left alone if it is late again; one that is busy is asked again after pauses. All other failures are final.
+Pure: the caller reports the answers. A late peer is asked for half as much next time, and dropped if it is
+late again; a busy one is asked again after pauses. All other failures are final.
 """
 
 from collections.abc import Iterator
@@ -25,13 +25,13 @@ class Pace:
     def __init__(self, num_chunks: int) -> None:
         self.num_chunks = num_chunks
         self.given_up: HandOverOutcome | None = None
-        """Why it is asked nothing more."""
+        """Why it is not asked any more."""
         self.was_late = False
         """The call was late: it may have succeeded without an answer."""
         self._num_late = 0
 
     def recover(self) -> None:
-        """Time has passed: it may be asked again if what it was given up for passes."""
+        """Allow questions again after a pause, if the failure was temporary."""
         if self.given_up in PASSING:
             self.given_up = None
             self._num_late = 0

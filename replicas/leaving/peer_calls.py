@@ -1,7 +1,7 @@
 """PeerCalls: asks another replica to take chunks over, as a replica of the cluster.
 
-Owns what is shown with such a call, and how each failure is called. A channel lives for one call: few are
-made, and by a process that is about to end.
+Owns the call's credentials, and the name of each failure. A channel lives for one call: few are made, by a
+process about to end.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _OUTCOMES = {
 
 
 class CallFailed(Exception):
-    """The peer has taken nothing that we know of."""
+    """To our knowledge the peer has taken nothing."""
 
     def __init__(self, outcome: HandOverOutcome, message: str) -> None:
         super().__init__(message)

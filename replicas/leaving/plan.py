@@ -1,11 +1,11 @@
-"""Plan: which leased chunks go together, and to which replica each of them is offered next.
+"""Plan: which leased chunks belong together, and which replica each group is offered to next.
 
-Owns that plan. Pure: who lives, who has failed and what was answered is told.
+Pure: the caller reports live peers, failures and answers.
 
-A *chain* is a leased chunk that no other one comes after, with all before it: that is what a prompt needs, so
-it goes to one replica whole, the first in the affinity order of its bucket that was not tried for it. Chains
-of one bucket meet there, and share what they begin with. What was tried elsewhere before is *spare* there: it
-would take room from other leases, and is to be given back.
+A *chain* is a leased chunk that no other follows, with all before it: that is what a prompt needs, so it goes
+whole to one replica, the first untried one in the affinity order of its bucket. Chains of one bucket meet
+there and share their beginnings. What an earlier replica took of it is *spare* there: it would take room from
+other leases, and must be returned.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -81,7 +81,7 @@ class Plan:
             self.outcomes[chunk.key] = outcome
 
     def offers(self, peers: Collection[PullHint]) -> list[Offer]:
-        """To those of these that have not been tried: one offer each. None, if nothing is left to try."""
+        """Return one offer for each untried peer; none if nothing is left to try."""
         by_id = {peer.replica_id: peer for peer in peers}
         ranking = AffinityRanking(sorted(by_id))
         wanted: dict[ReplicaId, dict[BlockHash, LeasedChunk]] = {}
@@ -127,7 +127,7 @@ class Plan:
         return found
 
     def homes(self, peers: Collection[PullHint]) -> list[Offer]:
-        """Whom to tell what is left: the first in the affinity order of each chunk."""
+        """Return whom to tell of what is left: the first in the affinity order of each chunk."""
         by_id = {peer.replica_id: peer for peer in peers}
         if not by_id:
             return []
@@ -150,7 +150,7 @@ class Plan:
         return chain.tried[0] if len(chain.tried) == 1 else max(chain.tried, key=num_taken)
 
     def _give_up(self, chain: _Chain, outcome: HandOverOutcome) -> None:
-        """It and what is before it have this outcome, unless they have another."""
+        """Give this outcome to the chain and all before it, unless they have another."""
         for chunk in self._before(chain.last, self.outcomes):
             self.outcomes[chunk.key] = outcome
 

@@ -21,7 +21,7 @@ class Encoding:
         self._has_begun = False
 
     def expect(self, num_ready_tokens: int) -> None:
-        """Another number of them. What has begun stays as it is."""
+        """Change the number of ready tokens. Started encodings stay."""
         if not self._has_begun:
             self._ready = num_ready_tokens
 

@@ -1,6 +1,6 @@
-"""held_images(): what a prompt refers to of a store of images, held until the prompt has ended.
+"""held_images(): takes a prompt's images from a store and holds them until the prompt has ended.
 
-Owns the check that every span is that image's: engines check none of it.
+Owns the check that every span belongs to its image: engines check none of it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,8 +24,8 @@ class Images(Protocol[Content]):
 def held_images(
     images: Images[Content] | None, request: EngineRequest, model: str
 ) -> Sequence[MediaItem[Content]]:
-    """Until `release_images`. Raises RequestRefused, and nothing is held then. No store means a model of
-    text."""
+    """Hold the images until `release_images`. Raises RequestRefused and holds nothing. Without a store the
+    model is for text."""
     media = request.submit.media
     if not media:
         return ()

@@ -1,4 +1,4 @@
-"""Probe images: what a replica proves at its start that it reads images as routers predict.
+"""Probe images: sizes with which a replica proves at start that it reads images as routers predict.
 
 Owns their sizes, and which of them a replica has room for. Pure.
 """

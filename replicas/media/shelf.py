@@ -1,7 +1,7 @@
-"""MediaShelf: what images were turned into, by their hashes, within a bound of bytes.
+"""MediaShelf: an LRU cache of decoded images by hash, bounded in bytes.
 
-Owns what is held by requests: that is never forgotten, the rest goes by age. Pure: not thread-safe, and it
-does not know what an engine computes with.
+Owns which are held by requests: those are never evicted. Pure: not thread-safe, and independent of the
+engine's type of content.
 """
 
 from collections import OrderedDict
@@ -14,7 +14,7 @@ Content = TypeVar("Content")
 
 @dataclass(frozen=True, slots=True)
 class MediaItem(Generic[Content]):
-    """`token_ids` are what stands for it in a prompt; `content` is what the engine computes with."""
+    """`token_ids` represent it in a prompt; `content` is the engine's input."""
 
     token_ids: tuple[int, ...]
     num_bytes: int
@@ -54,7 +54,7 @@ class MediaShelf(Generic[Content]):
         return True
 
     def put(self, content_hash: bytes, item: MediaItem[Content]) -> bool:
-        """False if what is held leaves no room for it; then nothing is forgotten for it."""
+        """Store an item; False, without eviction, if held items leave no room."""
         if self.has(content_hash):
             return True
         if self._num_held_bytes + item.num_bytes > self._max_bytes:
@@ -65,7 +65,7 @@ class MediaShelf(Generic[Content]):
         return True
 
     def hold(self, hashes: Iterable[bytes]) -> list[MediaItem[Content]] | None:
-        """Each hash's item, until `release`. None, and nothing is held, if one is missing."""
+        """Hold each hash's item until `release`. None, holding nothing, if one is missing."""
         wanted = list(hashes)
         if not all(content_hash in self._kept for content_hash in wanted):
             return None
@@ -88,7 +88,7 @@ class MediaShelf(Generic[Content]):
                 self._num_held_bytes -= kept.item.num_bytes
 
     def clear(self) -> None:
-        """Forget what no request holds."""
+        """Evict everything that no request holds."""
         self._forget_until(0)
 
     def _forget_until(self, num_bytes: int) -> None:

@@ -81,7 +81,7 @@ class MediaStore(Generic[Content]):
             self._shelf.clear()
 
     def close(self) -> None:
-        """Without waiting for what is being read."""
+        """Close without waiting for reads in progress."""
         with self._changed:
             self._is_closed = True
             self._questions.clear()

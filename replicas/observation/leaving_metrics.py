@@ -1,7 +1,7 @@
-"""LeavingMetrics: what a replica tells Prometheus of leased KV that goes from one replica to another.
+"""LeavingMetrics: a replica's metrics on leased KV that moves between replicas.
 
-Owns the names. Who leaves counts what it hands over, as long as it is there to be asked; who stays counts
-what it takes.
+Owns the names. The leaving replica counts what it hands over, while it can be scraped; the receiver what it
+takes.
 """
 
 from collections.abc import Mapping

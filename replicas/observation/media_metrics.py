@@ -1,4 +1,4 @@
-"""MediaMetrics: what a replica tells Prometheus of the images that routers send it."""
+"""MediaMetrics: a replica's metrics on images from routers."""
 
 import enum
 

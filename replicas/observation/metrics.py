@@ -1,4 +1,4 @@
-"""ReplicaMetrics: what a replica tells Prometheus.
+"""ReplicaMetrics: a replica's metrics for Prometheus.
 
 Owns the names and the HTTP port. The numbers come from frames.
 """

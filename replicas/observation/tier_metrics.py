@@ -1,7 +1,7 @@
-"""TierMetrics: what a replica tells Prometheus of its memory below the device.
+"""TierMetrics: a replica's metrics on its memory below the device.
 
-Owns the names. The numbers are those of the store, as the last frame that had any brought them; a replica
-without such memory has no series with a tier.
+Owns the names. The numbers are the store's, from the last frame that had any; a replica without such memory
+has no series with a tier.
 """
 
 from collections.abc import Mapping

@@ -13,7 +13,7 @@ class SubmitTrace:
     __slots__ = ()
 
     def started(self, step: int, step_seconds: float) -> None:
-        """The engine says that this step, of this duration, was the first to compute anything of it."""
+        """Record the step, of this duration, that first computed anything of it."""
 
     def delta(self, delta: TokenDelta, step: int) -> None:
         """Record one step's tokens for one choice."""
@@ -41,4 +41,4 @@ class Tracing:
         return 0
 
     def close(self, timeout_seconds: float) -> None:
-        """Send what is left. Blocks for as long as that."""
+        """Send the rest; blocks for at most `timeout_seconds`."""

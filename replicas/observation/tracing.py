@@ -1,7 +1,7 @@
-"""Spans of a replica: each request with its prefill and its decoding, told from frames.
+"""Spans of a replica: each request with its prefill and its decoding, made from frames.
 
-Owns which spans there are and what they say: numbers, ids and reasons, never a token. They are made where
-frames arrive, so they are alike for all engines. Imported only where traces are switched on.
+Owns which spans exist and their content: numbers, ids and reasons, never a token. They are made where frames
+arrive, so they are alike for all engines. Imported only if tracing is on.
 """
 
 import time
@@ -60,8 +60,8 @@ class SpanTracing(Tracing):
 
 
 class _SubmitSpans(SubmitTrace):
-    """`queue` lasts until the first step that computed anything, if the engine says which that was; `prefill`
-    from there to the first token of any choice; `decode` from there to the last of all."""
+    """`queue` lasts until the first step that computed anything, if the engine reports it; `prefill` from
+    there to the first token of any choice; `decode` from there to the last."""
 
     __slots__ = (
         "_export",

@@ -1,8 +1,8 @@
-"""Cancellation: what a loop asks before it begins another turn.
+"""Cancellation: a check for loops before each turn.
 
-A library may catch the CancelledError that was meant for its caller: clean-up code of a connection does, if
-the cancellation comes while it waits. A loop that retries on errors would then go on for ever, and the task
-that cancelled it would wait as long.
+A library may swallow the CancelledError that was meant for its caller, as a connection's clean-up code does
+if the cancellation comes while it waits. A loop that retries on errors would then run forever, and so would
+the task that cancelled it.
 """
 
 import asyncio

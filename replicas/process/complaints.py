@@ -1,4 +1,4 @@
-"""Complaints: what is wrong with what others said, told once each and a bounded number of times.
+"""Complaints: logs each defect of others' messages once, and a bounded number in all.
 
 Owns what has been logged. The subject of a complaint is any hashable value.
 """

@@ -53,7 +53,7 @@ class FairLine(Generic[Item]):
         return lost
 
     def leave(self, owner: Hashable, item: Item) -> bool:
-        """It waits no more; False if it did not."""
+        """Remove a waiting item; False if it did not wait."""
         found = self._owners.get(owner)
         waiting = None if found is None else next((each for each in found.waiting if each.item is item), None)
         if found is None or waiting is None:
@@ -82,7 +82,7 @@ class FairLine(Generic[Item]):
         return name, item
 
     def ends(self, owner: Hashable, seconds: float) -> None:
-        """Work of this owner is done, and took so long."""
+        """Record that this owner's work is done, and its duration."""
         found = self._owners[owner]
         found.seconds += seconds
         found.num_working -= 1

@@ -1,7 +1,7 @@
 """Loads Redis' client without OpenTelemetry's SDK, which it would load wherever that is installed.
 
-For the edges of processes, which import it before all else of ours; it spares them some milliseconds and
-megabytes for measurements that are not switched on. Defines nothing.
+Process entry points import it first; it saves milliseconds and megabytes for metrics that are off. Defines
+nothing.
 """
 
 import sys

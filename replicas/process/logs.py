@@ -1,10 +1,10 @@
-"""How every process logs: one format of text, or one JSON object per line.
+"""Logging for every process: one text format, or one JSON object per line.
 
-Owns both formats. A call says what it knows as `name=%s` in its message, once: the text has it in place, a
-JSON object as fields of its own, out of the message.
+Owns both formats. A call writes a value as `name=%s` in its message, once: text has it in place, JSON as a
+field of its own outside the message.
 
-What a client has written must never be in a log, and an exception may quote it. So where requests of
-clients are handled, exceptions are written with their types and the lines of code, without their messages.
+Clients' text must never be logged, and an exception may quote it. So code that handles requests logs
+exceptions with types and lines of code, without messages.
 """
 
 import functools
@@ -56,7 +56,7 @@ def set_up_logs(
 
 
 class _StandardError(logging.Handler):
-    """Whatever that is at the time: programs that call ours may have replaced it."""
+    """The current stderr: programs that call ours may have replaced it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -120,7 +120,7 @@ def _exception_text(logger: str, info: _ExceptionInfo) -> str:
 
 
 def _stack(error: BaseException, seen: set[int]) -> list[str]:
-    """The exception and what led to it, as types and lines of code."""
+    """Format the exception and its causes, as types and lines of code."""
     seen.add(id(error))
     lines: list[str] = []
     origin = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

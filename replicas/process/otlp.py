@@ -1,7 +1,7 @@
-"""SpanExport: a process's spans on their way to an OpenTelemetry collector.
+"""SpanExport: sends a process's spans to an OpenTelemetry collector.
 
-Owns the SDK's provider, the thread that sends, and what becomes of spans that no collector takes: they are
-dropped, and counted. It loads the SDK, so it is imported only where traces are switched on.
+Owns the SDK's provider and the sending thread. Spans that no collector takes are dropped and counted. It
+loads the SDK, so it is imported only if tracing is on.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ SEND_SECONDS = 5.0
 
 
 class SpanExport:
-    """Never blocks the caller that ends a span. `close` sends what is left, for as long as it may take."""
+    """Never blocks the caller that ends a span. `close` sends the rest, within its timeout."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class SpanExport:
         return self._processor.num_refused + self._processor.outlet.num_lost
 
     def close(self, timeout_seconds: float) -> None:
-        """Blocks for as long as that: call it in a thread. What was not sent by then is dropped."""
+        """Close; blocks for at most `timeout_seconds`, so call it in a thread. The rest is dropped."""
         closing = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         closing.start()
         closing.join(timeout_seconds)
@@ -85,7 +85,7 @@ class SpanExport:
 
 
 class _BoundedProcessor(BatchSpanProcessor):
-    """Counts what goes in and what comes out, each in one thread, so that it knows what is dropped."""
+    """Counts spans in and out, each in one thread, and so the dropped ones."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self.num_refused = 0

@@ -1,7 +1,7 @@
-"""plain_redis(): a client of Redis that neither retries nor watches the time; its users do both.
+"""plain_redis(): a client of Redis without retries and timeouts; its users have their own.
 
-A transaction that is sent twice would be two changes, and a reader must notice that it has reconnected. With
-a timeout of its own the client waits in asyncio.wait_for, which before Python 3.12 may lose a cancellation.
+A transaction sent twice would be two changes, and a reader must notice a reconnection. With its own timeout
+the client uses asyncio.wait_for, which before Python 3.12 may lose a cancellation.
 """
 
 from redis.asyncio import Redis

@@ -22,7 +22,8 @@ def open_file_complaint(path: Path, mode: int) -> str | None:
 
 
 def open_secret_complaint(secret_file: str | None) -> str | None:
-    """The same for the setting `secret_file`. None too if there is no such file, which `read_secret` says."""
+    """Check the mode of the setting `secret_file`. None if the file is missing, which `read_secret`
+    reports."""
     if secret_file is None:
         return None
     path = Path(secret_file).expanduser()
@@ -50,8 +51,8 @@ def read_secret(secret: str | None, secret_file: str | None) -> ClusterSecret | 
 
 
 def _secret_from_text(text: str, what: str) -> ClusterSecret:
-    """From hex digits, one secret in each line, the first of which is in force. Raises SettingsError with a
-    sentence that begins with `what`."""
+    """Parse hex digits, one secret per line, the first in force. Raises SettingsError with a sentence that
+    begins with `what`."""
     try:
         found = [bytes.fromhex(line) for line in text.splitlines() if line.strip()]
     except ValueError as error:
@@ -60,7 +61,7 @@ def _secret_from_text(text: str, what: str) -> ClusterSecret:
 
 
 def _secret_from_bytes(content: bytes, what: str) -> ClusterSecret:
-    """From a file's content: hex digits as above, or else one secret, as it is. Raises SettingsError."""
+    """Parse a file's content: hex digits as above, or else one binary secret. Raises SettingsError."""
     try:
         text = content.decode("ascii")
         bytes.fromhex(text)

@@ -1,9 +1,8 @@
-"""How every process is configured: one frozen dataclass, built once from file < environment < flags.
+"""Configuration of every process: one frozen dataclass, built once from file < environment < flags.
 
-Owns the reading of settings, the same for replica, router and fleet. Each process declares a dataclass of its
-own, whose field names are the YAML keys (`block_size`), the flags
-(`--block-size`) and, behind a prefix, the environment variables (`KVASIR_REPLICA_BLOCK_SIZE`).
-An unknown key, wherever it stands, is an error that names the nearest known one.
+Owns the parsing, the same for replica, router and fleet. Each process declares a dataclass whose field names
+are the YAML keys (`block_size`), the flags (`--block-size`) and, with a prefix, the environment variables
+(`KVASIR_REPLICA_BLOCK_SIZE`). An unknown key anywhere is an error that names the nearest known one.
 """
 
 import argparse
@@ -22,7 +21,7 @@ Config = TypeVar("Config")
 
 
 class SettingsError(ValueError):
-    """A setting is unknown or unreadable. The message is one sentence for the person who set it."""
+    """A setting is unknown or unreadable. The message is one sentence for its user."""
 
 
 def setting(default: Any = dataclasses.MISSING, *, help: str) -> Any:

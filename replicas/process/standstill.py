@@ -1,8 +1,8 @@
-"""end_on_standstill(): ends a process whose event loop has not run for long, whatever holds it.
+"""end_on_standstill(): ends a process whose event loop has not run for long, for any reason.
 
-An engine's step that holds Python's lock stops every thread of its process, any watchdog among them. What
-ends the process is a thread of C that needs no lock (`faulthandler`): the event loop puts it off again and
-again. Its last words are where each thread stands.
+An engine's step that holds Python's lock stops every thread of its process, including watchdogs. A C thread
+that needs no lock (`faulthandler`) ends the process; the event loop postpones it again and again. It prints
+every thread's position.
 """
 
 import asyncio

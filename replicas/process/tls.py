@@ -63,8 +63,8 @@ class Pems:
 
 
 class FollowedFiles:
-    """The newest files that were whole; `pems` is what they were when last read. To be used from any thread;
-    `current` reads, so not on an event loop."""
+    """The newest whole files; `pems` is their last content. Thread-safe; `current` reads files, so not on an
+    event loop."""
 
     def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.time) -> None:
         """Raises SettingsError."""
@@ -111,7 +111,7 @@ class FollowedFiles:
 
 
 def read_pems(files: TlsFiles, now: float, *, known: Pems | None = None) -> Pems:
-    """Read and check, unless it is what is `known`. Raises SettingsError with one sentence."""
+    """Read and check, unless the content is `known`. Raises SettingsError with one sentence."""
     assert (files.certificate is None) == (files.key is None), "a certificate has a key"
     pems = _read_all(files)
     if pems == known:
@@ -175,14 +175,14 @@ class RouterTls:
         return self._followed.pems.ends
 
     def current(self) -> ChannelTls:
-        """With the files as they are now. Reads them: not on an event loop."""
+        """Return the TLS of the current files. Reads them: not on an event loop."""
         if (pems := self._followed.current()) != self._made_of:
             self._made_of = pems
             self._current = self._make(pems)
         return self._current
 
     async def follow(self, seconds: float = LOOK_SECONDS) -> None:
-        """Look now and then, until cancelled: who has all its connections would not know what is renewed."""
+        """Check for renewals until cancelled; a process with all its connections would not notice them."""
         while True:
             await asyncio.sleep(seconds)
             await asyncio.to_thread(self.current)
@@ -192,7 +192,7 @@ class RouterTls:
 
 
 def explained(details: str, tls: ChannelTls | None) -> str | None:
-    """Why no connection came about, from what gRPC says of it; None if it is not known to be for TLS."""
+    """Explain a failed connection by gRPC's details; None if it is not known to be TLS."""
     if "failed to connect" not in details:
         return None
     if "Socket closed" in details or "Connection reset" in details:

@@ -16,7 +16,7 @@ _NO_SPAN = "0" * 16
 
 
 class TraceParent(NamedTuple):
-    """Ids in lower-case hex digits, as they are written. `state` is `tracestate` word for word, or empty."""
+    """Ids in lower-case hex digits. `state` is `tracestate` verbatim, or empty."""
 
     trace_id: str
     span_id: str
@@ -28,7 +28,7 @@ class TraceParent(NamedTuple):
 
 
 def parse_trace_parent(text: str, state: str = "") -> TraceParent | None:
-    """None for what the specification says to ignore: a malformed header is no error of its sender's."""
+    """Parse a traceparent; None for what the specification says to ignore."""
     match = _HEADER.fullmatch(text)
     if match is None:
         return None

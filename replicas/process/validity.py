@@ -1,6 +1,6 @@
-"""From when until when certificates are valid, read from their PEM text.
+"""Validity of certificates, read from their PEM text.
 
-It believes what the text says: whether a certificate is signed, and by whom, is checked by OpenSSL.
+It trusts the text: OpenSSL checks signatures.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""Affinity order: how every process ranks replicas for what it wants to have in one place.
+"""Affinity order: how every process ranks replicas for prompts that should meet.
 
-Owns the rendezvous ranking. Knows no load, no index and no fleet state: two processes that see the same
-replicas rank them alike without ever having talked.
+Owns the rendezvous ranking. Knows no load, no index and no fleet state: processes that see the same replicas
+rank them alike without communication.
 """
 
 import functools
@@ -23,14 +23,14 @@ def tagged(tag: bytes, value: bytes) -> bytes:
 
 
 class AffinityRanking:
-    """How any bucket ranks one set of replicas, home first: rendezvous hashing.
+    """A bucket's ranking of a set of replicas, home first: rendezvous hashing.
 
-    A replica's score depends on the bucket and on itself alone, and the lowest comes first. So taking
-    a replica away moves nothing but what it was first for; adding one takes an equal share from each.
+    A replica's score depends on the bucket and itself alone, and the lowest comes first. So removing a
+    replica moves only what it was first for; adding one takes an equal share from each.
 
-    All scores are computed at once, because one by one a fleet of 1,000 takes half a millisecond: both
-    sides are hashed beforehand, and what mixes them is the finaliser of SplitMix64 (Steele, Lea and
-    Flood, OOPSLA 2014). It is one to one, so no two replicas have one score.
+    All scores are computed at once, since one by one a fleet of 1,000 takes half a millisecond: both sides
+    are hashed beforehand, and mixed by the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), a
+    bijection, so no two replicas have one score.
     """
 
     __slots__ = ("_positions", "_seeds", "replica_ids")
@@ -72,7 +72,7 @@ class AffinityOrder:
         return [self._replica_ids[position] for position in self._scores.argsort().tolist()]
 
     def first(self, count: int) -> list[ReplicaId]:
-        """The first `count`, or all if there are fewer."""
+        """Return the first `count`, or all if there are fewer."""
         scores = self._scores
         if count >= len(scores):
             return self.whole()

@@ -1,9 +1,8 @@
-"""LeaseDesk: where requests ask for leases, which a directory keeps and the journal of a disk remembers.
+"""LeaseDesk: takes requests for leases to the directory, and records them in the disk's journal.
 
-Owns what time it is for leases. Inside a process that is a monotonic clock's, so that a wall clock that jumps
-changes nothing. The journal on disk has the wall clock's time of each lease's end. A process that reads it
-later goes by what is left then: after a jump forward that is less and may be nothing, after one back it is
-never more than the lease began with.
+Owns the time for leases. Inside a process it is a monotonic clock, so that jumps of the wall clock change
+nothing. The journal has the wall-clock time of each lease's end. A later process continues with the rest:
+after a jump forward less, perhaps nothing; after one back never more than the lease began with.
 """
 
 import math
@@ -102,7 +101,7 @@ class LeaseDesk:
         self._directory.pass_time(self._clock())
 
     def poll(self) -> None:
-        """Let time pass, and note in the journal what has changed."""
+        """Let time pass, and record changes in the journal."""
         self._directory.pass_time(self._clock())
         changes, ends = self._directory.take_lease_changes(), self._directory.take_lease_ends()
         if self._journal is not None and changes:
@@ -119,7 +118,7 @@ class LeaseDesk:
         return self._directory.leases.wants_file(key)
 
     def take_totals(self) -> LeaseTotals | None:
-        """None if nothing has changed since the last call."""
+        """Return the totals; None if unchanged since the last call."""
         totals = lease_totals(self._directory, self._chunk_tokens)
         if totals == self._told:
             return None

@@ -1,8 +1,7 @@
-"""LeaseList: the leased chunks that a store has, gathered a few at a time, so that no step waits for all.
+"""LeaseList: a store's leased chunks, gathered a few at a time, so that no step waits for all.
 
-Owns how far that has come. Pure. Of more than `MAX_LISTED_CHUNKS` it finds those whose leases last longest,
-and of these the beginnings of prompts first. What goes or ends meanwhile is left out; what comes meanwhile is
-for the next list.
+Owns its progress. Pure. Of more than `MAX_LISTED_CHUNKS` it finds those with the longest leases, and of these
+the beginnings of prompts first. Chunks that go or end meanwhile are left out; new ones are for the next list.
 """
 
 import heapq

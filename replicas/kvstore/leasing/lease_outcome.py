@@ -1,4 +1,4 @@
-"""LeaseOutcome: what became of the leases that a request asked for, and of those that its prompt had.
+"""LeaseOutcome: the outcome of a request's leases, and of the earlier ones on its prompt.
 
 Pure: the directory decides.
 """

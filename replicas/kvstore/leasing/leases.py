@@ -93,9 +93,8 @@ class Charge(NamedTuple):
 
 @dataclass(slots=True)
 class LeaseCounts:
-    """Since the beginning. `granted` and `refused` count leases as they were asked for, the rest counts
-    chunks: each that was leased is held now, or was kept, or its lease was broken.
-    """
+    """Counts since the start. `granted` and `refused` count requested leases, the rest chunks: each leased
+    chunk is held, was kept, or had its lease broken."""
 
     granted: int = 0
     refused: Counter[LeaseRefusal] = field(default_factory=Counter)
@@ -174,7 +173,7 @@ class Leases:
         return key in self._leases
 
     def wants_file(self, key: BlockHash) -> bool:
-        """Whether the chunk is leased for so long that it is to be written at once."""
+        """Whether the chunk's lease is so long that it must be written at once."""
         lease = self._leases.get(key)
         return lease is not None and lease.is_on_disks_bill and not lease.has_file
 
@@ -211,7 +210,7 @@ class Leases:
     # What time does.
 
     def pass_time(self, now: float) -> list[BlockHash]:
-        """It is `now` seconds. Returns the chunks that are leased no more."""
+        """Set the time. Returns the chunks whose lease ended."""
         self.now = max(self.now, now)
         ended: list[BlockHash] = []
         while self._due and self._due[0][0] <= self.now:
@@ -254,9 +253,8 @@ class Leases:
         tenant_share: float = 0.0,
         bucket: bytes = b"",
     ) -> LeaseRefusal | None:
-        """Lease all of these chunks, or none and say why. Leases that are there already begin anew. Of a
-        tenant with a share of its own that bounds them; 0 is none.
-        """
+        """Lease all of these chunks, or none and say why. Existing leases restart. `tenant_share` bounds a
+        tenant with a share of its own; 0 is none."""
         refusal = self._refusal_within(tenant_share, wishes, seconds, tenant)
         if refusal is not None:
             self.counts.refused[refusal] += 1
@@ -354,9 +352,8 @@ class Leases:
             self._set_file(lease, has_file=True)
 
     def lost_file(self, key: BlockHash) -> bool:
-        """Its file is gone, and a copy in host memory is left. Says whether that is leased now: not if there
-        is no room for what host memory owes then, so that the lease is broken.
-        """
+        """Record the loss of a file whose copy in host memory remains. Returns whether it is still leased:
+        not if host memory's budget has no room, which breaks the lease."""
         lease = self._leases.get(key)
         if lease is None:
             return False
@@ -368,7 +365,8 @@ class Leases:
         return True
 
     def gone(self, key: BlockHash, cause: LeaseBreak) -> Removal:
-        """Its last copy went, and what that is called. One that was not stored yet may still be."""
+        """Record the loss of the last copy, and return the reason. A chunk that was not stored yet may still
+        be."""
         lease = self._leases.get(key)
         if lease is not None and lease.store_by is None:
             self._broke(lease, cause)

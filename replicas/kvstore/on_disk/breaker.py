@@ -1,7 +1,7 @@
-"""Breaker: when to try again what has failed.
+"""Breaker: when to retry after a failure.
 
-Owns a pause that doubles with each failure after it, up to `MAX_PAUSE_SECONDS`, and ends with the first
-success. Pure: the caller says what time it is.
+Owns a pause that doubles with each further failure, up to `MAX_PAUSE_SECONDS`, and ends with the first
+success. Pure: the caller supplies the time.
 """
 
 MIN_PAUSE_SECONDS = 1.0
@@ -23,7 +23,7 @@ class Breaker:
         return not self.is_tripped or now >= self._until
 
     def failed(self, now: float) -> float:
-        """The seconds for which nothing should be tried. What was under way when it tripped counts once."""
+        """Return the seconds of pause. Failures of work that was under way when it tripped count once."""
         if self.allows(now):
             self._pause = min(MAX_PAUSE_SECONDS, max(MIN_PAUSE_SECONDS, 2 * self._pause))
             self._until = now + self._pause

@@ -98,7 +98,7 @@ class ChunkFiles:
             return decode(image[:done], self.layout, key)
 
     def read_header(self, key: BlockHash) -> tuple[ChunkHeader, int]:
-        """The header, and the file's bytes, which are as many as it says. Raises as `read` does."""
+        """Read the header, and the file's size, which matches it. Raises as `read` does."""
         with self._opened(key) as (leaf, size):
             fd = os.open(file_name(key), _READ, dir_fd=leaf)
             try:
@@ -139,7 +139,7 @@ class ChunkFiles:
                     os.unlink(name, dir_fd=self.of_layout.fd)
 
     def has(self, key: BlockHash) -> bool:
-        """Whether there is a file of its name. Raises OSError."""
+        """Whether it has a file. Raises OSError."""
         try:
             with self._opened(key):
                 return True

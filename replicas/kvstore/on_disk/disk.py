@@ -1,17 +1,17 @@
-"""Disk: KV in files, read and written by threads while the engine goes on.
+"""Disk: KV in files, read and written by threads while the engine continues.
 
-Owns the folder while it is open, and the threads. It decides nothing about which chunk lies where: that is
-the directory's. Its caller is one thread, the engine's, and no method but `wait` and `close` lets it wait.
+Owns the open folder and the threads. The directory decides which chunk goes where. Its caller is one thread,
+the engine's; only `wait` and `close` block it.
 
-Everything that can go wrong with a file is a miss. What the disk does when it is slow, full or broken::
+Every defect of a file is a miss. A slow, full or broken disk::
 
     a read is late                  it has failed; its slot comes back when the thread does
-    a write fails                   nothing is written for a while, longer each time; reads go on
-    a file cannot be removed        it takes room, which others go for, and is tried again
-    little free space               nothing is written until there is more
+    a write fails                   writes pause, longer each time; reads go on
+    a file cannot be removed        its bytes count, others are evicted, and it is tried again
+    little free space               writes pause until there is more
     a thread hangs                  another takes its place, as often as there are threads
     all of them hang                nothing is read or written until one comes back
-    a thread dies of our own fault  the disk is off
+    a thread dies of our own bug    the disk is off
 """
 
 import contextlib
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 MAX_PROBE_SHARE = 16
 MIN_PROBE_BYTES = 1 << 20
-"""A probe writes at most this part of what the disk may hold, and of what is free, or so much."""
+"""A probe writes at most this part of the disk's capacity and of its free space, but at least this much."""
 
 
 class Disk:
@@ -67,7 +67,7 @@ class Disk:
         self.restored: Sequence[ChunkName] = self._journal.names()
         """Chunks by the journal, least recently used first."""
         self.restored_leases: Mapping[BlockHash, float] = dict(self._journal.leases)
-        """Ends of leases of what was restored, in seconds since 1970, where they were noted."""
+        """Ends of restored leases, in seconds since 1970, if recorded."""
         self.restored_lease_seconds: Mapping[BlockHash, int] = dict(self._journal.lease_seconds)
         """How long after its last use each ends, where that was noted."""
         self.restored_lease_tenants: Mapping[BlockHash, bytes] = dict(self._journal.lease_tenants)
@@ -97,26 +97,23 @@ class Disk:
         return self._books.ask(Kind.READ, key, slot=slot, num_bytes=len(slot))
 
     def write(self, header: ChunkHeader, slot: memoryview, *, sync: bool = False) -> int | None:
-        """Write the slot to a file, header filled in; with `sync` it has survived a power cut once it is
-        finished. None if too many wait already, if the disk is off, or if it would hold more than it may.
-        The payload must stay as it is until the write has ended.
-        """
+        """Write the slot to a file, header filled in; with `sync` it is durable when it is finished. None if
+        too many jobs wait, if the disk is off, or if it would exceed its capacity. The payload must not
+        change until the write has ended."""
         num_bytes = file_bytes(header.payload_bytes)
         return self._books.ask(
             Kind.WRITE, header.name.key, slot=slot, header=header, sync=sync, num_bytes=num_bytes
         )
 
     def remove(self, keys: Iterable[BlockHash]) -> None:
-        """After what was asked for before about these keys, and before what is asked for after. Never
-        finished aloud.
-        """
+        """Remove files, after earlier jobs for these keys and before later ones. Never reported as
+        finished."""
         for key in keys:
             self._books.ask(Kind.REMOVE, key)
 
     def erase(self) -> int | None:
-        """Remove every file of ours, whatever its layout, once what runs has ended; what waits has failed.
-        A job: it ends with ERASE; until then nothing else is taken. None if the disk is off or erasing.
-        """
+        """Remove every file of ours, of any layout, once running jobs end; waiting jobs fail. A job: it ends
+        with ERASE, and nothing else is accepted until then. None if the disk is off or erasing."""
         return self._books.ask(Kind.ERASE)
 
     # What the journal keeps.
@@ -138,7 +135,7 @@ class Disk:
         return self._books.take_finished()
 
     def wait(self, seconds: float) -> bool:
-        """Until something has finished, at most so long. Whether something has."""
+        """Wait until a job has finished, at most `seconds`; returns whether one has."""
         return self._books.wait(seconds)
 
     @property
@@ -148,12 +145,12 @@ class Disk:
 
     @property
     def write_stop(self) -> WriteStop | None:
-        """Why nothing is written, if that is more than a queue that is full for a moment."""
+        """Return why writing has stopped, unless the queue is only briefly full."""
         return self._books.write_stop()
 
     @property
     def is_off(self) -> bool:
-        """Closed, or broken for good: nothing is read or written any more."""
+        """Whether the disk is closed or broken for good."""
         return self._books.is_off
 
     @property
@@ -185,9 +182,8 @@ class Disk:
         return self._books.speeds()
 
     def close(self, seconds: float) -> bool:
-        """End what runs, fail what waits, sync the journal, leave the folder. False if that was not done in
-        time: then threads still hang, and the folder stays ours until the process ends.
-        """
+        """End running jobs, fail waiting ones, sync the journal, leave the folder. False if threads still
+        hang in the end: the folder then stays ours until the process ends."""
         if self._is_closed:
             return True
         end = time.monotonic() + seconds
@@ -216,7 +212,7 @@ class Disk:
         self._threads.append(self._start("kv-disk", lambda: self._work(worker)))
 
     def _start(self, name: str, run: Callable[[], None]) -> threading.Thread:
-        """It does not keep the process alive: a thread may hang for ever."""
+        """Start a daemon thread: it may hang forever."""
         thread = threading.Thread(target=run, name=name, daemon=True)
         thread.start()
         return thread
@@ -254,7 +250,7 @@ class Disk:
 
 
 def _join(threads: Iterable[threading.Thread], end: float) -> bool:
-    """Whether all have ended by then."""
+    """Join the threads; returns whether all have ended by `end`."""
     for thread in list(threads):
         thread.join(max(0.0, end - time.monotonic()))
         if thread.is_alive():

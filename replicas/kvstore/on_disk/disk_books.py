@@ -1,7 +1,7 @@
-"""DiskBooks: what the disk's threads and its caller share, under one lock.
+"""DiskBooks: the state that the disk's threads and its caller share, under one lock.
 
-Owns the queue, what has finished, which files there are and their bytes, measured speeds, and whether
-anything may be written. It opens no file; under its lock nothing blocks.
+Owns the queue, finished jobs, the files and their bytes, measured speeds, and whether writes are allowed. It
+opens no file; nothing blocks under its lock.
 """
 
 import itertools
@@ -29,7 +29,7 @@ MAX_NOTES = 100_000
 
 REMOVE_AGAIN_SECONDS = 10.0
 MAX_REMOVED_AGAIN = 8192
-"""How often, and how many at once of, files that could not be removed are to be removed again."""
+"""Interval, and number at once, for retrying files that could not be removed."""
 
 Note = Callable[[Journal], None]
 """A note for the journal, executed by its own thread."""
@@ -37,7 +37,7 @@ Note = Callable[[Journal], None]
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A thread's place: what it is at, and whether another has taken its place meanwhile."""
+    """A thread's job, and whether another has taken its place meanwhile."""
 
     job: Job | None = None
     is_replaced: bool = False
@@ -89,7 +89,7 @@ class DiskBooks:
         sync: bool = False,
         num_bytes: int = 0,
     ) -> int | None:
-        """The job's number; None if too many wait, or if there is no room for a write."""
+        """Queue a job and return its number; None if too many wait, or there is no room for a write."""
         now = self._clock()
         with self._lock:
             growth = 0

@@ -1,7 +1,7 @@
-"""DiskHealth: whether anything may be written now, and what is said about it.
+"""DiskHealth: whether writes are allowed now, and the log lines about it.
 
-Owns the pause after a write that failed, and the reserve of free space. Pure: the caller says what time it
-is. Each trouble is said once, and again when it is over.
+Owns the pause after a failed write, and the reserve of free space. Pure: the caller supplies the time. Each
+problem is logged once, and again when it is over.
 """
 
 import logging
@@ -28,7 +28,7 @@ class DiskHealth:
 
     @property
     def write_stop(self) -> WriteStop | None:
-        """Why not, if it does not."""
+        """Why writing has stopped, or None."""
         if self._is_full:
             return WriteStop.FULL
         return WriteStop.FAILS if self._breaker.is_tripped else None
@@ -67,7 +67,7 @@ class DiskHealth:
             )
 
     def has_failed_to_remove(self, error: OSError) -> None:
-        """Said once: what stays takes room, and is to be removed again."""
+        """Log a failed removal once; the file's bytes count until a retry succeeds."""
         if not self._has_failed_to_remove:
             logger.error("a file in %s cannot be removed: %s", self._folder, error.strerror)
         self._has_failed_to_remove = True

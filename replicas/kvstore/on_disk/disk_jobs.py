@@ -12,17 +12,17 @@ from replicas.kvstore.on_disk.jobs import Job, Kind
 from replicas.kvstore.on_disk.other_layouts import OtherLayouts
 
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT)
-"""A read that fails like this says nothing of the file."""
+"""Errors of a read that say nothing about the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`reason` is empty for what went well, and else one word. `error` is the file system's."""
+    """`reason` is empty for success, and else one word. `error` is the file system's."""
 
     reason: str = ""
     header: ChunkHeader | None = None
     is_worthless: bool = False
-    """The file is not there, is not what its name says, or cannot be read."""
+    """The file is missing, is not what its name says, or cannot be read."""
     error: OSError | None = None
     read_seconds_per_byte: float | None = None
     write_seconds_per_byte: float | None = None

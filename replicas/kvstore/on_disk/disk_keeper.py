@@ -43,7 +43,7 @@ class DiskKeeper:
         self._next_sync = 0.0
 
     def run(self) -> None:
-        """Until `stop`. What it has not noted then is lost."""
+        """Run until `stop`; later notes are lost."""
         while not self._stop.wait(BUSY_TICK_SECONDS if self._comparing else TICK_SECONDS):
             self.note()
             now = time.monotonic()
@@ -103,9 +103,8 @@ class DiskKeeper:
                 self._comparing = None
 
     def _compare(self) -> Iterator[None]:
-        """Files that the journal does not know, other layouts', and then what the journal knows and no
-        folder has.
-        """
+        """Compare the folder with the journal: unknown files, other layouts', then known chunks without a
+        file."""
         for keys in self._files.chunks.walk():
             for key in keys:
                 self._not_seen.discard(key)
@@ -120,7 +119,7 @@ class DiskKeeper:
             yield
 
     def _examine(self, key: BlockHash) -> None:
-        """A file that is not known: it is found, or removed if it is not what its name says."""
+        """Examine an unknown file: record it, or remove it if it is not what its name says."""
         if not self._books.claim(key):
             return
         try:

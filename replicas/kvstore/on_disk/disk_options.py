@@ -1,4 +1,4 @@
-"""DiskOptions: how large and how patient a disk for KV is, and what it says of its speed."""
+"""DiskOptions: size and deadlines of a disk for KV, and its reported speeds."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ class DiskOptions:
 
 @dataclass(frozen=True, slots=True)
 class DiskSpeeds:
-    """None for what was not measured yet: then nothing should wait for the disk."""
+    """None if not measured yet: then nothing should wait for the disk."""
 
     read_seconds_per_byte: float | None
     write_seconds_per_byte: float | None

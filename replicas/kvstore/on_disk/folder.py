@@ -85,9 +85,8 @@ class Folder:
 
 
 def open_folder(parent: int, name: str, *, make: bool = False) -> int | None:
-    """A folder in a folder, `make`: with mode 0700 where there is none. None if it is something else, is not
-    there, is another user's or open to others. Raises OSError for anything that is not about this name.
-    """
+    """Open a folder in a folder; `make` creates a missing one with mode 0700. None if it is something else,
+    missing, another user's or open to others. Raises OSError for errors that are not about this name."""
     try:
         return _if_ours_alone(os.open(name, _OPEN_FOLDER, dir_fd=parent))
     except FileNotFoundError:
@@ -114,7 +113,7 @@ def names_in(folder: int) -> list[str]:
 
 
 def regular_file(parent: int, name: str) -> os.stat_result | None:
-    """None if there is no file of this name, or something that is no file."""
+    """Return a file's status; None if there is none of this name, or something else."""
     try:
         found = os.stat(name, dir_fd=parent, follow_symlinks=False)
     except FileNotFoundError:
@@ -144,7 +143,7 @@ def _if_ours_alone(fd: int) -> int | None:
 
 
 def _keep_others_out(path: Path, fd: int) -> None:
-    """A folder of our user that holds nothing yet gets mode 0700. A mount point keeps what it was given."""
+    """Set mode 0700 on an empty folder of our user. A mount point keeps its mode."""
     found, user = os.fstat(fd), os.geteuid()
     if found.st_uid not in (user, 0):
         raise SettingsError(
@@ -227,9 +226,8 @@ def _lock(path: Path, fd: int) -> int:
 
 
 def _mark(path: Path, fd: int) -> None:
-    """Write the marker, or where it is a file that is removed again: so it is known that files can be written
-    and renamed here. A folder that is marked already may be full: what is in it can be read.
-    """
+    """Write the marker, or if it exists a file that is removed again, to check that files can be written and
+    renamed here. A marked folder may be full: its content can be read."""
     is_marked = _is_marked(fd)
     try:
         for name in _TRIALS:

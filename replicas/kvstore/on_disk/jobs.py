@@ -1,7 +1,7 @@
-"""Jobs: what a disk was asked for, in the order in which it is done.
+"""Jobs: a disk's queue, in order of execution.
 
-Owns the queue: reads before removals before writes, and of one key in the order in which they were asked
-for, one at a time. Pure: it moves nothing and asks no clock. Its caller holds a lock around it.
+Owns the order: reads before removals before writes, and jobs of one key in the order requested, one at a
+time. Pure: it moves nothing and reads no clock. Its caller holds a lock around it.
 """
 
 import enum
@@ -14,7 +14,7 @@ from replicas.protocol.blocks import BlockHash
 
 
 class Kind(enum.Enum):
-    """A job is one of the first five; all but REMOVE and PROBE are told about when they have ended."""
+    """Kinds of jobs (the first five) and of endings. Endings of all but REMOVE and PROBE are reported."""
 
     READ = "read"
     REMOVE = "remove"
@@ -117,7 +117,7 @@ class JobQueue:
             self._ready[job.kind].append(job)
 
     def take(self, now: float) -> Job | None:
-        """The next to do. Erasing waits until nothing else runs, and everything else for erasing."""
+        """Return the next job. Erasing waits until nothing else runs, and everything else for erasing."""
         if self._erase is not None:
             if self.num_running:
                 return None
@@ -143,7 +143,7 @@ class JobQueue:
             self._release(job.key)
 
     def give_up(self, job: Job) -> None:
-        """A read that runs is overdue: others may have its key, and nothing waits for it."""
+        """Give up an overdue read: others may have its key, and nothing waits for it."""
         assert job.state is State.RUNNING, "what is given up runs"
         job.state = State.OVERDUE
         self.num_running -= 1

@@ -1,20 +1,19 @@
-"""Journal: which chunks a folder has, in the order of their use, so that a start reads megabytes, not a tree.
+"""Journal: a folder's chunks in LRU order, so that a start reads megabytes, not a tree.
 
-Owns `journal.log` and the table that it stands for; belongs to one thread. It is a help and no truth: a file
-that it does not know is found by walking, and a record without a file is found when the file is read.
+Owns `journal.log` and its table; belongs to one thread. It is a hint: an unknown file is found by walking,
+and a record without a file when the file is read.
 
-The log is records of 64 bytes, little-endian, each with a CRC-32 of what follows it::
+The log is records of 64 bytes, little-endian, each with a CRC-32 of the rest::
 
     0   crc        4   kind, version     8   key
     24  parent     40  last block        48  lease end, seconds since 1970
     56  bytes of the file, or how many seconds after its last use a lease ends
 
-In the record of a lease, the tag of the tenant whose it is stands in place of the parent, and its length in
-place of the last block.
+In the record of a lease, the tenant's tag replaces the parent, and its length the last block.
 
-What is appended is buffered, and in the log after `flush`. A record that is torn or changed is passed over;
-the next begins 64 bytes on. When more than half says nothing any more, the log is written anew beside the
-old one and renamed: its order is then the order of use. So it is after a write that failed.
+Appends are buffered until `flush`. A torn or changed record is skipped; the next begins 64 bytes on. When
+more than half is stale, or a write has failed, the log is rewritten beside the old one, in LRU order, and
+renamed.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ from replicas.protocol.blocks import HASH_BYTES, BlockHash
 RECORD_BYTES = 64
 
 MIN_DEAD_RECORDS = 16_384
-"""Fewer are left in the log, whatever their share: a megabyte."""
+"""Fewer stale records stay in the log, whatever their share: a megabyte."""
 
 MAX_LOG_BYTES = 1 << 30
 """More is not read at a start: 16 million records, of which half at least would be alive."""
@@ -58,9 +57,9 @@ assert _CRC.size + _BODY.size == RECORD_BYTES
 
 
 class Journal:
-    """In the folder of this descriptor, made where it is not there. Reads what is there.
+    """The journal in the folder of this descriptor, created if missing. Reads its content.
 
-    Raises OSError if the log cannot be opened; whatever it holds is no error.
+    Raises OSError if the log cannot be opened; bad content is no error.
     """
 
     def __init__(self, folder: int) -> None:
@@ -80,7 +79,7 @@ class Journal:
         self._buffer: list[bytes] = []
         self._num_records = 0
         self._is_behind = False
-        """The log lacks something that the table has, or has what no record is."""
+        """The log lacks records of the table, or has bad ones."""
         self._fd = os.open(JOURNAL, _OPEN, 0o600, dir_fd=folder)
         if regular_file(folder, JOURNAL) is None:
             os.close(self._fd)
@@ -130,9 +129,8 @@ class Journal:
                 self._append(_record(USED, key))
 
     def leased(self, key: BlockHash, until: float, seconds: int = 0, tenant: bytes = b"") -> None:
-        """Until is in seconds since 1970, 0 for no more; a use makes it `seconds` from then. The chunk's file
-        may come later.
-        """
+        """Record a lease until `until`, in seconds since 1970, 0 for an ended one; a use extends it to
+        `seconds` from then. The chunk's file may come later."""
         if self._lease(key, until, seconds, tenant):
             self._append(_lease_record(key, until, seconds, tenant))
 
@@ -148,9 +146,9 @@ class Journal:
     # The log.
 
     def flush(self, *, sync: bool = True) -> None:
-        """Everything so far is in the log, and with `sync` on the disk.
+        """Write buffered records to the log, and with `sync` to the disk.
 
-        Raises OSError. The log then lacks what is new, and the next flush makes that good.
+        Raises OSError. The next flush then writes what is missing.
         """
         if self._is_behind or self._num_dead > max(MIN_DEAD_RECORDS, self._num_live):
             self._rewrite(sync=sync)

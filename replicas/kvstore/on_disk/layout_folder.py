@@ -1,8 +1,8 @@
 """LayoutFolder: the files of one layout in a folder for KV, by their names.
 
-Owns where a chunk's file lies (`ab/cd/<key>.kv`), what else is of ours beside it, and walking over all of it.
-It opens no chunk. Walks are iterators, so that their caller sets the pace; what vanishes or appears
-meanwhile may be seen or not.
+Owns a chunk's path (`ab/cd/<key>.kv`), our other files beside it, and walking over all. It opens no chunk.
+Walks are iterators, so that their caller sets the pace; files that vanish or appear meanwhile may be seen or
+not.
 """
 
 import contextlib
@@ -134,7 +134,7 @@ def layouts_in(version: int) -> Iterator[tuple[str, LayoutFolder]]:
 
 
 def unlink_file(parent: int, name: str) -> int:
-    """Remove a file, and nothing that is none. Its bytes, 0 if there was nothing to remove."""
+    """Remove a regular file. Returns its bytes, 0 if there was none."""
     found = regular_file(parent, name)
     if found is None:
         return 0

@@ -1,7 +1,7 @@
-"""OtherLayouts: what earlier engines, versions and settings have left in a folder for KV.
+"""OtherLayouts: files of earlier engines, versions and settings in a folder for KV.
 
-Owns how much that is, and what of it goes first when room is needed: it is never read, but it takes part in
-the folder's bound. The layout that was used longest ago goes first, file by file. Also erases a folder.
+Owns their amount, and their order of eviction: they are never read, but count in the folder's bound. The
+layout unused for longest goes first, file by file. Also erases a folder.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class OtherLayouts:
         """Bytes that could not be removed; they are not tried again by this process."""
 
     def count(self) -> Iterator[None]:
-        """In steps; what is removed meanwhile may have been counted, and is again when none is left."""
+        """Count in steps; files removed meanwhile may be counted, and are corrected when none is left."""
         for version, fd in self._folder.version_folders():
             for name, layout in layouts_in(fd):
                 if (version, name) != self._ours:

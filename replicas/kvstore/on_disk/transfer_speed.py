@@ -1,7 +1,7 @@
-"""TransferSpeed: how long a byte takes, as measured on what several threads move at once.
+"""TransferSpeed: seconds per byte, measured over several threads' transfers at once.
 
-Owns a decaying mean. Pure: the caller says what time it is. Time counts once however many transfers are
-under way, so the figure is the device's and not a thread's.
+Owns a decaying mean. Pure: the caller supplies the time. Time counts once for parallel transfers, so the
+figure is the device's and not a thread's.
 """
 
 SAMPLE_BYTES = 1 << 20

@@ -1,1 +1,1 @@
-"""Chunks from other replicas: what is read from their host memory, and what they may read here."""
+"""Pulls chunks from other replicas' host memory, and serves them its own."""

@@ -1,9 +1,9 @@
-"""ChunkReader: chunks read from host memory and disk of an engine that is not asked, whatever its process.
+"""ChunkReader: reads chunks from an engine's host memory and disk without asking it, from any process.
 
-Owns an open descriptor of that memory. Whether a copy is a chunk's, the slot table says: `slot_table.py` has
-the rules. A copy gets the header and the checksum of a file, so that who gets it on its way can verify it.
+Owns an open descriptor of that memory. The slot table tells whether a copy is valid: see `slot_table.py`. A
+copy gets a file's header and checksum, so that receivers can verify it.
 
-Everything is read by calls to the kernel, which hold up no other thread of this process.
+All reads are system calls, which block no other thread of this process.
 """
 
 import os
@@ -19,7 +19,7 @@ from replicas.protocol.blocks import HASH_BYTES, BlockHash
 
 
 class ChunkReader:
-    """May be used by several threads. Raises OSError if the memory cannot be had or is not what was said."""
+    """Thread-safe. Raises OSError if the memory is unavailable or is not as described."""
 
     def __init__(self, shared: SharedKv, folder: Path | None = None) -> None:
         """`folder` is that of the engine's disk, if it has one."""

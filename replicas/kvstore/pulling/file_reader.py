@@ -20,7 +20,7 @@ class FileReader:
         self._layout = layout
 
     def copy(self, key: BlockHash, image: memoryview) -> bool:
-        """Fill `image` with the chunk's file. False if there is none that is whole. Raises OSError."""
+        """Fill `image` with the chunk's file. False if there is no whole one. Raises OSError."""
         digits = key.hex()
         path = self._root / digits[:2] / digits[2:4] / file_name(key)
         try:

@@ -1,6 +1,6 @@
-"""incoming: chunks out of what a peer sends, each into its slot, none believed before it was verified.
+"""incoming: puts the chunks that a peer sends into their slots, each verified before use.
 
-Owns what a transfer must be like. Pure: the parts are handed in.
+Owns the format of a transfer. Pure: the parts are arguments.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

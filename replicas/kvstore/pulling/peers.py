@@ -1,7 +1,7 @@
 """Peers: connections to other replicas, over which chunks of KV are pulled.
 
-Owns the channels, what is shown with a call, and which peers are left alone for a while because they have
-failed. Does not know what is pulled, or why.
+Owns the channels, the credentials of calls, and pauses for peers that failed. Does not know what is pulled,
+or why.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from replicas.protocol.tier_figures import MoveFailure
 from replicas.protocol.wire import decode_pull_part, encode
 
 IDLE_SECONDS = 60.0
-"""A connection that was not used for so long is closed."""
+"""Unused connections are closed after this time."""
 
 MAX_PEERS = 16
 """Connections at once. For another one, one that is not in use is closed."""
@@ -95,9 +95,8 @@ class Peers:
     def call(
         self, peer: PullHint, request: PullRequest, seconds: float
     ) -> Iterator[tuple[Iterator[PullPart], Callable[[], object]]]:
-        """The parts as they come, and what ends them from another thread. Within it, PullFailed is raised for
-        what the connection or the peer does.
-        """
+        """Call a peer: returns the parts as they arrive, and a function that cancels from another thread.
+        Inside the context, failures of connection and peer raise PullFailed."""
         connection = self._take(peer)
         try:
             pull = connection.channel.unary_stream(path("Pull"), encode, decode_pull_part)

@@ -1,10 +1,10 @@
-"""Puller: KV from other replicas' host memory, read by threads while the engine goes on.
+"""Puller: KV from other replicas' host memory, read by threads while the engine continues.
 
-Owns the threads and what is under way. It decides nothing about which chunk lies where: that is the
-directory's. Its caller is one thread, the engine's, and no method but `wait` and `close` lets it wait.
+Owns the threads and the transfers. The directory decides which chunk goes where. Its caller is one thread,
+the engine's; only `wait` and `close` block it.
 
-A transfer is a chain's chunks from one peer, in order, each into a slot of its own. Whatever happens to it,
-the chunks that have not come are misses, and no errors::
+A transfer is a chain's chunks from one peer, in order, each into a slot of its own. Whatever happens, missing
+chunks are misses, not errors::
 
     the peer has not, or not all      the stream ends early
     it lies, sends half or too much   the transfer ends, and the peer is left alone for a while
@@ -41,10 +41,10 @@ MAX_TRANSFERS = 16
 
 PATIENCE = 4.0
 MIN_SECONDS = 1.0
-"""A transfer has failed when it has taken this many times as long as was expected, and at least so long."""
+"""A transfer fails after this many times its expected duration, and not before this time."""
 
 OVERDUE_SECONDS = 1.0
-"""A thread that has not returned so long after its transfer's end hangs."""
+"""A thread hangs if it has not returned this long after its transfer's end."""
 
 
 class Pulled(NamedTuple):
@@ -75,7 +75,7 @@ class _Transfer:
 
 
 class Puller:
-    """`bytes_per_second` is what the network carries, until pulls have shown it. It closes `peers`."""
+    """`bytes_per_second` is the assumed network speed until pulls have measured it. It closes `peers`."""
 
     def __init__(
         self,
@@ -108,9 +108,8 @@ class Puller:
         return has_room and self._peers.allows(peer, self._clock())
 
     def pull(self, peer: PullHint, chunks: Sequence[Wanted]) -> int:
-        """The transfer's number. There is room for it. The slots are the puller's until each of their chunks
-        has ended, and after OVERDUE until RETURNED.
-        """
+        """Start a transfer and return its number. The caller has checked for room. The slots belong to the
+        puller until each chunk has ended, and after OVERDUE until RETURNED."""
         assert 0 < len(chunks) <= MAX_PULLED_CHUNKS, "a transfer is of a bounded number of chunks"
         with self._changed:
             self._last_number += 1
@@ -159,19 +158,20 @@ class Puller:
 
     @property
     def backlog_seconds(self) -> float:
-        """How long what is under way takes."""
+        """Expected duration of the transfers under way."""
         if not self._transfers:
             return 0.0
         with self._changed:
             return self._num_bytes_left * self.seconds_per_byte
 
     def wait(self, seconds: float) -> None:
-        """Until something has ended, at most so long."""
+        """Wait until a transfer has ended, at most `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: self._finished, seconds)
 
     def close(self, seconds: float) -> bool:
-        """Fail what is under way and close the connections. False if threads still hang, in slots perhaps."""
+        """Fail transfers under way and close the connections. False if threads still hang, perhaps in
+        slots."""
         with self._changed:
             self._is_closed = True
             for transfer in self._transfers.values():
@@ -219,9 +219,8 @@ class Puller:
         return self._is_closed or transfer.is_overdue
 
     def _start_thread(self) -> None:
-        """It does not keep the process alive: a thread may hang for ever. One that cannot be started, because
-        there are too many, is tried again with the next transfer.
-        """
+        """Start a daemon thread, since it may hang forever. One that cannot be started, because there are too
+        many, is tried again with the next transfer."""
         thread = threading.Thread(target=self._work, name="kv-pull", daemon=True)
         try:
             thread.start()

@@ -1,7 +1,7 @@
-"""open_puller: pulls of KV from other replicas, as a replica's settings want them.
+"""open_puller: builds a replica's puller from its settings.
 
-Owns what a replica shows its peers: tokens of the cluster secret, and its own certificate where replicas have
-one, whose CA theirs must be of too.
+Owns the credentials for peers: tokens of the cluster secret, and its own certificate where replicas have one,
+whose CA theirs must share.
 """
 
 import time
@@ -17,7 +17,7 @@ from replicas.protocol.cluster_secret import Purpose
 
 
 def open_puller(config: ReplicaConfig, layout: Layout, payload_bytes: int, bytes_per_second: float) -> Puller:
-    """Raises SettingsError for files that are not what they should be."""
+    """Build the puller. Raises SettingsError for invalid files."""
     secret = read_secret(config.secret, config.secret_file)
     tls = None
     if config.tls_certificate is not None:

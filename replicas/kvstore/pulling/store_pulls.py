@@ -1,4 +1,4 @@
-"""StorePulls: what a store pulls from peers, between its directory and a puller.
+"""StorePulls: a store's pulls from peers, between its directory and a puller.
 
 Owns how much of host memory pulls may fill at once. Called by the engine's thread alone; nothing waits.
 """
@@ -55,7 +55,8 @@ class StorePulls:
         return self._puller.may_pull(peer)
 
     def begin(self, peer: PullHint, wanted: Sequence[tuple[ChunkName, Tenancy]]) -> int | None:
-        """Pull as many as there is room for, each for its tenant. The transfer's number; None if none is."""
+        """Pull as many as there is room for, each for its tenant. Returns the transfer's number; None if none
+        fits."""
         most = int(self._arena.num_slots * MAX_HOST_SHARE) - self._num_slots
         chunks: list[Wanted] = []
         for name, tenancy in wanted[: max(0, min(most, MAX_PULLED_CHUNKS))]:
@@ -70,7 +71,7 @@ class StorePulls:
         return self._puller.pull(peer, chunks)
 
     def poll(self, tally: MoveTally) -> None:
-        """Take note of what has come, and of what has not."""
+        """Process finished and failed chunks."""
         for pulled in self._puller.take_finished():
             self._end(pulled, tally)
         for failure in self._puller.take_failures():

@@ -1,11 +1,10 @@
-"""TakeOvers: leased chunks that go from one replica's store to another's, as both stores see it.
+"""TakeOvers: leased chunks that move from one replica's store to another's, on both sides.
 
-Owns what a store has been asked of that and has not answered, and how much of it one peer may fill. Who takes
-what is decided by the replica that leaves. Called by the engine's thread alone; nothing waits, and what one
-call does is bounded.
+Owns the open requests to a store, and how much one peer may fill. The leaving replica decides who takes what.
+Called by the engine's thread alone; nothing waits, and each call is bounded.
 
-A chunk that is to be taken over is leased first, so that nothing is pulled for which there is no budget, and
-then pulled unless it is here. What does not come is leased no more.
+A chunk to take over is leased first, so that nothing is pulled without budget, and then pulled unless it is
+here. If it does not arrive, its lease ends.
 """
 
 from collections import OrderedDict
@@ -79,7 +78,7 @@ class _Asked:
 
 
 class TakeOvers:
-    """Without `pulls` nothing comes that is not here."""
+    """Without `pulls` only chunks that are here can be taken over."""
 
     def __init__(self, directory: Directory, leases: LeaseClock, pulls: Pulls | None) -> None:
         self._directory = directory
@@ -122,7 +121,7 @@ class TakeOvers:
                 self._keep(number, take_over)
 
     def poll(self) -> None:
-        """Take note of what has come, and answer who waits for nothing more."""
+        """Process arrived chunks, and answer peers whose requests are complete."""
         self._list_on()
         for asked in [*self._asked]:
             for key in [*asked.coming]:
@@ -179,7 +178,7 @@ class TakeOvers:
         self.poll()
 
     def _has_before(self, asked: _Asked, chunk: LeasedChunk) -> bool:
-        """Whether what comes before it is here or about to be, asked for now or not."""
+        """Whether the chunk before it is here or on its way, by this request or another."""
         before = chunk.parent
         return before is None or before in asked.coming or self._directory.place(before) is not None
 
@@ -197,7 +196,8 @@ class TakeOvers:
         return chunks
 
     def _pull(self, take_over: TakeOver, chunks: Sequence[LeasedChunk]) -> set[BlockHash]:
-        """In one transfer, whosever they are: a peer sends few at a time. Returns what comes."""
+        """Pull in one transfer for all tenants: a peer sends few at a time. Returns the chunks that will
+        come."""
         source = take_over.source
         if not chunks or self._pulls is None or not self._pulls.may_pull(source):
             return set()
