@@ -42,6 +42,14 @@ def milliseconds(samples: Sequence[float]) -> str:
     return f"p50 {found.p50 * 1e3:8.2f} ms   p90 {found.p90 * 1e3:8.2f} ms   p99 {found.p99 * 1e3:8.2f} ms"
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Lay out a table: the first column to the left, the others to the right."""
+    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([label.ljust(first), *map(str.rjust, cells, widths)]).rstrip() for label, *cells in rows
+    )
+
+
 def cpu_seconds(pid: int) -> float:
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)

@@ -31,13 +31,11 @@ from loadtests.workloads import (
     first_requests,
     first_seconds,
     ideal_hits,
-    read_trace,
     scale,
-    shrink,
     without_longer_than,
 )
-from loadtests.workloads.parameters import read_parameter
 from loadtests.workloads.prompts import SAMPLE_WORDS, Prompts, token_alphabet
+from loadtests.workloads.sources import open_workload, typed_parameters
 
 INTERRUPTED = 130
 
@@ -315,27 +313,10 @@ def _target(url: str, api_key: str | None) -> Endpoint:
 def _workload(arguments: argparse.Namespace) -> Workload:
     name = arguments.workload
     try:
-        if name in GENERATORS:
-            workload = GENERATORS[name](seed=arguments.seed, **_parameters(name, arguments))
-        elif not Path(name).is_file():
-            raise ReplayError(f"{name} is neither a file nor a generator; there are {', '.join(GENERATORS)}")
-        elif arguments.qps is not None or arguments.set:
-            raise ReplayError("--qps and --set are for generators; a trace has its own pace, see --speed")
-        else:
-            workload = read_trace(name, seed=arguments.seed)
-        if arguments.scale_tokens != 1:
-            workload = shrink(workload, arguments.scale_tokens)
-    except (ValueError, OSError, EOFError) as error:
-        raise ReplayError(f"{name}: {error}") from error
-    return workload
-
-
-def _parameters(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    given: dict[str, Any] = {} if arguments.qps is None else {"qps": arguments.qps}
-    try:
-        return given | dict(read_parameter(name, setting) for setting in arguments.set)
+        parameters = typed_parameters(name, arguments.qps, arguments.set)
+        return open_workload(name, arguments.seed, parameters, scale_tokens=arguments.scale_tokens)
     except ValueError as error:
-        raise ReplayError(f"--set: {error}") from error
+        raise ReplayError(str(error)) from error
 
 
 def _limited(workload: Workload, limit: str | None) -> Workload:

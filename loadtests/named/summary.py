@@ -7,6 +7,7 @@ meaning, and which runs belong together.
 from collections import Counter
 from collections.abc import Collection, Sequence
 
+from loadtests.figures import aligned
 from loadtests.reports.comparison import (
     EQUAL_WITHIN,
     FIGURES,
@@ -20,6 +21,7 @@ from loadtests.reports.comparison import (
     in_units,
     phase_rows,
     ratio,
+    value_of,
 )
 from loadtests.reports.fairness import fairness
 from loadtests.reports.report import Slo
@@ -59,18 +61,18 @@ def table(run_set: RunSet) -> str:
         is_special = label.startswith(("Hit ", "Image"))
         if is_special and not any(each.spread(figure) for each in run_set.variants):
             continue  # all KV lies on devices, no prompt has images
-        cells = [_value(figure, variant) for variant in run_set.variants]
+        cells = [value_of(figure, variant) for variant in run_set.variants]
         if has_ratio:
             found = ratio(figure, run_set.variants[1], run_set.baseline) if figure.wants else None
             cells.append("" if found is None else in_ratio(found))
         rows.append([label, *cells])
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def phase_table(run_set: RunSet) -> str | None:
     """Return a table of requests before, just after and long after the kills; None without any."""
     rows = phase_rows(run_set)
-    return _aligned([list(PHASE_HEADS), *rows]) if rows else None
+    return aligned([list(PHASE_HEADS), *rows]) if rows else None
 
 
 def fairness_table(run_set: RunSet, slo: Slo) -> str:
@@ -92,14 +94,7 @@ def fairness_table(run_set: RunSet, slo: Slo) -> str:
                 in_units(found.ttft_p90_of_others, "s"),
             ]
         )
-    return _aligned(rows)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
-    )
+    return aligned(rows)
 
 
 def sentence(run_set: RunSet) -> str | None:
@@ -154,7 +149,7 @@ def _first_tokens(ours: Variant, base: Variant) -> str:
 
 
 def _both(figure: Figure, ours: Variant, base: Variant) -> str:
-    return f"({_value(figure, ours)} against {_value(figure, base)})"
+    return f"({value_of(figure, ours)} against {value_of(figure, base)})"
 
 
 def _number(found: float) -> str:
@@ -207,8 +202,3 @@ def _of_run(named: NamedRun, expected_errors: Collection[str], *, is_killing: bo
     elif any(each.difference for each in reconciliation.sums):
         found.append(reconciliation.verdict)
     return found
-
-
-def _value(figure: Figure, variant: Variant) -> str:
-    spread = variant.spread(figure)
-    return in_units(None if spread is None else spread.median, figure.unit)

@@ -341,7 +341,7 @@ def verdict(run_set: RunSet) -> str:
 
 def _comparison(run_set: RunSet) -> str:
     if len(run_set.variants) == 1:
-        figures = _listed(f"{_lowered(each)} {_value(each, run_set.baseline)}" for each in HEADLINES)
+        figures = _listed(f"{_lowered(each)} {value_of(each, run_set.baseline)}" for each in HEADLINES)
         return f"{run_set.baseline.name}: {figures}."
     first, other = leader(run_set)
     better = [each for each in HEADLINES if is_better(each, first, other) is True]
@@ -356,7 +356,7 @@ def _comparison(run_set: RunSet) -> str:
         parts.append(f"{start} {_listed(_against(each, first, other) for each in worse)}")
     known = [each for each in same if first.spread(each) is not None and other.spread(each) is not None]
     if known:
-        listed = _listed(f"{_lowered(each)} ({_value(each, first)})" for each in known)
+        listed = _listed(f"{_lowered(each)} ({value_of(each, first)})" for each in known)
         parts.append(
             f"level on {listed}" if parts else f"{first.name} and {other.name} are level on {listed}"
         )
@@ -371,16 +371,25 @@ def _against(figure: Figure, variant: Variant, other: Variant) -> str:
     doubt = ""
     if len(variant.runs) > 1 and len(other.runs) > 1 and overlaps(figure, variant, other):
         doubt = ", within what other seeds give"
-    return f"{_lowered(figure)} ({times}{_value(figure, variant)} against {_value(figure, other)}{doubt})"
+    return f"{_lowered(figure)} ({times}{value_of(figure, variant)} against {value_of(figure, other)}{doubt})"
 
 
 def in_ratio(found: float) -> str:
     return f"{found:.2f}×" if found < 10 else f"{found:.0f}×"
 
 
-def _value(figure: Figure, variant: Variant) -> str:
+def value_of(figure: Figure, variant: Variant) -> str:
+    """Write the median."""
     spread = variant.spread(figure)
     return in_units(None if spread is None else spread.median, figure.unit)
+
+
+def range_of(figure: Figure, variant: Variant) -> str:
+    """Write the lowest and the highest value; empty where they are equal."""
+    spread = variant.spread(figure)
+    if spread is None or spread.lowest == spread.highest:
+        return ""
+    return f"{in_units(spread.lowest, figure.unit)} to {in_units(spread.highest, figure.unit)}"
 
 
 def _lowered(figure: Figure) -> str:

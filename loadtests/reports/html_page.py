@@ -23,8 +23,10 @@ from loadtests.reports.comparison import (
     in_words,
     is_better,
     phase_rows,
+    range_of,
     ratio,
     short_commit,
+    value_of,
     verdict,
 )
 from loadtests.reports.phases import AFTERMATH_SECONDS
@@ -119,8 +121,7 @@ def _against(run_set: RunSet, variant: Variant) -> str:
 
 
 def _cell(figure: Figure, variant: Variant, run_set: RunSet) -> Cell:
-    spread = variant.spread(figure)
-    if spread is None:
+    if variant.spread(figure) is None:
         return Cell("–")
     others = [other for other in run_set.without_failed().variants if other is not variant]
     is_compared = variant is not run_set.baseline and figure.wants
@@ -129,12 +130,11 @@ def _cell(figure: Figure, variant: Variant, run_set: RunSet) -> Cell:
     if found:
         better = is_better(figure, variant, run_set.baseline)
         judgement = {True: "better", False: "worse", None: ""}[better]
-    low, high = in_units(spread.lowest, figure.unit), in_units(spread.highest, figure.unit)
     return Cell(
-        in_units(spread.median, figure.unit),
+        value_of(figure, variant),
         in_ratio(found) if found else "",
         judgement,
-        f"{low} to {high}" if spread.lowest < spread.highest else "",
+        range_of(figure, variant),
         bool(others) and all(is_better(figure, variant, other) is True for other in others),
     )
 

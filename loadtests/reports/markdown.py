@@ -14,10 +14,11 @@ from loadtests.reports.comparison import (
     RunSet,
     Variant,
     in_ratio,
-    in_units,
     phase_rows,
+    range_of,
     ratio,
     short_commit,
+    value_of,
     verdict,
 )
 
@@ -65,20 +66,12 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _cell(figure: Figure, variant: Variant, run_set: RunSet) -> str:
-    spread = variant.spread(figure)
-    if spread is None:
-        return "–"
-    text = in_units(spread.median, figure.unit)
-    found = (
-        None
-        if variant is run_set.baseline or not figure.is_headline
-        else ratio(figure, variant, run_set.baseline)
-    )
-    if found is not None:
-        text += f", {in_ratio(found)}"
-    if spread.lowest < spread.highest:
-        text += f" [{in_units(spread.lowest, figure.unit)} to {in_units(spread.highest, figure.unit)}]"
-    return text
+    text = value_of(figure, variant)
+    if variant is not run_set.baseline and figure.is_headline:
+        found = ratio(figure, variant, run_set.baseline)
+        text += "" if found is None else f", {in_ratio(found)}"
+    values = range_of(figure, variant)
+    return f"{text} [{values}]" if values else text
 
 
 def _sources(run_set: RunSet) -> list[str]:

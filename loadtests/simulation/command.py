@@ -21,7 +21,7 @@ from loadtests.simulation.shape import ReplicaShape, TierShape
 from loadtests.simulation.summary import Summary, median, table, tenant_table
 from loadtests.simulation.sweep import SWEEPS, answer, plot
 from loadtests.workloads import GENERATORS, Workload
-from loadtests.workloads.parameters import read_parameter
+from loadtests.workloads.sources import typed_parameters
 from replicas.config import DEFAULT_MAX_RUNNING
 from replicas.simulated_engine.hardware import FREE, HARDWARE
 from router.queue.held import QueueRules
@@ -441,16 +441,10 @@ def _tiers(arguments: argparse.Namespace, bytes_per_token: int) -> TierShape | N
 
 
 def _parameters(arguments: argparse.Namespace) -> tuple[tuple[str, float | int | str], ...]:
-    given: dict[str, float | int | str] = {} if arguments.qps is None else {"qps": arguments.qps}
-    if arguments.workload not in GENERATORS:
-        if given or arguments.set:
-            raise ClusterError("--qps and --set are for generators; a trace has its own pace, see --speed")
-        return ()
     try:
-        given |= dict(read_parameter(arguments.workload, setting) for setting in arguments.set)
+        return tuple(typed_parameters(arguments.workload, arguments.qps, arguments.set).items())
     except ValueError as error:
-        raise ClusterError(f"--set: {error}") from error
-    return tuple(given.items())
+        raise ClusterError(str(error)) from error
 
 
 def _seconds(text: str) -> float:

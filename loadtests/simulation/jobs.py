@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 
 from cluster.errors import ClusterError
 from loadtests.progress import showing
@@ -24,15 +23,14 @@ from loadtests.simulation.options import FleetOptions
 from loadtests.simulation.request import HashedRequest, prepare
 from loadtests.simulation.summary import Summary, summarise
 from loadtests.workloads import (
-    GENERATORS,
     Workload,
     first_requests,
     ideal_hits,
-    read_trace,
     scale,
     with_tenants,
     without_keys,
 )
+from loadtests.workloads.sources import open_workload
 from replicas.scheduling.speed_meter import SpeedMeter
 
 
@@ -46,11 +44,11 @@ class Source:
     limit: int | None
     speed: float
     has_keys: bool = True
+    """Without, every `prompt_cache_key` is left out."""
     num_tenants: int | None = None
     """None leaves them as they are."""
     flood: int = 1
     """Factor by which one of the tenants exceeds its own share."""
-    """Without, every `prompt_cache_key` is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +128,9 @@ def _ideal_hit_rate(source: Source, num_warm_up: int) -> float:
 @functools.lru_cache(maxsize=2)
 def load(source: Source) -> Workload:
     try:
-        if source.name in GENERATORS:
-            workload = GENERATORS[source.name](seed=source.seed, **dict(source.parameters))
-        elif not Path(source.name).is_file():
-            names = ", ".join(GENERATORS)
-            raise ClusterError(f"{source.name} is neither a file nor a generator; there are {names}")
-        else:
-            workload = read_trace(source.name, seed=source.seed)
-    except (ValueError, OSError, EOFError) as error:
-        raise ClusterError(f"{source.name}: {error}") from error
+        workload = open_workload(source.name, source.seed, dict(source.parameters))
+    except ValueError as error:
+        raise ClusterError(str(error)) from error
     if source.limit is not None:
         workload = first_requests(workload, source.limit)
     if not workload.requests:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from loadtests.figures import aligned
 from loadtests.reports.fairness import Fairness, TenantFigures
 from loadtests.reports.report import Distribution, Report, RequestRecord
 from loadtests.simulation.curve import Window, added
@@ -144,11 +145,7 @@ def table(columns: Mapping[str, Summary]) -> str:
     for reason in sorted({reason for summary in columns.values() for reason in summary.reasons}):
         counts = [summary.reasons.get(reason, 0) for summary in columns.values()]
         lines.append([f"decided by {reason}", *(f"{count:.0f}" for count in counts)])
-    first, *rest = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        label.ljust(first) + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, rest, strict=True))
-        for label, *cells in lines
-    )
+    return aligned(lines)
 
 
 def tenant_table(tenants: Mapping[str, TenantFigures]) -> str:
