@@ -68,7 +68,7 @@ class Memory:
 
 
 def memory_of(pid: int) -> Memory:
-    """Of Linux. Processes that end meanwhile are left out. Raises psutil.NoSuchProcess."""
+    """Sum a process and its children (Linux only), skipping ended ones. Raises psutil.NoSuchProcess."""
     sums: Counter[str] = Counter()
     for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
         with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
-"""A replica's clients of Redis: how they connect, and how long a last message may take.
+"""A replica's clients of Redis: connections, and the deadline of a last message.
 
-Owns neither keys nor who writes them.
+Owns neither keys nor their writers.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from replicas.process.settings import without_password
 logger = logging.getLogger(__name__)
 
 FAREWELL_SECONDS = 1.0
-"""How long Redis may take to hear that we go. If it does not, everything there expires by itself."""
+"""Seconds for Redis to take our farewell; otherwise everything there expires by itself."""
 
 
 def connect(url: str) -> "Redis":

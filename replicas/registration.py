@@ -1,13 +1,14 @@
-"""Registration: the lease that says this replica is alive, renewed with each heartbeat.
+"""Registration: the lease that shows a replica alive, renewed with each heartbeat.
 
-Owns the replica's record in Redis. Of the index the record has the set's name and the newest change's number.
+Owns the replica's record in Redis. For the index, the record has the set's name and the newest change's
+number.
 
-A record is written only while it is absent or our own: WATCH, read, MULTI. Another epoch in it, once
-we have been registered, means that a newer incarnation has taken our name: then we are the ghost, and
-`on_lost` is called. An epoch that was there before we came is a dead predecessor; its set is removed.
+A record is written only while it is absent or our own: WATCH, read, MULTI. Another epoch in it, after we
+registered, means that a newer incarnation has taken our name: then `on_lost` is called. An epoch from before
+our start is a dead predecessor; its set is removed.
 
-With a seal, leases are signed, and only a replica that can sign and has registered after us takes our name
-away: a record that is made up or copied back is written over.
+With a seal, leases are signed, and only a replica that can sign and has registered after us takes our name: a
+forged or copied record is overwritten.
 """
 
 import asyncio
@@ -147,8 +148,8 @@ class Registration:
                 await pipeline.execute()
 
     async def _beat_or_prolong(self) -> bool:
-        """A heartbeat, also in a Redis that is full: the index gives way, and at worst the lease that is
-        there lasts longer, with an old load. Raises OutOfMemoryError if there is none."""
+        """Send a heartbeat, also to a full Redis: the index gives way, and at worst the existing lease is
+        prolonged with an old load. Raises OutOfMemoryError if there is none."""
         try:
             return await self._beat()
         except OutOfMemoryError:
@@ -230,7 +231,7 @@ class Registration:
         return record.epoch == holder and record.order > self._order
 
     async def _clear_wrong_types(self) -> None:
-        """Delete what lies under the names of our keys and is of another type, or no count."""
+        """Delete our keys that have another type, or are no count."""
         kinds = {
             self._key: b"hash",
             replicas_key(self._model): b"set",

@@ -25,7 +25,7 @@ STEP_MEMORY = 0.999
 """Decay of the longest step with each further step."""
 
 MAX_LOOK_INTERVALS = 2.0
-"""A look that comes later than this is counted as if it had not."""
+"""A look that comes later than this counts as if it had not."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Block hashes: what names a cached prefix, for replicas, router and index alike.
+"""Block hashes: the names of cached prefixes, for replicas, router and index alike.
 
 Owns the one hashing function of the project.
 
@@ -9,17 +9,17 @@ A block hash names a *full* block together with everything before it::
     h_0  = zeros
     h_i  = SHA-256(key | h_{i-1} | tokens_i as u32le | extras_i)[:16]
 
-The first blocks of a prompt may be published: they have the root of what everyone may share, and the block
-behind them goes on from the last of them under its own.
+The first blocks of a prompt may be published: they have the published root, and the block after them
+continues the chain under the prompt's own.
 
 The root is the key of every link and is itself no hash: it goes to replicas with a request, and never into
 the index. So a reader of the index can confirm no guess, even knowing the tokens, the model and the salt.
-SHA-256 with a secret first block authenticates here because half of the digest is cut off: a hash that was
-seen cannot be continued. The state after that block is made once for a whole prompt.
+SHA-256 with a secret first block authenticates here because half of the digest is cut off: an observed hash
+cannot be continued. The state after that block is computed once per prompt.
 
-Two prompts share a hash only if they share the namespace, every token up to the end of that block,
-and every media item that the block (or one before it) stands for. The token part has a fixed length
-for a given block size, and the block size is part of the root, so extras cannot be read as tokens.
+Two prompts share a hash only if they share the namespace, every token up to the end of that block, and every
+media item in that block or before. The token part has a fixed length for a given block size, and the block
+size is part of the root, so extras cannot be read as tokens.
 """
 
 import hashlib
@@ -110,11 +110,11 @@ def hash_blocks(
     media: Sequence[MediaSpan] = (),
     published: PublishedBeginning | None = None,
 ) -> list[BlockHash]:
-    """Hashes of the full blocks in `token_ids`, in the namespace of `root`; a partial last block has none.
+    """Hash the full blocks in `token_ids`, in the namespace of `root`; a partial last block has none.
 
     `parent` is the hash of the block before them, None at a sequence's start. `start` is the position of
-    `token_ids[0]` in the sequence, a multiple of the block size. `media` positions count from its start.
-    What is `published` hashes under its own root.
+    `token_ids[0]` in the sequence, a multiple of the block size. `media` positions count from its start. The
+    `published` beginning hashes under its own root.
     """
     packed = pack_token_ids(token_ids)
     if published is None or start >= published.num_blocks * block_size:
@@ -172,7 +172,8 @@ def unpack_token_ids(packed: bytes) -> list[int]:
 
 
 def _extras(media: Sequence[MediaSpan], block_start: int, block_size: int) -> bytes:
-    """The block's extra keys: each media item that it overlaps, and where the item starts relative to it."""
+    """Encode the block's extra keys: each media item that it overlaps, and the item's start relative to
+    it."""
     block_end = block_start + block_size
     return b"".join(
         _tagged(b"media", span.content_hash) + (span.start - block_start).to_bytes(8, "little", signed=True)

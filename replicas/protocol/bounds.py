@@ -1,9 +1,8 @@
-"""Bounds: what a number or a name may be that another process says.
+"""Bounds on numbers and names from other processes.
 
-Owns the limits and the checks. Every check returns what it was given, or raises ValueError with a sentence
-that may be logged. What a type can say (`Uint32`) is checked where a value is decoded. The limits are far
-beyond what any replica says of
-itself; they keep one wrong number from spoiling a sum, a median or a scrape.
+Owns the limits and the checks. Every check returns its argument, or raises ValueError with a sentence that
+may be logged. Types such as `Uint32` are checked at decoding. The limits are far beyond any honest value;
+they keep one wrong number from spoiling a sum, a median or a scrape.
 """
 
 import re
@@ -41,7 +40,7 @@ def checked_id(text: str) -> str:
 
 
 def checked_name(text: str) -> str:
-    """A name that people give: of a model, an adapter, an engine. Nothing that would garble a log."""
+    """Check a name of a model, an adapter or an engine: nothing that would garble a log."""
     if not 0 < len(text) <= MAX_NAME_CHARACTERS or not text.isprintable():
         raise ValueError(f"{shown(text)} is no name")
     return text
@@ -62,13 +61,13 @@ def checked_count(value: int, most: int, what: str) -> int:
 
 
 def parsed_number(text: bytes) -> int:
-    """Decimal digits and nothing else."""
+    """Parse decimal digits and nothing else."""
     if not _DIGITS.fullmatch(text):
         raise ValueError(f"{shown(text)} is not a number")
     return checked_count(int(text), MAX_NUMBER, "a number")
 
 
 def shown(value: object) -> str:
-    """For a message: what others wrote, short and on one line."""
+    """Shorten foreign text to one line, for messages."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"

@@ -1,17 +1,16 @@
-"""Tokens of gRPC calls: how a replica's caller proves that it is of the cluster, and in which role.
+"""Tokens of gRPC calls: how a caller proves membership in the cluster, and its role.
 
-Owns what a token is made of and what it takes to believe one. The nonce is an argument.
+Owns a token's content and its verification. The nonce is an argument.
 
 A token is for one call::
 
     <role> <nonce> <MAC(key; role, replica id, epoch, method, nonce)>       keyed BLAKE2b, 128 bits
 
-so a token that was read on its way is good for nothing at another replica, at this one after a restart, for
-another method, or in another role. The replica refuses one that it has seen before. No clock takes part:
-those of two machines may differ.
+so a stolen token is worthless at another replica, at this one after a restart, for another method, or in
+another role. The replica refuses a repeated one. No clock takes part: those of two machines may differ.
 
-It protects the *call*, and nothing that follows on the connection: an attacker who can read the network reads
-prompts, and one who can change what it carries takes over open streams. Against that there is mutual TLS.
+It protects the *call*, and nothing that follows on the connection: an attacker who reads the network reads
+prompts, and one who changes its traffic takes over open streams. Use mutual TLS against that.
 """
 
 import hashlib
@@ -38,7 +37,7 @@ class Role(Enum):
 
 
 class BadToken(Exception):
-    """It is not believed. The message says why."""
+    """The token is invalid. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""ClusterSecret: the secret that the processes of one cluster share, and the keys made of it.
+"""ClusterSecret: the secret that the processes of one cluster share, and the keys made from it.
 
-Owns which keys there are: one for each purpose, so that what is said under one proves nothing under another,
-and who is given one learns nothing of the rest. Reads no file: `secret_file.py` does.
+Owns the keys, one per purpose: a signature under one proves nothing under another, and the holder of one
+learns nothing about the rest. Reads no file: `secret_file.py` does.
 """
 
 import hashlib
@@ -37,8 +37,8 @@ def derive(secret: bytes, purpose: Purpose) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSecret:
-    """`current` makes what others are to believe. `others` are believed besides, while the secret of a
-    running cluster is changed: the next one before it is in force, the last one afterwards."""
+    """`current` signs. `others` are accepted too, while a running cluster's secret changes: the next one
+    before it is in force, the last one afterwards."""
 
     current: bytes = field(repr=False)
     others: tuple[bytes, ...] = field(default=(), repr=False)
@@ -53,5 +53,6 @@ class ClusterSecret:
 
     @property
     def check_value(self) -> str:
-        """Equal for processes with the same current secret, and fit to be shown: nothing follows from it."""
+        """Equal for processes with the same current secret, and public: it reveals nothing about the
+        secret."""
         return self.key(Purpose.CHECK)[:8].hex()

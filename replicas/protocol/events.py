@@ -1,13 +1,13 @@
-"""Cache events: what a replica's cache gained and lost, in order.
+"""Cache events: additions to and removals from a replica's cache, in order.
 
 Owns the vocabulary.
 
-Events are a *multiset*: an engine may hold two copies of one block and removes them one by one, so
-readers must count copies. They leave the engine inside the StepFrame, after the KV exists. What a
-request is *about* to store is no event: the server announces it (`keys.Announcement`), since the router
-that sent the request knows the hashes.
+Events are a *multiset*: an engine may hold two copies of one block and removes them one by one, so readers
+must count copies. They leave the engine inside the StepFrame, after the KV exists. Blocks that a request is
+*about* to store are no event: the server announces them (`keys.Announcement`), since the router that sent the
+request knows the hashes.
 
-They are tagged structs, unlike other values here: encoded, each says which of the union it is.
+They are tagged structs, unlike other values here: each encodes its type in the union.
 """
 
 import enum
@@ -26,9 +26,9 @@ class Tier(enum.StrEnum):
 
 
 class Removal(enum.IntEnum):
-    """Why a copy went. The numbers are those of `IndexChange.reasons`; no other may be given to one of them.
+    """Reason for a copy's removal. The numbers are those of `IndexChange.reasons`, and are never reused.
 
-    What has no number here, from a newer replica, counts as EVICTED: it is gone, and no more is known.
+    An unknown number, from a newer replica, counts as EVICTED.
     """
 
     EVICTED = 0
@@ -40,7 +40,7 @@ class Removal(enum.IntEnum):
     LOST = 3
     """It was a file that is gone or not to be believed."""
     CLEARED = 4
-    """Somebody had the tier emptied."""
+    """The tier was cleared."""
 
     @classmethod
     def _missing_(cls, value: object) -> "Removal | None":
@@ -70,7 +70,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
-    """A tier holds nothing any more."""
+    """A tier was emptied."""
 
     tier: Tier = Tier.DEVICE
 

@@ -1,11 +1,11 @@
-"""Frames: what travels between a router and a replica while requests run, and to the engine's own process.
+"""Frames: messages between a router and a replica while requests run, and to the engine's own process.
 
-Owns these structs, which are the wire format: `wire.py` encodes them as they stand, and the annotations are
-checked where they are decoded. One request is one `Submit`; it asks for `num_choices` independent
-continuations of one prompt, each named by a `RequestKey`.
+Owns these structs, which are the wire format: `wire.py` encodes them as they are, and annotations are checked
+at decoding. One request is one `Submit`; it asks for `num_choices` independent continuations of one prompt,
+each named by a `RequestKey`.
 
-Structs that are encoded by name may get a field anywhere, those that are `array_like` at their end only, and
-each new field has a default: so two versions still understand each other.
+Structs encoded by name may get a field anywhere, `array_like` ones only at the end, and each new field has a
+default: so two versions still understand each other.
 """
 
 import enum
@@ -90,12 +90,11 @@ class RefusalCode(enum.StrEnum):
 class SamplingParams(Struct, frozen=True, omit_defaults=True):
     """How to continue a prompt. Validated by the router for the client, and by the replica for itself.
 
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 keep every token. `seed` is always set by the
-    router: the n-th output token of a choice depends on (seed, choice, n) alone, whatever else is in
-    the batch, so a generation can be resumed elsewhere. `num_logprobs` None means no logprobs, 0 the
-    chosen token's only. The output follows `grammar`, in llguidance's notation, and ends where it is
-    complete, whatever `min_tokens` and `ignore_eos` say; "" is none. `grammar_bytes` is the memory that
-    following it takes, as the router found when it worked it out; 0 is not known.
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 keep every token. The router always sets `seed`: the
+    n-th output token of a choice depends on (seed, choice, n) alone, not on the batch, so a generation can be
+    resumed elsewhere. `num_logprobs` None means no logprobs, 0 the chosen token's only. The output follows
+    `grammar`, in llguidance's notation, and ends where it is complete, regardless of `min_tokens` and
+    `ignore_eos`; "" is none. `grammar_bytes` is its memory as the router measured it; 0 is unknown.
     """
 
     max_tokens: Uint32
@@ -260,16 +259,16 @@ class TokenDelta(Struct, frozen=True, array_like=True):
 
 
 class LoadSnapshot(Struct, frozen=True, omit_defaults=True):
-    """How busy a replica is. Rates and times are measured from its own steps; 0.0 means not yet known.
+    """How busy a replica is. Rates and times are measured from its own steps; 0.0 means unknown.
 
-    A replica with memory below its device says what bringing a token's KV to the device takes, from host
-    memory, and to host memory, from disk or from a peer; `move_backlog_seconds` is how long what moves
-    already takes. `num_host_bytes` and `num_disk_bytes` are in use there, of at most `max_host_bytes` and
-    `max_disk_bytes`, which are 0 where there is no such tier.
+    A replica with memory below its device reports the seconds per token from host memory to the device, and
+    to host memory from disk and from a peer. `move_backlog_seconds` is the time of moves under way.
+    `num_host_bytes` and `num_disk_bytes` are in use, of at most `max_host_bytes` and `max_disk_bytes`, which
+    are 0 without such a tier.
 
-    `num_pending_tokens` are prompt tokens of admitted requests that are still to be computed, and
-    `num_pending_image_tokens` are those of images that are still to be encoded for them, of which each takes
-    `encode_seconds_per_token` more. `num_context_tokens` are the tokens held by running requests.
+    `num_pending_tokens` are prompt tokens of admitted requests still to be computed, and
+    `num_pending_image_tokens` those of images still to be encoded, each of which takes
+    `encode_seconds_per_token` more. `num_context_tokens` are held by running requests.
     """
 
     num_running: NumRequests = 0

@@ -21,9 +21,9 @@ PARSER_LIMITS: Mapping[str, int | bool] = MappingProxyType(
         "verbose_errors": False,
     }
 )
-"""With these the worst schemas and regular expressions known take some tens of milliseconds for each token,
-62 MiB as they are worked out and 48 more as answers come to new states. They bound no divisors, no patterns
-that must all match and no names by pattern: these can take any time to work out."""
+"""With these the worst known schemas and regular expressions take some tens of milliseconds per token, 62 MiB
+to compile, and 48 more for new states. They do not bound divisors, patterns that must all match, and names by
+pattern, which can take any time to compile."""
 
 _MAX_REASON_CHARACTERS = 300
 _MAX_PATTERN_CHARACTERS = 100
@@ -31,9 +31,8 @@ _PLACE = re.compile(r"at \d+\(\d+\): ")
 
 
 def why_not_followed(error: str) -> str:
-    """llguidance's error on one line. Of a pattern it first says that there is an error, then shows the
-    pattern with a mark below, and gives the reason last.
-    """
+    """Return llguidance's error on one line. For a pattern it first announces an error, then shows the
+    pattern with a mark below, and gives the reason last."""
     first, _, rest = error.partition("\n")
     if not first.endswith(":"):
         return first[:_MAX_REASON_CHARACTERS]

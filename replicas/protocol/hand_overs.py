@@ -1,7 +1,7 @@
-"""Hand-overs: what replicas say to each other when one leaves and another goes on keeping what it had leased.
+"""Hand-overs: messages between a leaving replica and one that keeps its leases.
 
-Owns these structs, the words for what became of each chunk, and the bounds of one call. No KV travels in
-them: who takes a chunk over pulls it.
+Owns these structs, the outcomes of chunks, and the bounds of one call. They carry no KV: the receiver pulls
+it.
 """
 
 import enum
@@ -35,12 +35,13 @@ class HandOverOutcome(enum.StrEnum):
 
     TAKEN = "taken"
     NOTED = "noted"
-    """It is lost, and who asks this replica for it is told so; or another keeps it, and this one need not."""
+    """Recorded: the chunk is lost, and requests that miss it here are told so; or another replica keeps it,
+    and this one need not."""
     BUDGET = "budget"
-    """All of the bytes that may be leased there are."""
+    """The room for leases is used up."""
     TENANT_SHARE = "tenant_share"
     NO_TIER = "no_tier"
-    """Nothing there keeps KV for so long: it has no disk, or one that takes nothing now."""
+    """No tier keeps KV for that long: no disk, or one that takes nothing now."""
     NO_ROOM = "no_room"
     """No host memory, or the source's part of it is used up."""
     NOT_SENT = "not_sent"
@@ -63,10 +64,10 @@ class HandOverOutcome(enum.StrEnum):
 
 
 class LeasedChunk(Struct, frozen=True, array_like=True):
-    """A chunk that is to be kept for `seconds_left` more, and for `seconds` after each use.
+    """A chunk to keep for `seconds_left` more, and for `seconds` after each use.
 
-    `tenant` and its shares are those of the request that leased it, `bucket` is that request's. `has_file`:
-    the replica that leaves has it on disk, too.
+    `tenant`, its shares and `bucket` are those of the request that leased it. `has_file`: the leaving replica
+    has it on disk, too.
     """
 
     key: _Key
@@ -108,7 +109,7 @@ class ListLeases(Struct, frozen=True, tag=True):
 
 
 class KeepChunks(Struct, frozen=True, tag=True):
-    """Asks an engine's store to do what a peer asks for."""
+    """Ask an engine's store to do what a peer requests."""
 
     number: Uint64
     take_over: TakeOver
@@ -118,7 +119,7 @@ StoreQuestion = ListLeases | KeepChunks
 
 
 class StoreAnswer(Struct, frozen=True, array_like=True):
-    """To the question with this number: what is leased, or what became of each chunk."""
+    """Answers the question with this number: the leased chunks, or the outcome of each chunk."""
 
     number: Uint64
     leased: tuple[LeasedChunk, ...] = ()

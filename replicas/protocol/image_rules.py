@@ -1,14 +1,13 @@
-"""Image rules: which tokens an image stands for in a prompt, from its size alone.
+"""Image rules: the tokens of an image in a prompt, from its size alone.
 
-Owns the formulas, one class for each kind of model, their form on a replica's card, and the expansion of a
-prompt. Router and replica expand by this code, so that the router hashes what the engine will have.
+Owns the formulas, one class per kind of model, their form on a replica's card, and the expansion of a prompt.
+Router and replica expand by this code, so that the router hashes exactly the engine's tokens.
 
 The formulas repeat the float expressions of the models' own image processors, in their order: another
-spelling of the same number would round differently somewhere. A size is that of the image as it is shown,
-as `images.read_size` has it.
+spelling would round differently somewhere. A size is that of the displayed image, as in `images.read_size`.
 
-In an expansion, the tokens that equal the rule's `placeholder` become embeddings of the image, and all others
-are text that goes with it. The engine counts both as the image's.
+In an expansion, tokens equal to the rule's `placeholder` become embeddings of the image, and all others are
+accompanying text. The engine counts both as the image's.
 """
 
 import json
@@ -206,10 +205,10 @@ _KINDS: Mapping[str, type[CellRule] | type[TileRule]] = {kind.KIND: kind for kin
 def expand(
     token_ids: Sequence[int], sizes: Sequence[ImageSize], rule: ImageRule
 ) -> tuple[list[int], list[Span]]:
-    """The prompt as the engine computes it: each placeholder gives way to the image of the same position.
+    """Expand the prompt as the engine computes it: each placeholder is replaced by the image of the same
+    position.
 
-    Raises ImageError if there are more or fewer placeholders than images, or for a size that the model does
-    not take.
+    Raises ImageError for more or fewer placeholders than images, or for a size that the model does not take.
     """
     places = [at for at, token in enumerate(token_ids) if token == rule.placeholder]
     if len(places) != len(sizes):
@@ -231,7 +230,7 @@ def expand(
 
 
 def rule_fields(rule: ImageRule) -> dict[str, Any]:
-    """The rule as it stands on a card: plain values of JSON."""
+    """Convert the rule to a card's plain JSON values."""
     return {"kind": rule.KIND, **asdict(rule)}
 
 
@@ -266,7 +265,7 @@ def read_rule(value: object) -> ImageRule | None:
 
 
 def _frozen(value: Any, depth: int) -> Any:
-    """Lists as tuples. What is too long or too deep stays a list, which no rule takes."""
+    """Convert lists to tuples. Too long or too deep ones stay lists, which no rule accepts."""
     if depth and isinstance(value, list | tuple) and len(value) <= max(MAX_GRID, MAX_PIECE_TOKENS):
         return tuple(_frozen(item, depth - 1) for item in value)
     return value

@@ -79,7 +79,7 @@ def media_digest(content: bytes) -> bytes:
 
 
 def named_media(root: BlockHash, digest: bytes) -> bytes:
-    """`media_hash` of what has this digest."""
+    """Return `media_hash` of the content with this digest."""
     return hashlib.blake2b(digest, key=root, digest_size=MEDIA_HASH_BYTES, person=b"kvasir-media-v1").digest()
 
 
@@ -217,7 +217,8 @@ def _colours(flags: int) -> int:
 
 
 def _orientation(content: bytes, exif: tuple[int, int] | None) -> int:
-    """1 where an EXIF part does not say one that there is: it is advice, and no reason to refuse an image."""
+    """Return the orientation; 1 for an invalid EXIF value, which is advice and no reason to refuse an
+    image."""
     if exif is None:
         return 1
     start, end = exif

@@ -1,11 +1,11 @@
-"""The Redis schema: key names and the encoding of what lies under them.
+"""The Redis schema: key names and the encoding of their values.
 
-Owns every byte that goes into or comes out of Redis; the connections are its callers'.
+Owns every byte that goes into or comes out of Redis; its callers own the connections.
 
-All keys of one model share a hash tag, so they live in one slot of a Redis cluster and can change in
-one transaction. `blocks` sets carry one marker member that is no hash, so that an empty set still
-exists and a lost one is noticed. Every other member is a hash, with a mark behind it if the fastest copy
-of that block lies in host memory or on disk.
+All keys of one model share a hash tag, so they live in one slot of a Redis cluster and can change in one
+transaction. `blocks` sets have one marker member that is no hash, so that an empty set exists and a lost one
+is noticed. Every other member is a hash, with a suffix if the block's fastest copy is in host memory or on
+disk.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ def blocks_member(block_hash: BlockHash, tier: Tier) -> bytes:
 
 
 def decode_blocks_member(member: bytes) -> tuple[BlockHash, Tier] | None:
-    """None for what is no hash with or without a mark."""
+    """Decode a member: hash and tier; None if it is no hash with or without a suffix."""
     tier = _TIERS_BY_MARK.get(member[HASH_BYTES:])
     if tier is None or len(member) < HASH_BYTES:
         return None
@@ -97,10 +97,10 @@ def events_key(model: str) -> str:
 
 
 def is_indexed(block_index: int, block_size: int, index_stride: int) -> bool:
-    """Whether the index keeps the block at this chain position whatever prompt it belongs to.
+    """Whether the index keeps the block at this chain position in every prompt.
 
-    Hashes are chained, so every `index_stride` tokens is enough (the last full block of a prompt is
-    kept besides). A block size above the stride keeps every block.
+    Hashes are chained, so every `index_stride` tokens is enough (the last full block of a prompt is kept
+    too). A block size above the stride keeps every block.
     """
     return (block_index + 1) % blocks_per_stride(block_size, index_stride) == 0
 
@@ -191,9 +191,9 @@ def record_fields(values: object) -> dict[bytes, bytes]:
 
 
 def decode_names(members: object) -> tuple[list[str], int]:
-    """A set's members that are names of models, sorted, and how many are not.
+    """Decode a set's members that are valid model names, sorted, and count the invalid ones.
 
-    A registry may hold anything: what is no set has no members.
+    A registry may hold anything: a non-set has no members.
     """
     return _decode_each(members, checked_name)
 
@@ -226,13 +226,13 @@ class Announcement:
 class IndexChange:
     """One step's change to one replica's blocks set: `cleared` first, then `removed`, then the rest.
 
-    `added`, `in_host` and `on_disk` are hashes that the set has from now on, by where the fastest copy of
-    their block lies: on the device, in host memory, on disk. One that it has already moves there. `reasons`
-    has a byte, a `Removal`, for each hash in `removed`; where all of them were evicted it is empty.
+    `added`, `in_host` and `on_disk` are hashes of the set by the tier of the fastest copy: device, host
+    memory, disk. A present hash moves there. `reasons` has a byte, a `Removal`, per hash in `removed`; it is
+    empty if all were evicted.
 
-    `announced` and then `ended` follow: announcements that begin, and the ids of those that are over.
-    Announcements are no part of the set; `cleared` ends all of the replica's. Numbered from 1 per epoch
-    without gaps: a reader that sees one reads the set again.
+    `announced` and then `ended` follow: announcements that begin, and the ids of those that end.
+    Announcements are not in the set; `cleared` ends all of the replica's. Numbered from 1 per epoch without
+    gaps: a reader that sees a gap rereads the set.
     """
 
     replica_id: ReplicaId

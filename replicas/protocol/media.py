@@ -1,7 +1,7 @@
-"""Media: how the content of an image gets to a replica, once, before prompts refer to it by its hash.
+"""Media: how an image's content gets to a replica, once, before prompts refer to it by its hash.
 
-Owns these structs and their bounds. The content comes in parts, in a call of its own: behind megabytes on the
-stream of requests, everything else there would wait. The replica makes the hash itself, of what has come.
+Owns these structs and their bounds. The content comes in parts, in a call of its own: megabytes on the stream
+of requests would delay everything behind them. The replica hashes what it received.
 """
 
 from typing import Annotated
@@ -25,8 +25,7 @@ MAX_MEDIA_SECONDS = 60.0
 
 
 class MediaPart(Struct, frozen=True, array_like=True):
-    """The first part says under which root the item is to be named, and how large it is; the others repeat
-    nothing."""
+    """The first part has the item's root and size; the others only content."""
 
     content: Annotated[bytes, Meta(max_length=MEDIA_PART_BYTES)]
     root: Annotated[bytes, Meta(max_length=HASH_BYTES)] = b""
@@ -48,8 +47,8 @@ class MediaQuestion(Struct, frozen=True, array_like=True):
 
 
 class MediaAnswer(Struct, frozen=True, array_like=True):
-    """To the question with this number: the item's hash, or the `problem` that there is with its content.
-    With `is_full` there is no problem but room."""
+    """Answers the question with this number: the item's hash, or the `problem` with its content. `is_full`:
+    only room is missing."""
 
     number: Uint64
     content_hash: bytes = b""

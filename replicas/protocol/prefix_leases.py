@@ -1,7 +1,7 @@
-"""PrefixLease: the wish that the beginning of a prompt be kept for a while, and what became of it.
+"""PrefixLease: a request to keep a prompt's beginning for a while, and its outcome.
 
-Owns the words for it, which routers, replicas and the store of KV share. Has nothing to do with the lease by
-which a replica says that it is alive.
+Owns the vocabulary that routers, replicas and the store of KV share. Unrelated to the lease by which a
+replica shows that it is alive.
 """
 
 import enum
@@ -19,12 +19,12 @@ MAX_LEASE_SECONDS = 86_400
 """A day: no longer lease is granted."""
 
 HOUR_SECONDS = 3600
-"""Host memory keeps what is leased for this long at most, and what is leased for this long is written to disk
-at once, where there is one."""
+"""Longest lease in host memory; leases of this length or more are written to disk at once, if there is
+one."""
 
 
 class PrefixLease(NamedTuple):
-    """Keep the leading `end_block` blocks for `seconds` after each use. A hint: who cannot says so."""
+    """Keep the leading `end_block` blocks for `seconds` after each use. A hint: a refusal is reported."""
 
     end_block: Annotated[int, Meta(ge=1, le=2**32 - 1)]
     seconds: Annotated[int, Meta(ge=1, le=2**32 - 1)]
@@ -49,15 +49,15 @@ class LeaseBreak(enum.StrEnum):
     """Why KV that was leased went before its time."""
 
     HOST_FULL = "host_full"
-    """Its only copy was in host memory, and nothing else there could go."""
+    """Its only copy was in host memory, where nothing else could be evicted."""
     DISK_FULL = "disk_full"
-    """The disk became smaller than what is leased there."""
+    """The disk became smaller than its leased chunks."""
     LOST = "lost"
     """Its only copy was a file that is gone or not to be believed."""
     NOT_STORED = "not_stored"
-    """It was never stored: its request ended before, or there was no room at the time."""
+    """It was never stored: its request ended before, or there was no room."""
     CLEARED = "cleared"
-    """Somebody had everything forgotten."""
+    """The cache was cleared."""
     LEFT = "left"
     """Its replica has left, and no other could take it over in time."""
 
@@ -87,5 +87,5 @@ class LeaseTotals(Struct, frozen=True):
 
 
 def nothing_kept(leases: Sequence[PrefixLease]) -> tuple[LeaseAnswer, ...]:
-    """The answer where there is no memory below the device."""
+    """Return the answers of a replica without memory below the device."""
     return tuple(LeaseAnswer(refusal=LeaseRefusal.NO_TIER) for _ in leases)

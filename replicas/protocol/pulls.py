@@ -1,7 +1,7 @@
-"""Pulls: what replicas say to each other when one reads KV from another's host memory.
+"""Pulls: messages between replicas when one reads KV from another's host memory.
 
-Owns these structs, and the bounds of what one pull may ask for. A chunk travels as the image of its file:
-header and payload, checksummed, in parts.
+Owns these structs, and the bounds of one pull. A chunk travels as the image of its file: header and payload,
+checksummed, in parts.
 """
 
 from typing import Annotated
@@ -21,7 +21,7 @@ MAX_PULL_SECONDS = 60.0
 MAX_PART_BYTES = 1 << 20
 
 TOO_MANY_PULLS = "as many pulls as may be are served already"
-"""With RESOURCE_EXHAUSTED, which gRPC itself says of a peer that sends too much."""
+"""Message of our RESOURCE_EXHAUSTED; gRPC itself uses that status for too large messages."""
 
 
 class PullHint(Struct, frozen=True, array_like=True):

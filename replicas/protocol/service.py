@@ -1,7 +1,7 @@
-"""The gRPC service of a replica: its methods, what carries them, and who answers.
+"""The gRPC service of a replica: its methods and their handlers.
 
-Owns the names of the methods and that messages are bytes; `wire.py` knows what is in them. Both ends take
-messages as they came, so that what breaks the contract is their own to handle and not gRPC's.
+Owns the methods' names, and that messages are bytes; `wire.py` knows their content. Both ends receive raw
+messages, so that they, not gRPC, handle violations of the contract.
 """
 
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ class Replica(Protocol):
         """DescribeRequest to DescribeResponse."""
 
     def list_blocks(self, request: bytes, context: Any) -> Any:
-        """Nothing to BlockLists: what the index should hold, for rebuilding and for checking it."""
+        """Nothing to BlockLists: the hashes that the index should hold, for rebuilding and checking it."""
 
     async def pull(self, request: bytes, context: Any) -> None:
         """PullRequest to PullParts: chunks of KV from host memory, for another replica."""
@@ -35,7 +35,7 @@ class Replica(Protocol):
         """MediaParts to MediaTaken: the content of an image that prompts will refer to."""
 
     async def begin_drain(self, request: bytes, context: Any) -> Any:
-        """Nothing to Nothing: stop admitting, finish what runs, leave. Returns at once."""
+        """Nothing to Nothing: stop admitting, finish running requests, leave. Returns at once."""
 
 
 def path(method: str) -> str:

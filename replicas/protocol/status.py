@@ -36,7 +36,7 @@ TRANSITIONS: Mapping[ReplicaState, frozenset[ReplicaState]] = {
 
 
 def advance(current: ReplicaState, following: ReplicaState) -> ReplicaState:
-    """`following`, if the table allows it; ValueError otherwise, and nothing has happened."""
+    """Return `following` if the table allows it, else raise ValueError."""
     if following not in TRANSITIONS[current]:
         raise ValueError(f"a replica cannot go from {current.value} to {following.value}")
     return following
@@ -52,13 +52,12 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """All that a router must know of a model to route for it.
+    """Everything that a router must know of a model.
 
-    `fingerprint` is the hex digest over weights, tokenizer and chat template: two replicas with one
-    fingerprint compute the same KV for the same tokens. `kv_layout` is the hex digest of how a replica lays
-    out the KV that others may pull from its host memory; empty if it does not pull and none may.
-    `image_rule` says which tokens an image stands for, as `image_rules.written_rule` writes it; empty for a
-    model that reads text only.
+    `fingerprint` is the hex digest over weights, tokenizer and chat template: replicas with equal
+    fingerprints compute the same KV for the same tokens. `kv_layout` is the hex digest of the layout of KV
+    that others may pull from its host memory; empty if it takes no part in pulls. `image_rule` maps an
+    image's size to tokens, as `image_rules.written_rule` writes it; empty for a text model.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""TierFigures: what memory below a replica's device holds, what moves there, and what fails.
+"""TierFigures: contents, moves and failures of memory below a replica's device.
 
-Owns the words and the record, which crosses the pipe from an engine's process to its replica. Counts are of
-what has happened since the engine began, the rest is how it is now.
+Owns the vocabulary and the record, which crosses the pipe from an engine's process to its replica. Counts are
+since the engine's start, other values are current.
 """
 
 import enum
@@ -17,13 +17,13 @@ class MoveFailure(enum.StrEnum):
 
     MISSING = "missing"
     DAMAGED = "damaged"
-    """It is not what its name says: torn, changed, or another's."""
+    """The file is not what its name says: torn, changed, or another's."""
     LATE = "late"
     """The disk or the peer took longer than a read may."""
     NO_SPACE = "no_space"
     IO_ERROR = "io_error"
     REFUSED = "refused"
-    """Too much waits for the disk already, or it takes nothing any more; or the peer would not."""
+    """The disk's queue is full, or it is off; or the peer refused."""
     BUSY = "busy"
     """The peer sends to as many others as it may."""
     UNREACHABLE = "unreachable"
@@ -31,7 +31,7 @@ class MoveFailure(enum.StrEnum):
 
 
 class WriteStop(enum.StrEnum):
-    """Why nothing is written to the disk, though something may be read."""
+    """Reason for writing nothing to the disk, while reads may go on."""
 
     OFF = "off"
     """Broken for good."""
@@ -62,11 +62,11 @@ class TierFill(Struct, frozen=True, array_like=True):
 class TierFigures(Struct, frozen=True, array_like=True):
     """`loads` go from host memory to the device, `reads` from disk to host memory, `writes` back.
 
-    `disk` is None where there is none. A *quarantined* slot may still be written to by a read that was given
-    up. `num_waiting_writes` chunks wait for the write budget, of which `write_budget_ratio` is left; while it
-    is short, only what was used again or is leased is written. `num_other_bytes` of the disk are those of
+    `disk` is None without one. A *quarantined* slot may still be written by an abandoned read.
+    `num_waiting_writes` chunks wait for the write budget, of which `write_budget_ratio` is left; while it is
+    short, only chunks that were used again or are leased are written. `num_other_bytes` of the disk belong to
     other layouts and versions. `pulls` go from peers to host memory, and fail as whole transfers of several
-    chunks; None where there are none.
+    chunks; None without pulls.
     """
 
     host: TierFill = TierFill()

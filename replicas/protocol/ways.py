@@ -1,7 +1,7 @@
 """Ways to a prompt's KV: compute it, or bring it from host memory, from disk or from a peer.
 
-Owns the arithmetic by which a router and a replica weigh moving against computing, so that both come to the
-same answer from the same figures. Does not know who asks, and decides for one replica only.
+Owns the arithmetic by which router and replica compare moving with computing, so that both get the same
+answer from the same figures. Decides for one replica only.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,9 +54,8 @@ class Way(msgspec.Struct, frozen=True, gc=False):
 
 
 def moves(reach: Reach, speeds: MoveSpeeds) -> Iterator[tuple[int, float]]:
-    """For each tier below the device that reaches deeper than those before it, and can be moved from: how
-    many leading tokens the device has when they have been moved, and what that takes from now on.
-    """
+    """Yield each tier below the device that reaches deeper than those before it and has a known speed: the
+    leading tokens on the device after the move, and the seconds from now."""
     if speeds.host is None:
         return
     seconds, reached = speeds.backlog_seconds, reach.device

@@ -70,7 +70,7 @@ class BlockList(Struct, frozen=True):
 
 
 class Nothing(Struct, frozen=True):
-    """A question or an answer that says no more than its method does."""
+    """A message without content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,8 @@ _decode_description = _decoder(DescribeResponse)
 
 
 def encode_submit(submit: Submit) -> bytes:
-    """For a client frame. Raises ValueError, OverflowError or TypeError for what no replica would read."""
+    """Encode a submit for a client frame. Raises ValueError, OverflowError or TypeError for values that no
+    replica would accept."""
     encoded = encode(submit)
     _decode_submit(encoded)
     return encoded
@@ -152,7 +153,7 @@ def decode_loose_frame(encoded: bytes) -> LooseFrame:
 
 
 def decode_loose_delta(encoded: Raw) -> TokenDelta | BrokenDelta:
-    """Raises ValueError if it does not even say whom it is for."""
+    """Decode a delta that may be broken. Raises ValueError if its recipient is unreadable."""
     try:
         return _decode_delta(encoded)
     except ValueError as error:

@@ -13,9 +13,9 @@ from replicas.protocol.frames import RefusalCode, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """`capacity_tokens` is what the whole KV cache holds; the model itself bears `context_length` tokens.
+    """`capacity_tokens` is the KV cache's size; the model itself bears `context_length` tokens.
 
-    `adapters` are the names of those that the engine has loaded.
+    `adapters` are the names of the loaded ones.
     """
 
     context_length: int
@@ -88,7 +88,7 @@ def _resumption_problem(request: EngineRequest) -> str | None:
 
 
 def _sampling_problem(sampling: SamplingParams, limits: AdmissionLimits) -> str | None:
-    """The replica's own check: whatever gets past it must never make the sampler fail."""
+    """Check the parameters for the replica's own sake: accepted ones must never make the sampler fail."""
     penalties = (sampling.presence_penalty, sampling.frequency_penalty)
     checks = (
         (sampling.max_tokens >= 1, f"max_tokens must be at least 1, not {sampling.max_tokens}"),

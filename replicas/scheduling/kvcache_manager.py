@@ -1,11 +1,11 @@
 """KVCacheManager: the block tables and block hashes of requests over one block pool.
 
-Owns the rules of prefix caching: what counts as a hit, when a block is hashed, what an allocation
-needs. Budgets, queues and stop rules are the scheduler's, the memory behind a block id is the engine's.
+Owns the rules of prefix caching: hits, when a block is hashed, and what an allocation needs. The scheduler
+owns budgets, queues and stop rules, the engine the memory behind a block id.
 
-Full blocks are hashed and shared as soon as they are *scheduled*: the engine that computes a step writes the
-KV of its whole batch before any of it is read, so a twin scheduled in the same step may already hit.
-The events of a step are taken when it has been computed.
+Full blocks are hashed and shared as soon as they are *scheduled*: the engine writes the KV of a step's whole
+batch before any of it is read, so a twin scheduled in the same step may already hit. The events of a step are
+taken after it was computed.
 """
 
 from collections.abc import Sequence
@@ -29,14 +29,15 @@ class KVCacheManager:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens whose KV the whole pool holds: what one request alone can have."""
+        """Tokens of KV in the whole pool: the most for one request."""
         return self.pool.num_usable * self.block_size
 
     def find_cached(self, request: Request) -> list[int]:
-        """Blocks of the longest cached prefix of a request that holds none; changes nothing in the pool.
+        """Return the blocks of the longest cached prefix of a request that holds none, without changing the
+        pool.
 
-        The last token is always computed, since its logits are wanted: a prompt of whole blocks that
-        is cached completely still computes its last block.
+        The last token is always computed, since its logits are needed: a fully cached prompt of whole blocks
+        still computes its last block.
         """
         self._hash_full_blocks(request, request.num_tokens)
         return self.pool.find_prefix(request.block_hashes[: self.num_findable_blocks(request)])
@@ -55,14 +56,14 @@ class KVCacheManager:
         )
 
     def fits(self, request: Request, cached_block_ids: Sequence[int]) -> bool:
-        """Whether all known tokens of a request that holds no blocks fit into what is free now."""
+        """Whether all known tokens of a request without blocks fit into the free ones."""
         return self._num_missing(request, request.num_tokens, cached_block_ids) <= self.pool.num_free
 
     def allocate(self, request: Request, num_new_tokens: int, cached_block_ids: Sequence[int] = ()) -> bool:
-        """Blocks for the next `num_new_tokens` tokens after the computed (or just found) ones.
+        """Allocate blocks for the next `num_new_tokens` tokens after the computed (or just found) ones.
 
-        `cached_block_ids` come from `find_cached`, for a request that holds no blocks. The blocks that
-        get full are hashed and shared at once. False, and nothing has happened, if blocks run out.
+        `cached_block_ids` come from `find_cached`, for a request that holds no blocks. Blocks that get full
+        are hashed and shared at once. Returns False and does nothing if blocks run out.
         """
         block_size = self.block_size
         assert not cached_block_ids or not request.block_ids
@@ -83,9 +84,8 @@ class KVCacheManager:
         return True
 
     def hold(self, request: Request, cached_block_ids: Sequence[int]) -> None:
-        """Blocks for all known tokens of a request that holds none, and whose tokens `fits` has found room
-        for: the cached ones, and others whose KV is to be computed or loaded.
-        """
+        """Give a request blocks for all known tokens, for which `fits` has found room: the cached ones, and
+        others whose KV will be computed or loaded."""
         num_missing = -(-request.num_tokens // self.block_size) - len(cached_block_ids)
         self.pool.acquire(cached_block_ids, request.submit.tenant)
         request.block_ids.extend(cached_block_ids)
@@ -103,14 +103,14 @@ class KVCacheManager:
         request.block_ids.clear()
 
     def reset(self) -> bool:
-        """Forget every cached block. False, and nothing happens, while any request holds blocks."""
+        """Evict every cached block. Returns False and does nothing while any request holds blocks."""
         return self.pool.clear()
 
     def take_events(self) -> list[CacheEvent]:
         return self.pool.take_events()
 
     def _num_missing(self, request: Request, end: int, cached_block_ids: Sequence[int]) -> int:
-        """Free blocks that it takes to hold `end` tokens; a cached block that is free is one of them."""
+        """Count the free blocks needed to hold `end` tokens; a free cached block is one of them."""
         num_missing = -(-end // self.block_size) - len(request.block_ids)
         if cached_block_ids:
             num_missing += self.pool.num_free_among(cached_block_ids) - len(cached_block_ids)

@@ -46,18 +46,18 @@ class Copy(Protocol):
 
 
 class Copier(Protocol):
-    """Copies whole blocks of the device. Nothing that it does waits for the copy."""
+    """Copies whole blocks of the device, asynchronously."""
 
     def copy_out(self, block_ids: Sequence[int], slot: int) -> Copy:
-        """A chunk's blocks, as they are now, into its slot."""
+        """Copy a chunk's present blocks into its slot."""
 
     def copy_in(self, slots: Sequence[int], first_block: int, block_ids: Sequence[int]) -> Copy:
-        """Into these blocks what lies in the slots, one chunk each, from block `first_block` of the first."""
+        """Copy the slots, one chunk each, from block `first_block` of the first, into these blocks."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """A request's chunks: what was planned when it came, and how far it is."""
+    """A request's chunks: its plan, and its progress."""
 
     names: "list[ChunkName]"
     num_planned_tokens: int
@@ -67,7 +67,7 @@ class Progress:
     transfer: int | None
     """Transfer that pulls chunks from a peer for it."""
     waits_since: int | None = None
-    """How much had changed in the store when it was found that it must wait for KV; None if it need not."""
+    """The store's change count when it had to start waiting for KV; None if it need not."""
     num_offered: int = 0
     """Leading chunks that host memory has been offered."""
 
@@ -93,7 +93,7 @@ class _Offload(NamedTuple):
 
 
 class LowerTiers:
-    """`token_seconds` says what a prompt token takes to compute now, 0 while that is unknown."""
+    """`token_seconds` returns the present time per prompt token, 0 if unknown."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class LowerTiers:
         return self._store.leases.ask(of_prompt, leases, num_device_blocks, tenancy, bucket)
 
     def still_waits(self, request: Request) -> bool:
-        """Whether nothing that could end its wait for KV has happened since it was looked at last."""
+        """Whether nothing that could end its wait for KV has happened since the last look."""
         progress = self._progress[request.key]
         return progress.waits_since == self._store.num_changes and self._clock() < progress.waits_until
 
@@ -182,12 +182,12 @@ class LowerTiers:
         return num_ready, must_wait
 
     def _is_loaded_by_another(self, progress: Progress, num_device_blocks: int) -> bool:
-        """Whether what it lacks first is on its way to the device already, and soon shared."""
+        """Whether its first missing chunk is already on its way to the device, and soon shared."""
         first_chunk = num_device_blocks // self._store.shape.blocks_per_chunk
         return first_chunk < len(progress.names) and progress.names[first_chunk].key in self._loading_keys
 
     def forget(self, request: Request) -> None:
-        """It is over: its blocks are free, or will be when what is copied into them has ended."""
+        """Forget an ended request: its blocks are free, or will be when copies into them have ended."""
         self._progress.pop(request.key, None)
 
     # From host memory to the device.
@@ -278,11 +278,11 @@ class LowerTiers:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is loaded, or is to be said."""
+        """Whether anything is being loaded, or must be reported."""
         return bool(self._loads) or self._store.has_news
 
     def poll(self) -> None:
-        """Take note of what has ended between the tiers, and let more begin."""
+        """Process finished moves between the tiers, and start more."""
         under_way = []
         for offload in self._offloads:
             if offload.copy.is_done():
@@ -300,12 +300,12 @@ class LowerTiers:
         return replace(frame, events=frame.events + self._store.take_events(), look_again_seconds=look_again)
 
     def wait(self, seconds: float) -> None:
-        """Until something has come to host memory, at most so long."""
+        """Wait until something has come to host memory, at most `seconds`."""
         self._store.wait(seconds)
         self.poll()
 
     def reset(self) -> bool:
-        """Forget every chunk. False, and nothing happens, while any of them moves."""
+        """Forget every chunk. Returns False and does nothing while any of them moves."""
         ends_at = self._clock() + RESET_SECONDS
         self.poll()
         while self._offloads and self._clock() < ends_at:

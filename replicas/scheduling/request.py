@@ -86,7 +86,7 @@ class Request:
         self.lease_outcome: LeaseOutcome = without_tiers(self.submit.leases if self.key.choice == 0 else ())
         """Outcome of its leases, for its submit's first choice."""
         self.num_expected_tokens: int = 0
-        """While it waits: the tokens that it would have to compute, by what is cached when it queued."""
+        """While it waits: the tokens that it would have to compute, by the cache when it was queued."""
         self.num_preemptions: int = 0
         self.constraint: Constraint | None = constraint
         """The grammar of its output, which takes each output token once, even if its KV is computed again."""
@@ -98,7 +98,7 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output so far, the part that an earlier run produced included."""
+        """Output so far, including an earlier run's part."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     def __repr__(self) -> str:
@@ -119,7 +119,7 @@ class Chunk(NamedTuple):
 
     @property
     def is_decode(self) -> bool:
-        """A single output token, as against a part of a prompt (or of what was preempted)."""
+        """Whether it computes a single output token, not a part of a prompt (or of what was preempted)."""
         return self.num_tokens == 1 and self.start >= self.request.num_prompt_tokens
 
 

@@ -1,16 +1,16 @@
-"""Scheduler: which requests an engine computes in the next step, and what came of the last one.
+"""Scheduler: which requests an engine computes in the next step, and the results of the last one.
 
-Owns every Request from `add` to its last delta, the queue, the order of service, preemption and the
-stop rules. Models, sampling, threads and time are the engine's: the torch engine and the simulated one drive
-the same scheduler, one `schedule()` and one `finish_step()` per step.
+Owns every Request from `add` to its last delta, the queue, the order of service, preemption and the stop
+rules. The engine owns models, sampling, threads and time: the torch engine and the simulated one drive the
+same scheduler, one `schedule()` and one `finish_step()` per step.
 
-Requests are served by *rank*: priority first, then arrival. Running and waiting ones are both kept in
-that order, so the one to preempt is always the last that runs, and in one step it always comes after
-everything that has been scheduled already: no block is ever shared that this step will not compute.
+Requests are served by *rank*: priority first, then arrival. Running and waiting ones are kept in that order,
+so the request to preempt is always the last that runs, and comes after everything scheduled in the step: no
+block is shared that this step will not compute.
 
-Where KV lies below the device, too, a request may hold blocks without running, while KV is copied into them,
-and one that waits for KV to come to host memory lets those behind it go first. So does one whose grammar is
-still worked out.
+With KV below the device, a request may hold blocks without running, while KV is copied into them, and one
+that waits for KV to come to host memory lets later ones pass. So does one whose grammar is still being
+compiled.
 """
 
 from bisect import insort
@@ -40,8 +40,8 @@ _rank = attrgetter("rank")
 class Scheduler:
     """Continuous batching with chunked prefill over a prefix cache.
 
-    A request may produce up to `context_length` tokens, or fewer where the whole KV cache holds less:
-    then its last delta says FinishReason.LENGTH, as at the context's end.
+    A request may produce up to `context_length` tokens, or fewer if the whole KV cache holds less: then its
+    last delta has FinishReason.LENGTH, as at the context's end.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Scheduler:
         return bool(self._requests) or has_tier_work or self._manager.pool.has_events
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all KV. False, and nothing happens, while any request holds blocks or any chunk moves."""
+        """Forget all KV. Returns False and does nothing while any request holds blocks or any chunk moves."""
         if self._manager.pool.num_used:
             return False
         if self._lower_tiers is not None and not self._lower_tiers.reset():
@@ -119,12 +119,11 @@ class Scheduler:
         return self._manager.reset()
 
     def schedule(self) -> list[Chunk]:
-        """The next step's work, decoding requests first; every chunk is computed in one batch.
+        """Return the next step's work, decoding requests first; every chunk is computed in one batch.
 
-        Blocks are allocated here, and those that the step will fill are shared already. So the engine
-        must write the KV of all chunks of the step before any of them reads (layer by layer
-        is enough). At least one chunk, unless there is no request that could be computed: all wait for
-        KV that is on its way, or for their grammar.
+        Blocks are allocated here, and those that the step will fill are shared already. So the engine must
+        write the KV of all chunks of the step before any of them reads (layer by layer is enough). At least
+        one chunk, unless no request can be computed: all wait for KV on its way, or for their grammar.
         """
         for request, delta in take_unheld(self._waiting):
             self._waiting.remove(request)
@@ -145,10 +144,10 @@ class Scheduler:
         return decodes + prefills
 
     def finish_step(self, chunks: Iterable[Chunk], sampled: Mapping[RequestKey, SampledToken]) -> StepFrame:
-        """Take in what `schedule()`'s chunks yielded, one token for each that samples.
+        """Record the results of `schedule()`'s chunks, one token for each that samples.
 
-        A stopping token (EOS or a stop token) is part of its delta. Requests that were aborted since
-        they were scheduled are passed over.
+        A stopping token (EOS or a stop token) is part of its delta. Requests aborted since they were
+        scheduled are skipped.
         """
         deltas, self._refused = self._refused, []
         num_prefill_tokens = num_decode_tokens = 0
@@ -186,7 +185,7 @@ class Scheduler:
         return frame if self._lower_tiers is None else self._lower_tiers.fill(frame)
 
     def wait(self, seconds: float) -> None:
-        """Until what may have come that the last `schedule()` had to wait for, at most so long."""
+        """Wait for what the last `schedule()` lacked, at most `seconds`."""
         if self._lower_tiers is not None:
             self._lower_tiers.wait(seconds)
         elif self._constraints is not None:
@@ -249,8 +248,8 @@ class Scheduler:
     def _admit(self, prefills: list[Chunk], budget: int) -> None:
         """Start waiting requests, in order of rank, until budget, slots or blocks run out.
 
-        One starts only if its whole prompt fits into what is free, even if the first chunk is smaller:
-        half a prompt that must be preempted for the other half of another was computed in vain.
+        One starts only if its whole prompt fits into what is free, even if the first chunk is smaller: half a
+        prompt that is preempted for the other half of another was computed in vain.
         """
         budget = self._start_loaded(prefills, budget)
         waiting, self._waiting = self._waiting, []
@@ -292,7 +291,7 @@ class Scheduler:
         return budget - num_tokens
 
     def _count_cached(self, request: Request, num_blocks: int) -> None:
-        """It need not compute its first `num_blocks` blocks. What it says of that is from its first start."""
+        """Record that its first `num_blocks` blocks are cached. Its usage counts those of its first start."""
         request.num_computed_tokens = num_blocks * self._manager.block_size
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
@@ -313,7 +312,7 @@ class Scheduler:
         return awaits_kv or any(request.awaits_grammar for request in self._waiting)
 
     def _num_ready(self, request: Request, num_cached_blocks: int) -> tuple[int, bool]:
-        """The leading blocks that it need not compute, and whether it should wait for more."""
+        """Return the leading blocks that it need not compute, and whether it should wait for more."""
         if self._lower_tiers is None:
             return num_cached_blocks, False
         return self._lower_tiers.num_ready_blocks(request, num_cached_blocks)
@@ -358,7 +357,7 @@ class Scheduler:
             request.constraint.end()
 
     def _preempt_last(self) -> Request:
-        """Take the blocks of the last in rank; it computes again what is no longer cached by its turn."""
+        """Take the blocks of the last in rank; it recomputes what is no longer cached by its turn."""
         request = self._running.pop()
         self._manager.free(request)
         request.num_computed_tokens = 0

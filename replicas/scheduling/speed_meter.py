@@ -1,6 +1,6 @@
-"""SpeedMeter: how fast an engine prefills and decodes, from its own steps.
+"""SpeedMeter: how fast an engine prefills and decodes, by its own steps.
 
-Owns the sums. Does not measure: it is told what each step took.
+Owns the sums. Its caller measures.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,11 +14,11 @@ from replicas.protocol.ways import num_image_tokens_left
 
 
 class SpeedMeter:
-    """Seconds per prefilled token, per encoded token of an image and per decode step, from the steps.
+    """Seconds per prefilled token, per encoded token of an image and per decode step.
 
-    Only steps that are mostly prefill count for it, and only those with no prefill at all count for decode.
-    What a step that encodes images takes beyond its other tokens, encoding them takes. Until a step without
-    images has shown what those take, images count as prefill.
+    Only steps that are mostly prefill count for it, and only those without prefill for decode. A step's time
+    beyond its other tokens counts as encoding, once a step without images has shown their time; until then
+    images count as prefill.
     """
 
     MIN_PREFILL_TOKENS = 16

@@ -1,6 +1,6 @@
-"""How a request's prompt was served, as its first delta says it.
+"""How a request's prompt was served, for its first delta.
 
-Owns the arithmetic from what the scheduler has noted of the request.
+Owns the arithmetic on the scheduler's notes about the request.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ from replicas.scheduling.request import Request
 
 
 def prompt_usage(request: Request, block_size: int) -> PromptUsage:
-    """Measured at the first schedule; a later preemption changes nothing of it."""
+    """Return the usage at the first schedule; later preemptions do not change it."""
     num_full_block_tokens = request.num_prompt_tokens // block_size * block_size
     num_cached_tokens = min(request.num_cached_tokens, request.num_prompt_tokens)
     outcome = request.lease_outcome

@@ -1,9 +1,9 @@
-"""Arrivals: the engine's load, with the requests that it has been given and has not counted yet.
+"""Arrivals: the engine's load, plus the requests that it has received and not counted yet.
 
-Owns those requests. Of the engine it sees snapshots of its load.
+Owns those requests. Sees snapshots of the engine's load.
 
-An engine counts a request when the step after its arrival has ended, which may take hundreds of
-milliseconds. Routers that do not hear of each other's requests meanwhile pile them onto one replica.
+An engine counts a request when the step after its arrival has ended, possibly hundreds of milliseconds later.
+Routers that do not hear of each other's requests meanwhile pile them onto one replica.
 """
 
 from dataclasses import dataclass

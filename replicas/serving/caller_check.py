@@ -1,8 +1,8 @@
-"""CallerCheck: no gRPC call of a replica is served unless its caller has shown that it may make it.
+"""CallerCheck: serves a gRPC call only if its caller has proved its right.
 
-Owns which role may call what, and which tokens have been shown. What a token proves `call_tokens.py` knows.
-Health is for everybody: probes have no secret. All else that a server has, reflection too, is for routers
-and the controller.
+Owns which role may make which call, and which tokens were used. `call_tokens.py` knows what a token proves.
+Health is for all: probes have no secret. Everything else on the server, reflection too, is for routers and
+the controller.
 """
 
 import logging
@@ -90,7 +90,7 @@ class CallerCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # it ta
 
 
 def _refuse(code: grpc.StatusCode, message: str) -> Any:
-    """Takes any call, whatever its kind is: nothing that it sends is read."""
+    """Refuse a call of any kind, reading nothing of it."""
 
     async def refuse(messages: AsyncIterator[bytes], context: Any) -> None:
         await context.abort(code, message)

@@ -1,7 +1,7 @@
-"""Intake: how many sequences and tokens a replica has taken and not finished, and whether it takes more.
+"""Intake: how many sequences and tokens a replica has admitted, and whether it admits more.
 
-Owns what is held. A request for sixteen continuations is sixteen sequences: each has a place in the batch,
-and room in the cache for its answer. Whether a request can ever run is decided in `scheduling/admission.py`.
+Owns those counts. A request for sixteen continuations is sixteen sequences: each needs a place in the batch,
+and room in the cache for its answer. `scheduling/admission.py` decides whether a request can ever run.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class _Held:
 
 
 class Intake:
-    """Nothing is refused while nothing is held: what can run at all must not wait for ever."""
+    """Admits anything while it is empty: a feasible request must not wait forever."""
 
     def __init__(self, *, max_sequences: int, max_tokens: int) -> None:
         self._max_sequences = max_sequences
@@ -40,7 +40,7 @@ class Intake:
         return self._num_tokens
 
     def has_room(self, submit: Submit) -> bool:
-        """Whether what is held leaves room for its sequences and tokens."""
+        """Whether there is room for its sequences and tokens."""
         if not self._held:
             return True
         demand = _demand(submit)

@@ -1,7 +1,7 @@
-"""MediaDesk: images that routers send, part by part, on their way to the engine.
+"""MediaDesk: receives images from routers, in parts, for the engine.
 
-Owns how many are taken at once and how many bytes they may have together, that each call has a deadline, and
-who waits for which answer of the engine.
+Owns the bounds on parallel uploads and their bytes, the deadline of each call, and the waiters for the
+engine's answers.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class _Asked(NamedTuple):
 
 
 class MediaDesk:
-    """`takes_images` is what the model's card says."""
+    """`takes_images` comes from the model's card."""
 
     def __init__(self, inbox: MediaInbox, metrics: MediaMetrics, *, takes_images: bool) -> None:
         self._inbox = inbox
@@ -97,7 +97,7 @@ class MediaDesk:
         return MediaTaken(answer.content_hash)
 
     async def _read(self, parts: AsyncIterator[bytes], context: Any) -> tuple[BlockHash, bytes]:
-        """All of it, which counts from its first part on; nothing does if it does not come."""
+        """Read all parts; the bytes count from the first part on, and not at all if it does not come."""
         root, num_bytes, content = BlockHash(b""), 0, bytearray()
         try:
             async for encoded in parts:
@@ -125,8 +125,8 @@ class MediaDesk:
         return root, bytes(content)
 
     async def _ask(self, root: BlockHash, content: bytes) -> MediaAnswer:
-        """For as long as the call has: gRPC ends it at its deadline. What the engine was given counts until
-        it has said what became of it."""
+        """Ask the engine until the call's deadline, which gRPC enforces. Content given to the engine counts
+        until it has answered."""
         asked = _Asked(asyncio.get_running_loop().create_future(), len(content))
         number = next(self._numbers)
         self._asked[number] = asked

@@ -61,7 +61,7 @@ class Ports:
             await self._health.set(name, status.SERVING if is_serving else status.NOT_SERVING)
 
     async def close(self, grace_seconds: float) -> None:
-        """Take no new calls, and cut those that have not ended by then."""
+        """Take no new calls, and cut those that last longer than `grace_seconds`."""
         servers, self._servers = self._servers, []
         await asyncio.gather(*(server.stop(grace_seconds) for server in servers))
 
@@ -79,7 +79,7 @@ class Ports:
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
-    """The port that was taken. Raises OSError if there is none to be had."""
+    """Bind a port and return it. Raises OSError if that fails."""
     address = host_port(host, port)
     try:
         if credentials is None:

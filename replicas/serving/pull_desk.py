@@ -23,8 +23,8 @@ MAX_BYTES = 256 << 20
 MAX_WAITING = 32
 WAIT_SECONDS = 1.0
 WAIT_SHARE = 0.5
-"""Pulls that wait, how long, and which share of their time: then they are refused. Several replicas that take
-over what one leaves behind pull from it at the same time, each by several threads."""
+"""Number of waiting pulls, their time, and its share after which they are refused. Several replicas that take
+over what one leaves pull from it at the same time, each by several threads."""
 
 NUM_THREADS = 2
 
@@ -33,7 +33,7 @@ GRACE_SECONDS = 5.0
 
 
 class PullDesk:
-    """For pulls from this incarnation of a replica; None reads for one that has nothing to pull."""
+    """For pulls from this incarnation of a replica; a `reader` of None has nothing to pull."""
 
     def __init__(self, reader: ChunkReader | None, epoch: Epoch, chunks: Counter) -> None:
         """`chunks` counts those that were sent."""

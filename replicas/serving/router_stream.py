@@ -1,7 +1,6 @@
-"""RouterStream: what one router has open on its Serve stream, and what it has not been sent yet.
+"""RouterStream: one router's open requests on its Serve stream, and its unsent messages.
 
-Owns the outbox of one stream: deltas in order, merged into one message while the writer is behind,
-bounded.
+Owns the bounded outbox of one stream: deltas in order, merged into one message while the writer is behind.
 """
 
 import asyncio
@@ -14,20 +13,20 @@ from replicas.protocol.frames import MAX_DELTAS_PER_FRAME, LoadSnapshot, ServerF
 MAX_OUTBOX_WEIGHT = 400_000
 """Tokens and logprobs that wait for a router that does not read: half a minute of a busy replica.
 
-One that is so far behind will not catch up; cutting it off frees its requests for everybody else.
+A router so far behind will not catch up; cutting it off frees its requests for others.
 """
 
 MIN_LOAD_INTERVAL_SECONDS = 0.02
-"""A change of load alone is sent no more often than this."""
+"""Shortest interval between messages with only a load."""
 
 MATERIAL_TOKENS = 256
 
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A request that runs: the router's submit id of it, and the choices that have not ended.
+    """A running request: its submit id, and its open choices.
 
-    `announcement_id` is set while what it will store is announced.
+    `announcement_id` is set while its blocks are announced.
     """
 
     stream: "RouterStream"
@@ -41,8 +40,8 @@ class OpenRequest:
 class RouterStream:
     """`put` and `offer_load` fill it; the writer waits for `wanted` and takes one `ServerFrame` at a time.
 
-    `load` counts every request that came before it was offered, so it is offered with each that comes.
-    `knows_draining` is set once the router sends nothing new: it has said so, or is gone.
+    `load` counts every request that came before it was offered, so it is offered with each arrival.
+    `knows_draining` is set once the router sends nothing new: it has confirmed, or is gone.
     """
 
     load: LoadSnapshot
@@ -102,21 +101,21 @@ class RouterStream:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing left to send, nor ever will be."""
+        """Whether there is nothing left to send, now or later."""
         return self.is_cut or (self._is_closing and not self._outbox)
 
     def tell_draining(self) -> None:
-        """Say so with the next message, and in all that follow."""
+        """Announce the drain with the next message, and in all that follow."""
         self.is_draining = True
         self.wanted.set()
 
     def close(self) -> None:
-        """Let the writer send what is left and end the stream."""
+        """Let the writer send the rest and end the stream."""
         self._is_closing = True
         self.wanted.set()
 
     def cut(self) -> None:
-        """Forget what was not sent, and let the writer end at once. Idempotent."""
+        """Drop the unsent messages, and let the writer end at once. Idempotent."""
         self.is_cut = True
         self._outbox.clear()
         self._weight = 0

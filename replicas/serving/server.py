@@ -1,10 +1,10 @@
-"""ReplicaServer: the gRPC face of a replica: Serve streams, Describe, ListBlocks, PutMedia, Drain, health.
+"""ReplicaServer: a replica's gRPC server: Serve streams, Describe, ListBlocks, PutMedia, Drain, health.
 
-Owns the streams, and which of the replica's serials each router's submit ids are.
+Owns the streams, and the mapping of each router's submit ids to the replica's serials.
 
-A request lives here from its Submit until every choice has had its last delta, was aborted, or its
-stream ended. What ends a stream aborts all that it had open. The blocks that it will store are announced
-the moment it is taken, until its first delta (they are stored by then) or its end.
+A request lives here from its Submit until every choice has had its last delta, was aborted, or its stream
+ended. The end of a stream aborts all its open requests. A request's blocks are announced from its admission
+until its first delta (they are stored by then) or its end.
 """
 
 import asyncio
@@ -154,7 +154,7 @@ class ReplicaServer:
 
     @property
     def load(self) -> LoadSnapshot:
-        """The newest that the engine has said, and what has come since."""
+        """The engine's newest load, plus later arrivals."""
         return self._arrivals.load
 
     @property
@@ -183,7 +183,7 @@ class ReplicaServer:
         await self._ports.set_serving(is_serving)
 
     async def tell_draining(self) -> None:
-        """Return once every router knows that nothing more is to come. What is submitted before is taken."""
+        """Return once every router knows of the drain. Submits before that are accepted."""
         self._is_telling = self._take_over_desk.is_draining = True
         for stream in self._streams:
             stream.tell_draining()
@@ -191,7 +191,7 @@ class ReplicaServer:
             await unaware[0].knows_draining.wait()
 
     def drain(self) -> None:
-        """Refuse whatever is submitted from now on."""
+        """Refuse all further submits."""
         self._is_draining = True
 
     @property
@@ -205,7 +205,7 @@ class ReplicaServer:
         await self._pull_desk.wait_idle()
 
     async def stop(self, grace_seconds: float) -> None:
-        """Send what is queued, end every stream, close. What still runs is aborted."""
+        """Send what is queued, end every stream, close. Running requests are aborted."""
         for stream in self._streams:
             stream.close()
         await self._ports.close(grace_seconds)
@@ -319,7 +319,7 @@ class ReplicaServer:
         return _StreamEnd()
 
     async def _write(self, stream: RouterStream, context: Any) -> None:
-        """One message per wake-up, and one per heartbeat when nothing happens."""
+        """Write one message per wake-up, and one per heartbeat when idle."""
         while not stream.is_over:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._heartbeat_seconds):

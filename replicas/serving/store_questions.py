@@ -1,7 +1,7 @@
-"""StoreQuestions: what is asked of the store below an engine, and who waits for each answer.
+"""StoreQuestions: questions to the store below an engine, and the waiters for answers.
 
-Owns the numbers of questions. Answers come with the engine's frames, in any order, or never: who asks says
-for how long it waits.
+Owns the numbers of questions. Answers come with the engine's frames, in any order, or never: each question
+has a deadline.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class StoreQuestions:
         return (await self._ask(ListLeases, seconds)).leased
 
     async def keep(self, take_over: TakeOver, seconds: float) -> Sequence[HandOverOutcome]:
-        """Raises TimeoutError; what has been asked for goes on all the same."""
+        """Ask the store to keep chunks. Raises TimeoutError; the store continues regardless."""
         return (await self._ask(lambda number: KeepChunks(number, take_over), seconds)).outcomes
 
     def take(self, answers: Sequence[StoreAnswer]) -> None:

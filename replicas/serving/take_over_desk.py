@@ -1,7 +1,6 @@
-"""TakeOverDesk: chunks that other replicas had leased and that are to be kept here from now on.
+"""TakeOverDesk: serves calls by which other replicas hand their leases over.
 
-Owns how many such calls are served at once, and that each has a deadline. The store decides what it takes,
-and pulls it.
+Owns the bound on parallel calls, and their deadline. The store decides what it takes, and pulls it.
 """
 
 from typing import Any
@@ -19,7 +18,7 @@ GRACE_SECONDS = 5.0
 """More than the longest deadline allows, for clocks and for the way."""
 
 ANSWER_SECONDS = 0.1
-"""Before the deadline there is an answer, if only that nothing is known."""
+"""Margin before the deadline for an answer, even an empty one."""
 
 
 class TakeOverDesk:

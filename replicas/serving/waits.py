@@ -34,6 +34,6 @@ class Waits:
                 self._metrics.ttft_seconds.observe(now - taken)
 
     def end(self, serial: int) -> None:
-        """The request has ended, whatever came of it."""
+        """Record a request's end, whatever its result."""
         self._queued.pop(serial, None)
         self._silent.pop(serial, None)

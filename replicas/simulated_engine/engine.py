@@ -1,9 +1,9 @@
 """SimulatedEngine: the real scheduler and block pool over a cost model instead of a model.
 
-Owns the tokens that stand in for an answer: of a script where it has some for the prompt, arbitrary ones
-elsewhere; of an answer that is held to a grammar, only such as the grammar allows. Nothing is computed, and
-time is the `sleep` that it is given. Of images it reads the headers, and each prompt encodes its own anew.
-For load tests of the router and for planning; what it measures says nothing of any engine.
+Owns the tokens of answers: a script's if it has one for the prompt, else arbitrary ones; under a grammar only
+allowed ones. Nothing is computed, and time is the given `sleep`. It reads images' headers, and each prompt
+encodes its own anew. For load tests of the router and for planning; its figures say nothing about a real
+engine.
 """
 
 from collections.abc import Callable, Sequence
@@ -192,7 +192,7 @@ class SimulatedEngine:
         return SampledToken(token_id, TokenLogprobs(token_id, 0.0, top))
 
     def _scripted(self, request: Request) -> int | None:
-        """None where the script has nothing, or has said all and may not end yet."""
+        """Return the script's next token; None if it has none, or has ended and may not stop yet."""
         answer = self._answers.get(request.key)
         if self._script is None or answer is None:
             return None

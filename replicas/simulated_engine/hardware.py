@@ -1,6 +1,6 @@
-"""SimulatedHardware: what a machine with a model on it can do, for engine and simulation alike.
+"""SimulatedHardware: the performance of a machine with a model, for engine and simulation alike.
 
-Owns the figures of each hardware, and the price of a step.
+Owns the figures of each hardware, and the cost of a step.
 """
 
 from collections.abc import Iterable, Mapping
@@ -53,9 +53,8 @@ FREE = CostModel(a=0.0, b=0.0, c=0.0, d0=0.0, d1=0.0)
 
 @dataclass(frozen=True, slots=True)
 class SimulatedHardware:
-    """`cache_tokens` is what the memory holds beside the weights, `max_batched_tokens` what a step computes
-    where no setting says otherwise, `bytes_per_token` what the KV of a token takes.
-    """
+    """`cache_tokens` fit beside the weights, `max_batched_tokens` is the default per step, `bytes_per_token`
+    the KV of a token."""
 
     cost: CostModel
     cache_tokens: int

@@ -1,4 +1,4 @@
-"""Script: what a simulated engine answers where the prompt has certain words.
+"""Script: a simulated engine's answers to prompts with certain words.
 
 Owns the rules and the choice among them. Reads no file; the tokenizer is the model's own.
 """
@@ -14,7 +14,7 @@ MAX_RULES = 1000
 
 
 class ScriptError(ValueError):
-    """A script cannot be followed. The message is one sentence for the person who wrote it."""
+    """A script is invalid. The message is one sentence for its author."""
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,7 +25,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Script:
-    """The rules of one model. Special tokens are written in a rule as they stand in the tokenizer."""
+    """The rules of one model. Special tokens are written in a rule as in the tokenizer."""
 
     def __init__(
         self, rules: Sequence[Rule], tokenizer: tokenizers.Tokenizer, end: int, vocab_size: int

@@ -1,10 +1,10 @@
 """KVPool: the paged key-value cache of a model, and attention over it.
 
-Owns the memory of all blocks, and what becomes of a batch's own keys and values. Block tables come with the
+Owns the memory of all blocks, and the writing of a batch's own keys and values. Block tables come with the
 chunks.
 
-A layer first writes the keys and values of the whole batch, then attends. So a request may read blocks
-that another one fills in the same step.
+A layer first writes the keys and values of the whole batch, then attends. So a request may read blocks that
+another one fills in the same step.
 """
 
 import logging

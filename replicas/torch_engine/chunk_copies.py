@@ -84,7 +84,7 @@ class ChunkCopier:
             _pin(arena)
 
     def copy_out(self, block_ids: Sequence[int], slot: int) -> Copy:
-        """A chunk's blocks, as they are now, into its slot."""
+        """Copy a chunk's present blocks into its slot."""
         ids = torch.tensor(block_ids, device=self._pool.device)
         if self._stream is None:
             torch.index_select(self._pool, 2, ids, out=self._slots[slot])
@@ -97,7 +97,7 @@ class ChunkCopier:
         return _OnStream(self._stream)
 
     def copy_in(self, slots: Sequence[int], first_block: int, block_ids: Sequence[int]) -> Copy:
-        """Into these blocks what lies in the slots, one chunk each, from block `first_block` of the first."""
+        """Copy the slots, one chunk each, from block `first_block` of the first, into these blocks."""
         if self._stream is None:
             self._copy_in(slots, first_block, block_ids)
             return DONE

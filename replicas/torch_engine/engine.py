@@ -156,9 +156,9 @@ class TorchEngine:
 
 
 def check_model(config: ReplicaConfig, directory: Path) -> None:
-    """Put the model together from the headers of its weights. Raises what the engine would for it.
+    """Build the model from the headers of its weights. Raises the engine's own errors.
 
-    On no device: the asking process may have been given none of those that the engine will have.
+    On no device: the asking process may lack those that the engine will have.
     """
     checkpoint = load_headers(directory)
     dtype = _dtype(config.dtype, checkpoint.config, torch.device("cpu"))

@@ -1,6 +1,6 @@
-"""GatheredAttention: attention over copies of the cached keys and values, which torch's own kernels read.
+"""GatheredAttention: attention over copies of the cached keys and values, with torch's own kernels.
 
-Owns the grouping of sequences and the masks. Needs nothing that has to be compiled, so it works everywhere.
+Owns the grouping of sequences and the masks. Needs no compiler, so it works everywhere.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ class _SingleGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Queries of one chunk, `num_keys` keys of its sequence, and who may look at whom."""
+    """Queries of one chunk, `num_keys` keys of its sequence, and their mask."""
 
     rows: slice
     num_keys: int
@@ -47,7 +47,7 @@ class _Span:
 
 
 class GatheredAttention:
-    """The scratch memory of a step grows with the sequences that it reads."""
+    """A step's scratch memory grows with the sequences that it reads."""
 
     def __init__(self, blocks: KVBlocks) -> None:
         self._blocks = blocks

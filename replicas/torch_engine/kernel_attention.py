@@ -23,8 +23,8 @@ from replicas.torch_engine.rows import CachedAttend, KVBlocks, Rows
 
 TILE_TOKENS = 128
 SINGLES, TILES = (1, 8, 64), (4,)
-"""How many sequences of one token, and how many tiles, a call of the kernel takes. It is compiled for each of
-these numbers, because how it splits long sequences depends on them. Places left over cost next to nothing."""
+"""Sequences of one token, and tiles, per call of the kernel. It is compiled for each of these numbers,
+because they determine how it splits long sequences. Unused places cost almost nothing."""
 _HIDDEN = 2**30
 
 
@@ -105,7 +105,7 @@ class KernelAttention:
         )
 
     def _block_lists(self, lists: Sequence[Sequence[int]], size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Their lengths, and the lists at the head of rows that would hold every block there is."""
+        """Return the lists' lengths, and the lists at the head of rows that could hold every block."""
         lengths = np.zeros((size, 1, 1), dtype=np.int32)
         lengths[: len(lists), 0, 0] = [len(block_ids) for block_ids in lists]
         table = np.zeros((len(lists), lengths.max()), dtype=np.int32)

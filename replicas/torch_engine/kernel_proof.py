@@ -1,7 +1,7 @@
-"""complaint(): what keeps the attention kernel from being used on this machine, if anything does.
+"""complaint(): why the attention kernel cannot be used on this machine, if so.
 
-It is asked before a replica serves, so that no request waits for a compiler or gets the answer of a kernel
-that computes something else. The oracle is the attention that gathers.
+Asked before a replica serves, so that no request waits for a compiler or gets a wrong kernel's answer. The
+oracle is the gathering attention.
 """
 
 import logging
@@ -19,7 +19,8 @@ _TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
 def complaint(kernel: CachedAttention, gathered: CachedAttention, blocks: KVBlocks) -> str | None:
-    """One sentence, or None. Afterwards every kernel is compiled, and the blocks are zero, as they were."""
+    """Return one sentence, or None. Afterwards every kernel is compiled, and the blocks are zero, as
+    before."""
     generator = torch.Generator().manual_seed(0)
     num_blocks = min(_MOST_BLOCKS, blocks.num_blocks - 1)
     block_ids = (torch.randperm(blocks.num_blocks - 1, generator=generator)[:num_blocks] + 1).tolist()
@@ -41,7 +42,7 @@ def complaint(kernel: CachedAttention, gathered: CachedAttention, blocks: KVBloc
 
 
 def _batches(block_ids: list[int], block_size: int, generator: torch.Generator) -> Iterator[list[Rows]]:
-    """One for each kernel. All sequences have the same blocks, as if they shared a prefix."""
+    """Yield a batch per kernel. All sequences have the same blocks, as if they shared a prefix."""
     num_tokens = len(block_ids) * block_size
 
     def start(reach: int) -> int:

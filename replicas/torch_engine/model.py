@@ -1,7 +1,7 @@
 """Decoder: the network of the Llama, Qwen2 and Qwen3 families.
 
 Owns the weights and the arithmetic between token ids and logits. Attention, and with it the KV cache, is a
-function that it is given.
+function argument.
 """
 
 from collections.abc import Callable

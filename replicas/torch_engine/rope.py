@@ -13,7 +13,7 @@ from replicas.checkpoints.model_config import RopeConfig
 def rope_tables(
     rope: RopeConfig, head_dim: int, num_positions: int, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, each `[num_positions, head_dim / 2]`; computed in float32 whatever `dtype` is."""
+    """Return cosines and sines, each `[num_positions, head_dim / 2]`; computed in float32 for any `dtype`."""
     frequencies, scale = _frequencies(rope, head_dim)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     cosines, sines = angles.cos() * scale, angles.sin() * scale
@@ -27,7 +27,7 @@ def apply_rope(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) 
 
 
 def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """The angle per position of each pair of dimensions, and what cosine and sine are multiplied by."""
+    """Return each dimension pair's angle per position, and the factor of cosine and sine."""
     plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.kind == "linear":
         return plain / rope.number("factor"), 1.0

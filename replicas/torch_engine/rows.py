@@ -1,4 +1,4 @@
-"""Rows, KVBlocks, CachedAttention: what the ways to attend to cached keys have in common.
+"""Rows, KVBlocks, CachedAttention: shared by the implementations of attention to cached keys.
 
 Owns the layout of the paged cache.
 """
@@ -73,7 +73,7 @@ class KVBlocks:
 
 
 class CachedAttention(Protocol):
-    """Attention of rows to the keys of their sequences, all of which lie in blocks by then."""
+    """Attention of rows to the keys of their sequences, all of which are in blocks by then."""
 
     def plan(self, rows: Sequence[Rows]) -> CachedAttend:
         """For one step. Those of one token come first, by falling length."""

@@ -27,7 +27,7 @@ class ModelRunner:
         )
 
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Compute all `chunks`; their KV is in the pool afterwards. Each stands for another request.
+        """Compute all `chunks`; their KV is in the pool afterwards. Each belongs to another request.
 
         Returns float32 logits, one row for each chunk with `samples`, in the order of `chunks`.
         """

@@ -1,17 +1,17 @@
 """Sampler: from a row of logits to the next token of its request.
 
-Owns the meaning of SamplingParams. When a request ends is the scheduler's.
+Owns the meaning of SamplingParams. The scheduler decides when a request ends.
 
-A row goes this way, each step only where its request asks for it::
+A row takes these steps, each only if its request asks for it::
 
     logits → what the grammar forbids out
            + logit_bias → stop tokens out (min_tokens) → repetition, frequency, presence penalty
            → greedy: the largest
            → else: / temperature → min_p → top_k → top_p → inverse CDF at uniform(seed, n)
 
-No generator is kept: the number that draws output token n is a hash of (seed, n). So a choice depends
-neither on what else is in the batch nor on which replica drew the tokens before it. When an answer that is
-held to a grammar may end is the grammar's.
+No generator is kept: the number that draws output token n is a hash of (seed, n). So a choice depends neither
+on the rest of the batch nor on which replica drew the tokens before it. A grammar decides when an answer
+under it may end.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _SHORTLIST = 1024
 
 
 def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) that depends on nothing but its arguments, the same on every machine."""
+    """Return a number in [0, 1) that depends only on the arguments, the same on every machine."""
     counter = (seed % 2**64).to_bytes(8, "little") + index.to_bytes(8, "little")
     digest = hashlib.blake2b(counter, digest_size=8, person=b"kvasir-sample-v1").digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
@@ -150,9 +150,9 @@ def _filters(sampling: SamplingParams) -> bool:
 
 
 def _cut(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """The smallest logit that min_p, top_k and top_p together keep in each row, whose largest is 0.
+    """Return the smallest logit that min_p, top_k and top_p together keep in each row, whose largest is 0.
 
-    All three keep the likeliest tokens, so one cut says it all; tokens equal to the cut stay together.
+    All three keep the likeliest tokens, so one cut is enough; tokens equal to the cut stay together.
     """
     vocab_size = logits.shape[1]
     width = min(vocab_size, max(_SHORTLIST, *(sampling.top_k for sampling in params)))

@@ -1,7 +1,7 @@
-"""The toy model that ships with Kvasir: where its files are.
+"""The toy model that ships with Kvasir: its files.
 
-Owns the checkpoint, the text that it is made from and the script that makes it. To the rest of the project
-this is one more checkpoint directory.
+Owns the checkpoint, its training text and the script that makes it. The rest of the project treats it as any
+checkpoint directory.
 """
 
 from pathlib import Path

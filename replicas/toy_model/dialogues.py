@@ -61,7 +61,7 @@ class Dialogues:
         )
 
     def system_text(self, num_words: int) -> str:
-        """A system prompt of about this many words; what it says has no bearing on the answers."""
+        """Return a system prompt of about this many words; it does not affect the answers."""
         parts = [self.rng.choice(self.corpus.system_lines)] if self.rng.random() < 0.7 else []
         if self.rng.random() < 0.1:
             tools = [self._slots(TOOL_FORM) for _ in range(self.rng.randint(1, 3))]
@@ -78,7 +78,7 @@ class Dialogues:
         return self.rng.choice(self.corpus.paragraphs)
 
     def turns(self, num_turns: int) -> Iterator[Message]:
-        """User and assistant messages in turn; facts that the user told are asked back."""
+        """Yield user and assistant messages in turn; facts that the user told are asked back."""
         told: dict[str, str] = {}
         for _ in range(num_turns):
             draw = self.rng.random()

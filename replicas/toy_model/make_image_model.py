@@ -68,7 +68,7 @@ def write_image_model(directory: Path) -> None:
 
 
 def write_processor(directory: Path) -> Any:
-    """All but the weights: what turns text and images into tokens. Returns the model's configuration.
+    """Write all but the weights: the tokenizer and processor. Returns the model's configuration.
 
     Raises ImportError and OSError.
     """

@@ -49,7 +49,7 @@ MATRIX_LEARNING_RATE = 1e-2
 OTHER_LEARNING_RATE = 6e-3
 WARMUP_STEPS = 40
 READ_WEIGHT = 0.05
-"""Weight in the loss of tokens that the model only reads; those that it writes weigh 1."""
+"""Loss weight of tokens that the model only reads; those that it writes weigh 1."""
 
 MODEL_SETTINGS: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -165,7 +165,8 @@ class RowMaker:
 
 
 def make_schedule(scale: float, rng: random.Random) -> list[Phase]:
-    """The phase of each step: short rows first, then all lengths mixed, so that nothing is forgotten."""
+    """Return the phase of each step: short rows first, then all lengths mixed, so that nothing is
+    forgotten."""
 
     def repeated(phase: Phase) -> list[Phase]:
         return [phase] * max(1, round(phase.num_steps * scale))

@@ -1,7 +1,7 @@
 """LoRA adapters on disk: what a replica must know of one before vLLM loads it.
 
-Owns the names that adapters may have, what makes a directory an adapter, and its fingerprint. Knows no
-vLLM, which reads the weights and has its own word on what it takes.
+Owns the valid names, the test for an adapter's directory, and its fingerprint. Knows no vLLM, which reads the
+weights and has its own checks.
 """
 
 import hashlib

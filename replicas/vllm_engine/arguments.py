@@ -44,10 +44,10 @@ _FIXED = (
     "mm_processor_cache_gb",
     "skip_tokenizer_init",
 )
-"""Arguments without which the replica would not do what it promises."""
+"""Arguments on which the replica's guarantees depend."""
 
 _OF_THE_MODEL = ("mm_processor_kwargs",)
-"""Arguments that change what an image's KV is: they would have to be in the model's fingerprint."""
+"""Arguments that change an image's KV: they would have to be in the model's fingerprint."""
 
 _IMAGES: Mapping[str, Any] = {
     "mm_processor_cache_gb": 0,
@@ -67,8 +67,8 @@ def engine_arguments(
     *,
     takes_images: bool = False,
 ) -> dict[str, Any]:
-    """`transfer_config` names the tier below the device, if there is one of ours. A model that `takes_images`
-    is loaded with all that reads them, any other for text only.
+    """Build vLLM's arguments. `transfer_config` names our tier below the device, if there is one. A model
+    that `takes_images` is loaded with its vision part, any other for text only.
 
     Raises SettingsError for arguments that vLLM does not have, or that Kvasir sets itself.
     """

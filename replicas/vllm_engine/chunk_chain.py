@@ -1,7 +1,7 @@
-"""ChunkChain: the chunks of one request in vLLM, under our names, and whose requests computed them.
+"""ChunkChain: one request's chunks in vLLM, under our names, and the users who computed them.
 
-Owns the request's block hashes, made as they are asked for. Pure: knows nothing of vLLM, whose own hashes
-name nothing outside it.
+Owns the request's block hashes, computed on demand. Pure: knows nothing of vLLM, whose own hashes have no
+meaning outside it.
 """
 
 from collections.abc import Callable, Iterable, Sequence

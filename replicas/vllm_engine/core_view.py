@@ -22,8 +22,7 @@ _ROOT_TAG = "kvasir_root"
 
 
 def hash_second_roots() -> None:
-    """Have vLLM hash a prompt's own root with the first block behind what of it is published. Again is
-    nothing."""
+    """Make vLLM hash a prompt's own root into the first block after its published beginning. Idempotent."""
     inner = kv_cache_utils._gen_prompt_embeds_extra_hash_keys
     if hasattr(inner, _ROOT_TAG):
         return
@@ -107,7 +106,7 @@ class CoreView:
 
     @property
     def has_transfers(self) -> bool:
-        """Whether a connector needs steps without requests, to finish what it has begun."""
+        """Whether a connector needs steps without requests, to finish its transfers."""
         return self.has_more_tiers and bool(self._scheduler.has_requests())
 
     def take_events(self) -> list[Any]:
@@ -120,7 +119,7 @@ class CoreView:
         return events
 
     def reset_tiers(self) -> bool:
-        """Empty what a connector holds in the host's memory. False if it holds none, or cannot."""
+        """Clear a connector's host memory. False if it has none, or cannot."""
         return self.has_more_tiers and self._scheduler.connector.reset_cache() is True
 
     def take_computed(self) -> tuple[int, int]:
@@ -150,7 +149,7 @@ class CoreView:
         return self._scheduler.requests[internal_id]
 
     def find(self, internal_id: str) -> Any:
-        """The same; None for one that the scheduler does not keep, or no more."""
+        """Return the request; None if the scheduler does not keep it, or no longer."""
         return self._scheduler.requests.get(internal_id)
 
     def is_running(self, request: Any) -> bool:
