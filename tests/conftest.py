@@ -6,8 +6,10 @@ import logging
 import os
 import ssl
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
+import httpx2
 import pytest
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
@@ -24,19 +26,26 @@ pytest_plugins = ["tests.side_by_side"]
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # Every client of httpx reads the certificates of the world's authorities for itself, which takes longer than
-# most tests, and tests make thousands. They share what they read, unless they say whom they trust.
-_new_context = httpx.create_ssl_context
-_usual_context = functools.cache(_new_context)
+# most tests, and tests make thousands. They share what they read, unless they say whom they trust. The
+# clients of OpenAI and Anthropic come with httpx2.
 
 
-def _shared_context(
-    verify: ssl.SSLContext | str | bool = True, cert: object = None, trust_env: bool = True
-) -> ssl.SSLContext:
-    make = _usual_context if verify is True and cert is None else _new_context
-    return make(verify=verify, cert=cert, trust_env=trust_env)
+def _share_context(library: Any) -> None:
+    new_context = library.create_ssl_context
+    usual_context = functools.cache(new_context)
+
+    def shared_context(
+        verify: ssl.SSLContext | str | bool = True, cert: object = None, trust_env: bool = True
+    ) -> ssl.SSLContext:
+        make = usual_context if verify is True and cert is None else new_context
+        context: ssl.SSLContext = make(verify=verify, cert=cert, trust_env=trust_env)
+        return context
+
+    library._transports.default.create_ssl_context = shared_context
 
 
-httpx._transports.default.create_ssl_context = _shared_context
+_share_context(httpx)
+_share_context(httpx2)
 
 # An example may take as long as it takes: a machine that is busy for a moment is no finding.
 settings.register_profile(

@@ -1,10 +1,10 @@
-"""How many examples Hypothesis tries: the full number in CI, a quarter of it on the way there."""
+"""How many examples Hypothesis tries: the full number with `./kvasir test --all`, a quarter of it without."""
 
 import os
 
-FULL = bool(os.environ.get("CI"))
+FULL = os.environ.get("KVASIR_EXAMPLES") == "full"
 
 
 def examples(number: int) -> int:
-    """`number` in CI, and few enough elsewhere that a test of them takes a second or two."""
+    """`number` with --all, and few enough without that a test of them takes a second or two."""
     return number if FULL else max(number // 4, 10)

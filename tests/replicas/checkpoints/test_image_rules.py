@@ -21,6 +21,7 @@ from replicas.protocol.image_rules import CellRule, ImageRule, TileRule, expand,
 from replicas.protocol.images import ImageError, ImageFormat, ImageSize
 from replicas.toy_model import toy_model_path
 from replicas.toy_model.make_image_model import write_processor
+from tests.examples import examples
 from tests.replicas.checkpoints.image_models import edit, write_json, write_qwen, write_tokenizer
 
 SIZES = [(300, 200), (200, 300), (2, 2), (2, 400), (400, 2), (225, 224), (300, 151), (113, 112), (1000, 999)]
@@ -74,7 +75,7 @@ def test_tiles_are_those_that_the_real_processor_cuts(original: Path) -> None:
         assert rule.grid(image_size(width, height)) == (done["rows"][0][0], done["cols"][0][0])
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @example(1820, 365, (364, 5))
 @example(425, 848, (424, 2))
 @given(
@@ -101,7 +102,7 @@ def test_grids_are_those_that_transformers_counts(width: int, height: int, shape
     assert rule.grid(image_size(width, height)) == (rows, columns)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.integers(2, 5700),
     st.integers(2, 5700),

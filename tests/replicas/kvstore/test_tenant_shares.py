@@ -14,6 +14,7 @@ from replicas.kvstore.leasing.leases import Leases, TenantTag
 from replicas.kvstore.tenant_shares import NOBODYS, SPARE_TENANTS, Tenancy, TenantShares
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.prefix_leases import LeaseRefusal
+from tests.examples import examples
 
 NUM_SLOTS = 12
 
@@ -91,7 +92,7 @@ class SlowStore:
 steps = st.lists(st.tuples(st.sampled_from(["offer", "offer", "use"]), st.integers(0, 40), st.integers(0, 4)))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(steps)
 def test_what_goes_is_what_the_rules_say(steps: Sequence[tuple[str, int, int]]) -> None:
     directory, slow = Directory(host_chunks=NUM_SLOTS), SlowStore(TENANTS)
@@ -118,7 +119,7 @@ def test_what_goes_is_what_the_rules_say(steps: Sequence[tuple[str, int, int]]) 
         slow.offer(number, whose, gone[0] if gone else None)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(1, 12), st.lists(st.integers(1, 4), min_size=1, max_size=12), st.booleans())
 def test_a_flood_takes_nothing_of_who_is_within_a_share(
     num_floods: int, lengths: Sequence[int], has_share: bool

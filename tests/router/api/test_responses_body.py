@@ -14,6 +14,7 @@ from router.api.preparing import rest_of
 from router.api.responses.body import MAX_ECHOED_BYTES, Echo, ResponsesBody, read_response
 from router.api.responses.input import packed_reasoning
 from router.errors import RouterError
+from tests.examples import examples
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
 RESULT = {"type": "function_call_output", "call_id": "c1", "output": "fine"}
@@ -189,7 +190,7 @@ LIKELY = st.recursive(
 FIELDS = st.sampled_from(sorted(ResponsesBody.__struct_fields__))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.dictionaries(FIELDS, LIKELY, max_size=4), st.lists(LIKELY, max_size=4) | LIKELY)
 def test_whatever_json_comes_is_read_or_refused(fields: dict[str, Any], items: Any) -> None:
     body = json.dumps({"model": "m", "input": items, **fields}).encode()
@@ -202,7 +203,7 @@ def test_whatever_json_comes_is_read_or_refused(fields: dict[str, Any], items: A
     assert all(isinstance(message["content"], str) for message in request.messages)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(max_size=40) | st.text(max_size=40).map(str.encode))
 def test_whatever_is_no_json_is_refused(body: bytes) -> None:
     with pytest.raises(RouterError):

@@ -23,6 +23,7 @@ from router.prompt.engines import (
 )
 from router.prompt.likeness import LIKE_FILTERS, is_like, may_have_odd_values
 from router.prompt.template import ChatTemplate, TemplateError, TemplateTrial, TemplateVerdict
+from tests.examples import examples
 from tests.router.chat_templates import DEEPSEEK_R1, GLM_45, HERMES, LLAMA_31, QWEN_3, QWEN_25, QWEN_35
 
 VALUES: tuple[Any, ...] = (
@@ -266,7 +267,7 @@ WALKS = (
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.dictionaries(st.text(max_size=3), json_values, max_size=4))
 def test_any_json_is_written_as_the_reference_writes_it(value: dict[str, Any]) -> None:
     asked = {"messages": [{"role": "user", "content": "", "v": value}]}

@@ -11,6 +11,7 @@ from replicas.protocol.status import ReplicaId
 from router.queue.counters import SPARE_ENTRIES, LeastFirst, VirtualCounters
 from router.queue.fair_queue import FairQueue
 from router.queue.line import MAX_OVERTAKEN, NUM_LOOKED_AT, Waiter
+from tests.examples import examples
 
 LINES = [ReplicaId("a"), ReplicaId("b")]
 TENANTS = ["red", "green", "blue", "grey"]
@@ -200,7 +201,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestQueueMachine.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 
 
 def test_of_two_with_equal_weights_that_always_wait_none_gets_more_than_a_request_ahead() -> None:

@@ -16,6 +16,7 @@ from router.responses.record import ResponseBounds, StoredResponse
 from router.responses.redis_responses import PREFIX, RedisResponses, index_key, record_key
 from router.responses.response_store import ResponseStore
 from router.shared.tenant_tags import TenantTags
+from tests.examples import examples
 from tests.redis_server import RedisServer
 
 SECRET = ClusterSecret(b"of the whole cluster")
@@ -231,7 +232,7 @@ async def test_ids_that_are_none_are_not_looked_for(routers: Open) -> None:
             await store.find(text, "us")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("khd"), st.integers(0, 9), st.integers(0, 3000)), max_size=40))
 def test_memory_is_within_its_bounds_and_gives_all_back(acts: list[tuple[str, int, int]]) -> None:
     bounds = ResponseBounds(num_responses=5, memory_bytes=4 * ENTRY_BYTES)

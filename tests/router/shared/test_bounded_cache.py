@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from router.shared.bounded_cache import BoundedCache
+from tests.examples import examples
 
 keys = st.integers(0, 7)
 sizes = st.integers(1, 12)
@@ -76,7 +77,7 @@ class Caching(RuleBasedStateMachine):
 
 
 TestCaching = Caching.TestCase
-TestCaching.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestCaching.settings = settings(max_examples=examples(100), stateful_step_count=30, deadline=None)
 
 
 def test_without_sizes_entries_are_counted() -> None:

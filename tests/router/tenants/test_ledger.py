@@ -37,6 +37,7 @@ from router.tenants.usage_sums import (
     stored_field,
     stored_value,
 )
+from tests.examples import examples
 from tests.router.scripted_replica import asking
 
 ACME = Caller(tenant=Tenant(name="acme"), key_id="0123456789ab")
@@ -245,7 +246,7 @@ class Keeping(RuleBasedStateMachine):
 
 
 TestKeeping = Keeping.TestCase
-TestKeeping.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestKeeping.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 
 
 def test_hours_that_are_too_far_away_are_let_go_and_counted_as_lost() -> None:

@@ -17,6 +17,7 @@ from router.tenants.rate_account import Ask, Owner
 from router.tenants.rate_exchange import STREAM, RateExchange
 from router.tenants.rate_limits import RateLimits, Taken
 from router.tenants.rate_news import QUIET_SECONDS, News, RateNews, decode_news, encode_news
+from tests.examples import examples
 from tests.redis_server import RedisServer
 
 ONE = Ask(10, 0, 1)
@@ -36,7 +37,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(steps, st.integers(1, 8), st.integers(1, 6))
 def test_routers_together_admit_no_more_than_the_limit_and_a_bucket_for_each_other(
     steps: Sequence[tuple[str, int, int]], per_minute: int, max_sequences: int

@@ -13,6 +13,7 @@ from router.caller import OPEN_CALLER, Caller, Limits, Tenant
 from router.errors import LimitReached
 from router.tenants.rate_account import Ask
 from router.tenants.rate_limits import RateLimits, Taken
+from tests.examples import examples
 
 
 def caller(
@@ -91,7 +92,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(some_limits, some_limits, some_limits, steps)
 def test_a_request_is_served_exactly_if_it_fits_by_an_exact_count(
     of_tenant: Limits, of_first: Limits, of_second: Limits, steps: Sequence[tuple[str, int, object]]
