@@ -1,8 +1,8 @@
-"""Watchdog: looks at a replica's engine again and again, and says when it hangs.
+"""Watchdog: watches a replica's engine, and reports when it hangs.
 
-Owns the looks. When an engine counts as hung is `step_watch.py`'s, and what becomes of the replica then is
-its host's. It runs on the event loop, so it sees neither more time than the loop had nor an engine that does
-not let the loop run: such a replica falls silent altogether, and routers and lease tell.
+Owns the looks. `step_watch.py` decides when an engine hangs, and the host what follows. It runs on the event
+loop, so it sees neither more time than the loop had nor an engine that blocks the loop: such a replica falls
+silent, which routers and its lease notice.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ MAX_LOOK_SECONDS = 1.0
 
 
 class Watchdog:
-    """`has_work` says whether requests are open; `on_hung` is called once, at most."""
+    """`has_work` tells whether requests are open; `on_hung` is called at most once."""
 
     def __init__(
         self,

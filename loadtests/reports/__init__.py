@@ -1,1 +1,1 @@
-"""From the records of a run to what a person reads of it: figures, tables, plots, one page."""
+"""Turns the records of a run into figures, tables, plots and one page."""

@@ -1,11 +1,11 @@
-"""Runs side by side: which of them belong together, and by how much one is better than another. Pure.
+"""Compares runs: which belong together, and by how much one is better. Pure.
 
-Owns the choice of the figures that runs are compared by, and the sentence about which is better.
+Owns the choice of the compared figures, and the sentence about the winner.
 
-Runs of one test and one workload are a *set*. In a set, runs that differ in nothing but their seed are one
-*variant*, shown by its medians. The first variant is what the others are compared with; Kvasir's own policy
-never is, if there is another. A variant that left most requests of a run unanswered has *failed*: what it did
-answer says nothing of what it would have made of the whole traffic, so nothing is compared with it.
+Runs of one test and one workload are a *set*. In a set, runs that differ only in their seed are one
+*variant*, shown by its medians. The first variant is the baseline; Kvasir's own policy never is, if there is
+another. A variant that left most requests of a run unanswered has *failed*: its answers say nothing about the
+whole traffic, so nothing is compared with it.
 """
 
 import json
@@ -20,14 +20,14 @@ from loadtests.reports.run_file import Run, RunInfo
 
 OUR_POLICY = "kvasir"
 EQUAL_WITHIN = 0.02
-"""Figures that differ by less are equal."""
+"""Figures whose ratio differs by less are equal."""
 
 Unit = Literal["%", "s", "x", "/s", ""]
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """`wants` is what is better; None where neither is. Headlines are in the sentence about who wins."""
+    """`wants` is the better direction; None if neither is. Headlines are in the sentence about the winner."""
 
     label: str
     unit: Unit
@@ -47,7 +47,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class NamedRun:
-    """A run and what its file is called."""
+    """A run and its file's name."""
 
     name: str
     run: Run
@@ -65,7 +65,7 @@ class Variant:
 
     @property
     def failure(self) -> str | None:
-        """How many requests went unanswered in runs that answered fewer than half; None if there is none."""
+        """Count the unanswered requests in runs that answered fewer than half; None if there is none."""
         failed = [each for each in self.runs if _has_failed(each.figures.report)]
         if not failed:
             return None
@@ -81,7 +81,7 @@ class Variant:
 
     @property
     def bins(self) -> list[TimeBin]:
-        """Its runs on top of each other: tokens added up, goodput averaged."""
+        """Return its runs' bins combined: tokens added up, goodput averaged."""
         merged = []
         most = max((len(each.figures.bins) for each in self.runs), default=0)
         for number in range(most):
@@ -99,11 +99,11 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class RunSet:
-    """Variants under one workload of one test; the first is what the others are compared with."""
+    """Variants of one workload of one test; the first is the baseline."""
 
     test: str
     workload: str
-    """In words: name and parameters."""
+    """Name and parameters, in words."""
     variants: tuple[Variant, ...]
 
     @property
@@ -115,7 +115,7 @@ class RunSet:
         return [each.failure for each in self.variants if each.failure is not None]
 
     def without_failed(self) -> "RunSet":
-        """May be of no variant."""
+        """Return the set without failed variants; possibly empty."""
         return replace(self, variants=tuple(each for each in self.variants if each.failure is None))
 
 
@@ -140,7 +140,7 @@ def _share_of(origin: str) -> Callable[[Report], float | None]:
 
 
 def _share_in(tier: str) -> Callable[[Report], float | None]:
-    """Only where KV lies in more than one tier."""
+    """Return the figure only if KV lies in more than one tier."""
 
     def share(report: Report) -> float | None:
         origins = report.origins
@@ -223,7 +223,7 @@ PHASE_HEADS = (
 
 
 def phase_rows(run_set: RunSet) -> list[list[str]]:
-    """Under PHASE_HEADS, a row for each phase of each run. None where nothing was killed."""
+    """Return a row per phase of each run, under PHASE_HEADS; none without a kill."""
     rows = []
     for variant in run_set.variants:
         for run in variant.runs:
@@ -247,7 +247,7 @@ def phase_rows(run_set: RunSet) -> list[list[str]]:
 
 
 def compare(runs: Sequence[tuple[str, Run]], slo: Slo) -> list[RunSet]:
-    """Sets in the order in which their first runs come. Runs are pairs of a name and a run."""
+    """Return the sets in order of their first runs. Runs are pairs of a name and a run."""
     sets: dict[tuple[str, str], list[tuple[str, Run]]] = {}
     for name, run in runs:
         key = run.info.test, json.dumps(run.info.workload, sort_keys=True, default=str)
@@ -264,7 +264,7 @@ def ratio(figure: Figure, variant: Variant, baseline: Variant) -> float | None:
 
 
 def is_better(figure: Figure, variant: Variant, other: Variant) -> bool | None:
-    """None if they are equal, one of them failed, or one has no such figure."""
+    """Whether `variant` is better. None if they are equal, one failed, or one lacks the figure."""
     if variant.failure or other.failure:
         return None
     ours, theirs = variant.spread(figure), other.spread(figure)
@@ -276,7 +276,7 @@ def is_better(figure: Figure, variant: Variant, other: Variant) -> bool | None:
 
 
 def overlaps(figure: Figure, variant: Variant, other: Variant) -> bool:
-    """Whether the seeds of one give what those of the other give too."""
+    """Whether the ranges over the seeds overlap."""
     ours, theirs = variant.spread(figure), other.spread(figure)
     assert ours is not None and theirs is not None
     return ours.lowest <= theirs.highest and theirs.lowest <= ours.highest
@@ -320,7 +320,7 @@ def _seconds(value: float) -> str:
 
 
 def in_words(parameters: dict[str, object]) -> str:
-    """A workload's name, then its parameters."""
+    """Format a workload's name and parameters."""
     others = ", ".join(
         f"{name} {value if isinstance(value, str | int | float) else json.dumps(value, default=str)}"
         for name, value in parameters.items()
@@ -379,13 +379,13 @@ def in_ratio(found: float) -> str:
 
 
 def value_of(figure: Figure, variant: Variant) -> str:
-    """Write the median."""
+    """Format the median."""
     spread = variant.spread(figure)
     return in_units(None if spread is None else spread.median, figure.unit)
 
 
 def range_of(figure: Figure, variant: Variant) -> str:
-    """Write the lowest and the highest value; empty where they are equal."""
+    """Format the lowest and the highest value; empty if equal."""
     spread = variant.spread(figure)
     if spread is None or spread.lowest == spread.highest:
         return ""
@@ -426,7 +426,7 @@ def _variant_key(info: RunInfo) -> tuple[object, ...]:
 
 
 def _variant_name(key: tuple[object, ...], keys: Sequence[tuple[object, ...]]) -> str:
-    """The policy, and of the rest what the set's variants differ in."""
+    """Name the policy, and the properties in which the set's variants differ."""
     policy, cluster, engine, num_replicas, commit, machine = key
     parts = [str(policy or "unknown policy")]
     shown = (

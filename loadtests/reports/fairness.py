@@ -17,7 +17,7 @@ from loadtests.reports.report import RequestRecord, Slo
 
 @dataclass(frozen=True, slots=True)
 class TenantFigures:
-    """Shares are from 0 to 1; None where there is nothing to compute a figure from."""
+    """Shares are from 0 to 1; None if a figure has no data."""
 
     num_requests: int
     num_refused: int
@@ -97,7 +97,7 @@ def _served_tokens(records: Sequence[RequestRecord]) -> int:
 
 
 def _percentiles(records: Sequence[RequestRecord]) -> tuple[float | None, float | None]:
-    """The median and the 90th of the times to first token of those that were answered."""
+    """Return the median and the 90th percentile of the answered requests' TTFTs."""
     known = [
         record.ttft_seconds for record in records if record.error is None and record.ttft_seconds is not None
     ]

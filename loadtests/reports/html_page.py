@@ -1,7 +1,7 @@
-"""Runs side by side as one HTML page that needs nothing besides itself.
+"""Formats a comparison of runs as one self-contained HTML page.
 
-Owns what the page says, in which tables; its order is page.html.jinja's, its looks are page.css's, its
-drawings run_plots.py's. Whatever a run file holds is text here, never markup.
+Owns the page's content and tables; page.html.jinja owns the order, page.css the looks, run_plots.py the
+drawings. Content of run files is escaped as text.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,7 +50,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The last `num_texts` columns hold sentences. Without rows it is left out."""
+    """The last `num_texts` columns hold sentences. An empty table is left out."""
 
     title: str
     heads: Sequence[str]
@@ -273,7 +273,7 @@ def _facts(run_set: RunSet) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def _by_value(runs: Sequence[NamedRun], of: Callable[[NamedRun], str]) -> list[tuple[str, str]]:
-    """Names of runs and values; once and without a name if the value is the same for all."""
+    """Return names of runs and values; one value without a name if it is the same for all."""
     values = _distinct(of(run) for run in runs)
     return [("", values[0])] if len(values) == 1 else [(run.name, of(run)) for run in runs]
 

@@ -1,6 +1,6 @@
-"""Runs side by side as Markdown, for a commit, a comment or a results file.
+"""Formats a comparison of runs as Markdown, for a commit, a comment or a results file.
 
-Owns the tables' columns. Figures, their units and the sentence about who wins are comparison.py's.
+Owns the tables' columns. comparison.py owns figures, their units and the sentence about the winner.
 """
 
 import re
@@ -26,7 +26,7 @@ COLUMNS = (*HEADLINES, *(figure for figure in FIGURES if figure.label in ("Good 
 
 
 def markdown(sets: Sequence[RunSet]) -> str:
-    """A section for each test, a table for each of its workloads, a line for each policy."""
+    """Write a section per test, a table per workload, and a line per policy."""
     lines: list[str] = []
     test = None
     for run_set in sets:
@@ -90,7 +90,7 @@ def _sources(run_set: RunSet) -> list[str]:
 
 
 def _text(text: str) -> str:
-    """Nothing in it is markup or ends a cell."""
+    """Escape a text so that it is no markup and ends no cell."""
     text = re.sub(r"\s+", " ", text)
     return re.sub(r"([\\`*_|<>\[\]~#&])", r"\\\1", text)
 

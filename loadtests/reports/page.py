@@ -1,6 +1,6 @@
-"""`python -m loadtests.reports.page`: from run files to one HTML page and one Markdown file.
+"""`python -m loadtests.reports.page`: makes an HTML page and a Markdown file from run files.
 
-Owns the command line and the files. Pages and tables are made by html_page.py and markdown.py.
+Owns the command line and the files. html_page.py and markdown.py make pages and tables.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from loadtests.reports.run_file import Run, RunFileError, read_run
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The exit status."""
+    """Run the command and return its exit status."""
     arguments = _parser().parse_args(words)
     slo = Slo(arguments.slo_ttft, arguments.slo_tpot, arguments.slo_e2e)
     try:
@@ -33,7 +33,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def write_pages(
     runs: Sequence[tuple[str, Run]], slo: Slo, *, html: Path | None = None, markdown_file: Path | None = None
 ) -> list[str]:
-    """Write what is asked for; for each test, the sentence about who wins. Raises RunFileError."""
+    """Write the requested files; returns each test's sentence about the winner. Raises RunFileError."""
     sets = compare(runs, slo)
     if html is not None:
         _write(html, page(sets, slo))
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _names(paths: Sequence[Path]) -> list[tuple[str, Path]]:
-    """File names, with as much of their folders as tells them apart."""
+    """Return file names, with enough of their folders to distinguish them."""
     is_short = len({path.name for path in paths}) == len(paths)
     return [(path.name if is_short else str(path), path) for path in paths]
 

@@ -1,6 +1,6 @@
-"""Phases: what became of a run's requests before replicas were killed, just after it, and later. Pure.
+"""Phases: requests before replicas were killed, just after it, and later. Pure.
 
-Owns where a phase begins. What the figures mean is report.py's.
+Owns the boundaries of phases. report.py owns the figures' meaning.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from loadtests.reports.report import Report, Slo, make_report
 from loadtests.reports.run_file import Run
 
 AFTERMATH_SECONDS = 15.0
-"""How long after a kill "just after" lasts."""
+"""Length of the phase "just after" a kill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Phase:
 
 
 def phases_of(run: Run, slo: Slo) -> tuple[Phase, ...]:
-    """By when requests were to be sent, the warm-up left out. None without a kill."""
+    """Divide requests by scheduled time, without the warm-up. None without a kill."""
     kills = run.info.kill_seconds
     if not kills:
         return ()

@@ -1,7 +1,7 @@
-"""Plots as SVG for a page: lines, stacked areas, and what both stand in. Pure.
+"""Plots as SVG for a page: lines, stacked areas, and their frames. Pure.
 
-Owns scales, ticks and where a label finds room. Colours are classes that the page's style sheet gives a
-meaning, so that one drawing serves light, dark and paper; nothing of what is drawn is known here.
+Owns scales, ticks and the placement of labels. Colours are classes of the page's style sheet, so that one
+drawing serves light, dark and paper; the drawn data are opaque here.
 
 No library: of those that draw SVG without a browser, pygal brings a script and fixed colours into each
 drawing, leather fixed colours, matplotlib tens of megabytes.
@@ -19,7 +19,7 @@ CHARACTER_WIDTH = 7.2
 LINE_HEIGHT = 14.0
 """Height of a label, in units of the drawing: bold, in a wide face."""
 NUM_PLACES = 24
-"""How many places along a line are tried for its label."""
+"""Places along a line that are tried for its label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Classes say what it is. Without a label it is drawn faintly, behind the others."""
+    """A line with its CSS classes. Without a label it is drawn faintly, behind the others."""
 
     css_class: str
     points: tuple[Point, ...]
@@ -60,7 +60,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The room of a plot. `shaded_until` is the end of the warm-up, on the x axis."""
+    """The area of a plot. `shaded_until` is the end of the warm-up on the x axis."""
 
     title: str
     x: Axis
@@ -84,7 +84,7 @@ class Frame:
 
 
 def linear_axis(label: str, high: float, *, unit: str = "", most_ticks: int = 6, factor: float = 1.0) -> Axis:
-    """From zero to a round value. `factor` is by what values are multiplied in the texts."""
+    """Return an axis from zero to a round value. `factor` multiplies the values in its texts."""
     high = high if high > 0 else 1.0
     step = _round_up(high * factor / (most_ticks - 1)) / factor
     num_steps = max(1, math.ceil(high / step - 1e-9))
@@ -93,7 +93,7 @@ def linear_axis(label: str, high: float, *, unit: str = "", most_ticks: int = 6,
 
 
 def time_axis(seconds: float) -> Axis:
-    """Ends where the run ends, not at a round time."""
+    """Return an axis that ends with the run, not at a round time."""
     is_long = seconds > 600
     divisor = 60.0 if is_long else 1.0
     high = seconds if seconds > 0 else 1.0
@@ -105,7 +105,7 @@ def time_axis(seconds: float) -> Axis:
 
 
 def log_seconds_axis(label: str, low: float, high: float) -> Axis:
-    """Around two times above zero; texts in ms and s."""
+    """Return a logarithmic axis around two positive times; texts in ms and s."""
     low, high = min(low, high), max(low, high)
     if high < low * 4:
         low, high = low / 2, high * 2
@@ -127,7 +127,7 @@ def _short_seconds(value: float) -> str:
 
 
 def _round_up(value: float) -> float:
-    """To 1, 2 or 5 times a power of ten."""
+    """Round up to 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(lead * power for lead in (1, 2, 5, 10) if lead * power >= value * (1 - 1e-9))
 
@@ -140,7 +140,7 @@ def line_plot(frame: Frame, lines: Sequence[Line]) -> str:
 
 
 def stacked_plot(frame: Frame, edges: Sequence[float], layers: Sequence[Layer], *, has_labels: bool) -> str:
-    """Steps between the edges; the first layer lies at the bottom."""
+    """Draw steps between the edges; the first layer is at the bottom."""
     bases = [0.0] * (len(edges) - 1)
     parts = []
     for layer in layers:
@@ -154,7 +154,7 @@ def stacked_plot(frame: Frame, edges: Sequence[float], layers: Sequence[Layer], 
 
 
 def ecdf(samples: Sequence[float], frame: Frame) -> tuple[Point, ...]:
-    """Steps up, of sorted samples: one point for each half unit of the drawing and no more."""
+    """Return the rising steps of sorted samples: at most one point per half unit of the drawing."""
     points: list[Point] = []
     last_place = -math.inf
     for number, sample in enumerate(samples, start=1):
@@ -172,7 +172,7 @@ def ecdf(samples: Sequence[float], frame: Frame) -> tuple[Point, ...]:
 
 
 def swatch(css_class: str, *, is_line: bool) -> str:
-    """For a legend."""
+    """Draw a legend's sample."""
     mark = (
         f'<path class="line {css_class}" d="M1 6H21"/>'
         if is_line
@@ -272,7 +272,7 @@ def _area_label(
 
 
 def _labels(frame: Frame, lines: Sequence[Line]) -> list[str]:
-    """Each next to its line, where it is farthest from the others; none where there is no room."""
+    """Place each label next to its line, where it is farthest from the others; omit it without room."""
     placed = [[frame.place(*point) for point in line.points] for line in lines]
     boxes: list[tuple[float, float, float, float]] = []
     parts = []
@@ -307,7 +307,7 @@ def _labels(frame: Frame, lines: Sequence[Line]) -> list[str]:
 
 
 def _dense(points: Sequence[Point]) -> list[Point]:
-    """Points along the line, some 6 units apart."""
+    """Return points along the line, about 6 units apart."""
     found: list[Point] = []
     for (x, y), (to_x, to_y) in pairwise(points):
         num_steps = max(1, int(math.hypot(to_x - x, to_y - y) / 6))
@@ -338,5 +338,5 @@ def _distance(box: tuple[float, float, float, float], point: Point) -> float:
 
 
 def _n(value: float) -> str:
-    """A coordinate, to a tenth of a unit."""
+    """Format a coordinate to a tenth of a unit."""
     return f"{value:.1f}".removesuffix(".0")

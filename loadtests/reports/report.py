@@ -1,16 +1,16 @@
-"""From the records of requests to the figures that routers are compared by. Pure.
+"""Computes the figures that routers are compared by, from the records of requests. Pure.
 
-Owns what each figure means; whether a request was real or simulated is not known here.
+Owns the meaning of each figure; real and simulated requests are alike here.
 
 - TTFT: first token seen − request sent. TPOT: (E2E − TTFT) / (output tokens − 1). E2E: last byte − sent. Over
-  the requests that were answered whole.
-- Token hit rate: cached tokens / prompt tokens, over the requests whose usage is known. Cross-user hit rate:
-  of the same prompt tokens, those in cached blocks that another user's request computed, where that is said.
-- Origins: cached tokens by who computed them, which add up to all of them. What no request of the tenant can
-  have left there counts as another tenant's, whatever the server calls it.
-- ITL: gaps between the events of an answer that carry tokens, over all gaps of the whole answers.
-- Good: answered whole and within every limit of the SLO. Whatever went wrong (refused, timed out, cut short)
-  is a miss. Goodput: good requests per second of the run, from its first arrival to its last answer.
+  requests answered whole.
+- Token hit rate: cached tokens / prompt tokens, over requests with known usage. Cross-user hit rate: the part
+  in cached blocks that another user's request computed, if reported.
+- Origins: cached tokens by who computed them; they add up to all. Tokens that no request of the tenant can
+  have left count as another tenant's, whatever the server calls them.
+- ITL: gaps between an answer's events with tokens, over all gaps of whole answers.
+- Good: answered whole and within every limit of the SLO. Every failure (refused, timed out, cut short) is a
+  miss. Goodput: good requests per second of the run, from its first arrival to its last answer.
 - Imbalance over replicas: max / mean and the coefficient of variation.
 """
 
@@ -33,9 +33,9 @@ class RequestRecord:
     """Received tokens."""
     ttft_seconds: float | None = None
     e2e_seconds: float | None = None
-    """Until the end, good or bad."""
+    """Seconds until the end, good or bad."""
     num_cached_tokens: int | None = None
-    """None: no usage came."""
+    """None if no usage came."""
     num_cross_user_tokens: int | None = None
     """Cached tokens that another user computed; None if the server does not say."""
     predicted_tokens: int | None = None
@@ -44,12 +44,12 @@ class RequestRecord:
     error: str | None = None
     """The error, in a word or two; None if the answer came whole."""
     lateness_seconds: float = 0.0
-    """By how much the client sent it after its time."""
+    """Seconds by which the client sent it late."""
     user: str | None = None
     tenant: str | None = None
     session: str | None = None
     reason: str | None = None
-    """Why the router chose that replica."""
+    """The router's reason for that replica."""
     num_own_tokens: int | None = None
     """Cached tokens that the same user computed."""
     num_other_tenant_tokens: int | None = None
@@ -57,12 +57,12 @@ class RequestRecord:
     num_host_tokens: int | None = None
     """Cached tokens read from host memory; None if the server does not say."""
     num_disk_tokens: int | None = None
-    """And those that were read from disk."""
+    """Cached tokens read from disk; None if the server does not say."""
     itl_seconds: tuple[float, ...] = ()
-    """Gaps between the events of the answer that carry tokens."""
+    """Gaps between the answer's events with tokens."""
     request_id: str | None = None
     num_images: int = 0
-    """In the prompt of one that was answered."""
+    """Images in the prompt of an answered request."""
     num_image_tokens: int = 0
     """Tokens that stand for images, to the client's knowledge."""
 
@@ -109,19 +109,18 @@ class Imbalance:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The router's expectation against what was cached, in tokens per request."""
+    """The router's expectation and the cached tokens, per request."""
 
     mean_absolute_error: float
     mean_error: float
-    """Above 0: more was expected than was there."""
+    """Positive if more was expected than cached."""
     share_exact: float
 
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    """The prompt tokens whose usage is known; those that were cached, by who had computed them, and of these
-    those that were not on the device, by where they were.
-    """
+    """Prompt tokens with known usage; the cached ones by who computed them, and those below the device by
+    tier."""
 
     num_prompt_tokens: int = 0
     num_own_tokens: int = 0
@@ -166,7 +165,7 @@ class Images:
 
     num_in_prompts: int
     num_taken: int
-    """By replicas, each of them once for as long as it keeps them."""
+    """Received by replicas, counting each image once for as long as a replica keeps it."""
     num_taken_bytes: int
     num_tokens: int
     num_encoded_tokens: int
@@ -183,7 +182,7 @@ class Images:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Rates are shares from 0 to 1; None where there is nothing to compute a figure from."""
+    """Rates are shares from 0 to 1; None if a figure has no data."""
 
     num_requests: int
     num_answered: int
@@ -209,7 +208,7 @@ class Report:
     prediction: Prediction | None
     lateness: Distribution | None
     images: Images | None = None
-    """None: there were none, or the replicas do not say."""
+    """None without images, or if the replicas do not report them."""
 
     def as_json(self) -> dict[str, object]:
         return dataclasses.asdict(self)
@@ -218,7 +217,7 @@ class Report:
 def make_report(
     records: Sequence[RequestRecord], slo: Slo | None = None, *, num_replicas: int | None = None
 ) -> Report:
-    """Figures of a run. `num_replicas` counts the idle ones in; None takes only those that answered."""
+    """Compute a run's figures. `num_replicas` includes idle ones; None counts only those that answered."""
     slo = slo or Slo()
     whole = [record for record in records if record.error is None]
     measured = [record for record in records if record.num_cached_tokens is not None]

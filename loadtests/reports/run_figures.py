@@ -19,7 +19,7 @@ from loadtests.reports.run_file import EngineTotals, LoadSample, Run, RunInfo
 
 MOST_BINS = 40
 NUM_LOOKS = 90
-"""How many moments of a replica's load are kept."""
+"""Kept samples of a replica's load."""
 MOST_TENANTS = 12
 NICE_SECONDS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200)
 
@@ -44,7 +44,8 @@ class LoadPoint:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Load by replica. Without samples it is what the client had in flight there, which is all running."""
+    """Load by replica. Without samples it is the client's requests in flight there, all counted as
+    running."""
 
     of_replicas: dict[str, tuple[LoadPoint, ...]]
     is_sampled: bool
@@ -52,7 +53,7 @@ class Loads:
 
 @dataclass(frozen=True, slots=True)
 class Reconciled:
-    """One sum over the requests next to the engines' own counters."""
+    """A sum over the requests and the engines' own counters."""
 
     what: str
     num_of_records: int
@@ -73,7 +74,7 @@ class Reconciliation:
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """Summarise in one sentence."""
         differing = [each for each in self.sums if each.difference]
         if not differing:
             return "Requests and engines count the same, to the token."
@@ -97,7 +98,7 @@ class Reconciliation:
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """`tenants` is empty if there are none to tell apart, or too many to list."""
+    """`tenants` is empty if there are none to distinguish, or too many to list."""
 
     info: RunInfo
     report: Report
@@ -151,7 +152,7 @@ def end_of(records: Iterable[RequestRecord]) -> float:
 
 
 def nice_bin_seconds(duration: float) -> float:
-    """The shortest round width that makes no more than MOST_BINS bins."""
+    """Return the shortest round width that makes at most MOST_BINS bins."""
     for width in NICE_SECONDS:
         if duration <= width * MOST_BINS:
             return width
@@ -159,7 +160,7 @@ def nice_bin_seconds(duration: float) -> float:
 
 
 def over_time(records: Sequence[RequestRecord], slo: Slo, bin_seconds: float) -> tuple[TimeBin, ...]:
-    """The last bin ends with the last answer, and lasts half as long to one and a half times as long."""
+    """Return the bins. The last one ends with the last answer, and lasts 0.5 to 1.5 times as long."""
     end = end_of(records)
     if not records or end <= 0:
         return ()

@@ -49,7 +49,7 @@ class RunInfo:
     started_at: str
     """ISO 8601, UTC."""
     warmup_seconds: float
-    """Requests that were to arrive earlier are recorded, and not counted."""
+    """Requests scheduled earlier are recorded, and not counted."""
     notes: tuple[str, ...] = ()
     cluster: str = ""
     """How the cluster differs from the test's others, in words."""
@@ -73,7 +73,7 @@ class LoadSample:
 
 @dataclass(frozen=True, slots=True)
 class EngineTotals:
-    """By how much the replicas' own counters grew over the run, summed."""
+    """Growth of the replicas' own counters over the run, summed."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -88,7 +88,7 @@ class EngineTotals:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Records are of all requests, warm-up included; `engine_totals` is None if they could not be read."""
+    """Records are of all requests, warm-up included; `engine_totals` is None if unreadable."""
 
     info: RunInfo
     records: tuple[RequestRecord, ...]
@@ -98,7 +98,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The fields of RunInfo that say where a run came from."""
+    """Fields of RunInfo about a run's origin."""
 
     commit: str
     machine: str
@@ -107,7 +107,7 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Dataclasses of one kind: the names of their fields, once, and a row of values for each."""
+    """Dataclasses of one kind: their field names once, and a row of values for each."""
 
     columns: tuple[str, ...]
     rows: list[list[Any]]
@@ -115,7 +115,7 @@ class _Table:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A run as it stands in the file."""
+    """A run in the file's form."""
 
     info: RunInfo
     records: _Table
@@ -136,7 +136,7 @@ def _machine() -> str:
 
 
 def write_run(run: Run, path: Path) -> None:
-    """Whole or not at all; compressed if the name ends in .gz."""
+    """Write atomically; compressed if the name ends in .gz."""
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -157,7 +157,7 @@ def write_run(run: Run, path: Path) -> None:
 
 
 def read_run(path: Path) -> Run:
-    """Raises RunFileError."""
+    """Read a run. Raises RunFileError."""
     try:
         data = path.read_bytes()
         if data.startswith(GZIP_MAGIC):
@@ -182,7 +182,7 @@ def read_run(path: Path) -> Run:
 
 
 def _columns(kind: type[Any], values: tuple[Any, ...]) -> dict[str, object]:
-    """Columns in which every value is the field's default are left out."""
+    """Leave out columns in which every value is the field's default."""
     fields = [
         field.name
         for field in dataclasses.fields(kind)

@@ -60,7 +60,7 @@ def _legend(run_set: RunSet) -> list[tuple[str, str]]:
 
 
 def _class_of(number: int, run_set: RunSet) -> str:
-    """The first variant is grey, and the last, which is Kvasir's own policy if there is one, always blue."""
+    """Return the variant's class: the first is grey; the last, Kvasir's own policy if there is one, blue."""
     if number == 0:
         return "v0"
     if number == len(run_set.variants) - 1:
@@ -136,7 +136,7 @@ def _shade_note(run_set: RunSet) -> str:
 
 
 def _hits(run_set: RunSet) -> list[str]:
-    """One plot for each variant, all on one scale. They end with the last prompt."""
+    """Draw one plot per variant, all on one scale. They end with the last prompt."""
     bins = [_until_last_prompt(variant.bins) for variant in run_set.variants]
     everything = [each for found in bins for each in found]
     if not everything:
@@ -174,7 +174,7 @@ def _share(origins: Origins, field: str) -> float:
 
 
 def load_panels(run_set: RunSet) -> str:
-    """Small multiples, a row of replicas for each variant's first run, all on one scale."""
+    """Draw small multiples, a row of replicas for each variant's first run, all on one scale."""
     runs = [(variant, variant.runs[0]) for variant in run_set.variants]
     loads = [run.figures.loads for _, run in runs]
     points = [point for each in loads for line in each.of_replicas.values() for point in line]

@@ -1,11 +1,11 @@
-"""A report as text for a terminal. Owns the wording and the units."""
+"""Formats a report for a terminal. Owns the wording and the units."""
 
 from loadtests.reports.report import Distribution, Images, Imbalance, Origins, Report, Slo
 from loadtests.workloads import IdealHits
 
 
 def render(report: Report, ideal: IdealHits | None = None) -> str:
-    """One figure a line; what there is nothing to say about is left out."""
+    """Format one figure per line; figures without data are left out."""
     ideal_hit_rate = None if ideal is None else ideal.token_hit_rate
     ideal_cross_user = None if ideal is None else ideal.cross_user_hit_rate
     rows = [

@@ -1,18 +1,18 @@
-"""CpuGenerator: a request's random generator that vLLM can turn back, on a CPU.
+"""CpuGenerator: a request's random generator that vLLM can rewind on a CPU.
 
-Owns that one thing. While a prompt is computed in several steps, vLLM draws a token in each, throws all but
-the last away and turns the request's generator back (`_bookkeeping_sync` in vLLM's gpu_model_runner.py). It
-does so by the generator's offset, which torch has for CUDA only: on a CPU the engine would end with a
-RuntimeError, and every request that samples and whose prompt is longer than a step would be what kills it.
+While a prompt is computed in several steps, vLLM draws a token in each, discards all but the last, and
+rewinds the request's generator (`_bookkeeping_sync` in vLLM's gpu_model_runner.py). It uses the generator's
+offset, which torch has for CUDA only: on a CPU the engine would end with a RuntimeError, and every sampling
+request with a prompt longer than a step would kill it.
 """
 
 import torch
 
 
 class CpuGenerator(torch.Generator):
-    """Turned back, it is at its start again: nothing that was drawn before the prompt's end has been kept.
+    """Rewinding returns it to its start: nothing drawn before the prompt's end is kept.
 
-    A request that was preempted after its first tokens draws the numbers of its first tokens again.
+    A request preempted after its first tokens draws the numbers of its first tokens again.
     """
 
     def get_offset(self) -> int:

@@ -1,15 +1,15 @@
 """VllmEngine: vLLM's LLMEngine behind the Engine protocol, in the engine thread.
 
-Owns the requests that live in vLLM, under our keys, and the translation of each step. What it reads inside
-vLLM goes through `core_view.py`.
+Owns the requests in vLLM, under our keys, and the translation of each step. It reads vLLM's internals through
+`core_view.py`.
 
-Block sizes, adapters and tiers. One block size holds for vLLM, for block hashes and for the model card;
-the index keeps one hash per `index_stride` tokens of a chain (and the end of each prompt), so a stride of
-128 keeps every fourth of vLLM's blocks of 32, and a block size above the stride every block. The
-namespace root of a request is its `cache_salt`, so namespaces are apart inside vLLM too, and comes back
-with the event of the first block. An adapter is part of the namespace: its blocks hash from another root,
-and vLLM keeps them apart by the adapter as well. Events say in which tier a copy lies; a hash is in the
-index while any tier holds a copy, at the stride of its chain position in all of them.
+Block sizes, adapters and tiers. vLLM, the block hashes and the model card share one block size. The index
+keeps one hash per `index_stride` tokens of a chain (and the end of each prompt), so a stride of 128 keeps
+every fourth of vLLM's blocks of 32, and a block size above the stride every block. A request's namespace root
+is its `cache_salt`, so namespaces are separate inside vLLM too, and it returns with the event of the first
+block. An adapter is part of the namespace: its blocks hash from another root, and vLLM separates them by
+adapter as well. Events name the tier of a copy; a hash is in the index while any tier holds a copy, at the
+stride of its chain position.
 """
 
 import gc
@@ -78,11 +78,11 @@ from replicas.vllm_engine.translation import EventTranslator, Storer
 logger = logging.getLogger(__name__)
 
 _TRANSFER_PAUSE_SECONDS = 0.001
-"""A step that computes nothing waits for threads that move blocks between tiers: they need the
-interpreter. vLLM's own loop pauses for as long."""
+"""Pause of a step that computes nothing, for the threads that move blocks between tiers: they need the
+interpreter. vLLM's own loop pauses as long."""
 
 _IMAGE_PAUSE_SECONDS = 0.01
-"""How long an engine that has nothing to compute waits for an image that is being read."""
+"""Seconds that an idle engine waits for an image being read."""
 
 _FINISH_REASONS = {
     "stop": FinishReason.STOP,
@@ -266,7 +266,7 @@ class VllmEngine:
         self._end(_name(key))
 
     def _end(self, name: str) -> None:
-        """Whatever it is doing; nothing if there is no such request."""
+        """End a request in any state; nothing if there is no such request."""
         live = self._live.pop(name, None)
         if live is None:
             return
@@ -331,7 +331,7 @@ class VllmEngine:
         return self._images.take_answers()
 
     def reset_prefix_cache(self) -> bool:
-        """A disk of vLLM's own keeps what it has: vLLM has no call that makes it forget."""
+        """Clear the cache. A disk of vLLM's own keeps its content, since vLLM has no call to clear it."""
         self._unsaid += self._cache.translate(self._core.take_events())
         if not self._vllm.reset_prefix_cache():
             return False
@@ -369,7 +369,7 @@ class VllmEngine:
             self._tier.close()
 
     def _start(self, started: Iterable[Started]) -> list[LiveRequest]:
-        """Note what requests found when they were first scheduled."""
+        """Record what requests found when they were first scheduled."""
         lives: list[LiveRequest] = []
         for inner, num_found_tokens, num_external_tokens in started:
             live = self._live.get(inner.session_id)

@@ -14,7 +14,7 @@ VLLM_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
 }
-"""Set whatever stands there already: with the first two otherwise, the engine refuses to start."""
+"""Set unconditionally: with other values for the first two, the engine refuses to start."""
 
 
 def vllm_environment(num_threads: int | None) -> dict[str, str]:

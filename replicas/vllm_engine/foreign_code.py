@@ -11,7 +11,7 @@ from typing import Any
 from replicas.process.settings import SettingsError
 
 _NAMES = frozenset({"trust_remote_code", "logits_processors", "logging_config", "log_config_file"})
-"""Arguments whose value is code, or says where some lies. A logging configuration may call anything."""
+"""Arguments whose value is code or the path of some. A logging configuration may call anything."""
 
 _ENDINGS = ("_cls", "_class_overrides", "module_path", "_plugin")
 

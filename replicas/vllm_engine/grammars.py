@@ -1,8 +1,8 @@
-"""vLLM's requests that are held to a grammar.
+"""vLLM's requests under a grammar.
 
-Owns what follows a grammar there in the place of vLLM's own backends: without a tokenizer vLLM would refuse
-such requests, and it neither bounds what a grammar takes nor knows output that is resumed. vLLM lets them
-wait until they are given one, asks it for masks, and tells it the tokens. Imports vLLM.
+Replaces vLLM's own backends: without a tokenizer vLLM would refuse such requests, and it neither bounds a
+grammar's cost nor knows resumed output. vLLM lets requests wait for their grammar, asks it for masks, and
+reports the tokens. Imports vLLM.
 """
 
 from collections.abc import Iterator

@@ -1,18 +1,18 @@
 """HashMap: from vLLM's block hashes to ours, for as long as vLLM holds the block in any tier.
 
 Owns the map and the count of copies, by tier, behind each entry. vLLM's hashes are bytes here:
-`translation.py` reads its events and says what was stored, with which tokens, after which block.
+`translation.py` reads its events and passes what was stored, with which tokens, after which block.
 
-vLLM chains its own hashes from other inputs than ours, so one cannot be had from the other. A block
-that is stored on the device comes with its tokens and its parent's hash; the parent is held by the same
-request, so it is in the map, and the chain's root, our hash and the position follow from it. The map holds
-an entry for each distinct hash that vLLM holds, hence never more than its tiers have blocks.
+vLLM chains its hashes from other inputs than ours, so neither follows from the other. A block that is stored
+on the device comes with its tokens and its parent's hash; the parent is held by the same request, so it is in
+the map, and gives the chain's root, our hash and the position. The map has an entry per distinct hash in
+vLLM, so never more than its tiers have blocks.
 
-A copy in another tier comes without a namespace, so such a block is known by what the device said of it:
-it was computed there. Two cases are special. A block may leave the device before its copy elsewhere is
-reported: the names of the last `num_remembered` blocks that went are kept for that. And a tier may hold
-blocks that an earlier process left there: those copies are counted without a name, and reported when
-the device, having read the block back, names it.
+A copy in another tier comes without a namespace, so the block is known by the device's earlier event: it was
+computed there. Two cases are special. A block may leave the device before its copy elsewhere is reported: the
+names of the last `num_remembered` departed blocks are kept for that. And a tier may hold blocks of an earlier
+process: those copies are counted without a name, and reported when the device has read the block back and
+names it.
 """
 
 from collections import Counter, OrderedDict
@@ -26,7 +26,7 @@ from replicas.protocol.events import AllBlocksCleared, BlockStored, Tier
 
 
 class PlacedMedia(NamedTuple):
-    """A media item, and where it begins relative to a block that it overlaps."""
+    """A media item, and its start relative to a block that it overlaps."""
 
     content_hash: bytes
     offset: int
@@ -51,7 +51,7 @@ class _Held:
 
 
 class HashMap:
-    """`on_gone` is called with blocks that no tier holds any more, once nothing of them is remembered."""
+    """`on_gone` is called with blocks that no tier holds any more, once they are forgotten."""
 
     def __init__(
         self,
@@ -104,12 +104,13 @@ class HashMap:
         num_prompt_tokens: int | None,
         media: Sequence[Sequence[PlacedMedia]] = (),
     ) -> list[BlockStored]:
-        """One run of blocks on the device, in two events if the prompt's last full block lies inside.
+        """Return the events of one run of blocks on the device: two if the prompt's last full block is
+        inside.
 
         `roots` are those that blocks were hashed with: a run without a parent begins with one, and each other
-        is one from which the chain goes on under another root. `media` are the items that each block stands
-        for, in part at least. `num_prompt_tokens` None means that the
-        request is not known. Copies elsewhere that only now have a name follow. Raises UnknownBlock.
+        is one from which the chain continues under another root. `media` are the items that each block
+        overlaps. `num_prompt_tokens` None means that the request is unknown. Copies elsewhere that now have a
+        name follow. Raises UnknownBlock.
         """
         block_size = self._block_size
         if len(token_ids) != len(hashes) * block_size:
@@ -164,7 +165,8 @@ class HashMap:
     def _chain_end(
         self, parent: bytes | None, root: BlockHash | None
     ) -> tuple[BlockHash, BlockHash | None, int]:
-        """The root of the run's chain, what its first block is chained to, and that block's position."""
+        """Return the root of the run's chain, the hash that its first block is chained to, and that block's
+        position."""
         if parent is not None:
             held = self._held.get(parent)
             if held is None or held.name is None:

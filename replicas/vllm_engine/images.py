@@ -1,7 +1,7 @@
-"""ImageReader: from the bytes of an image to what vLLM computes with.
+"""ImageReader: decodes the bytes of an image into vLLM's input.
 
-Owns the decoding, in its bounds, and the proof for every single image that vLLM makes as many tokens of it as
-the model's rule does. Runs beside the engine's thread. Imports vLLM.
+Owns the decoding, its bounds, and the check for every image that vLLM makes as many tokens of it as the
+model's rule. Runs beside the engine's thread. Imports vLLM.
 """
 
 import io
@@ -50,7 +50,7 @@ _IMAGE = "image"
 
 @dataclass(frozen=True, slots=True)
 class ReadImage:
-    """`data` is vLLM's own. `is_embed` says which of its tokens get an embedding; None is all."""
+    """`data` is vLLM's own. `is_embed` marks the tokens with an embedding; None is all."""
 
     data: Any
     is_embed: torch.Tensor | None

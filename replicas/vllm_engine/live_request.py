@@ -1,6 +1,6 @@
-"""LiveRequest: a request that vLLM has, and how its prompt was served.
+"""LiveRequest: a request in vLLM, and how its prompt was served.
 
-Owns what is kept of the request beside vLLM's own, and the arithmetic of its usage.
+Owns the facts besides vLLM's own, and the arithmetic of its usage.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class LiveRequest:
         return len(self.request.token_ids) - self.num_expected_tokens
 
     def usage(self, output: Any, block_size: int, chain: ChunkChain | None) -> PromptUsage:
-        """vLLM's own counters, less what they say of output that an earlier run produced."""
+        """Return vLLM's counters, corrected for an earlier run's output."""
         num_prompt_tokens = self.num_prompt_tokens
         num_cached_tokens = min(int(output.num_cached_tokens or 0), num_prompt_tokens)
         # Shares are of what was found when the request was first scheduled; loading it may have failed.

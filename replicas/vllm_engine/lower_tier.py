@@ -1,9 +1,9 @@
-"""LowerTier: the tiers below one vLLM, between its engine and what vLLM asks of them.
+"""LowerTier: the tiers below one vLLM, between its engine and vLLM's requests for KV.
 
-Owns the store and the chunks of each request that vLLM has. Does not know how vLLM asks (`offloading.py`) or
-how bytes are copied (`row_copier.py`); imports nothing of vLLM.
+Owns the store and the chunks of each request in vLLM. Does not know vLLM's interface (`offloading.py`) or the
+copying (`row_copier.py`); imports nothing of vLLM.
 
-vLLM builds the objects that ask, twice and far from the engine. They find the tier by the id of their engine.
+vLLM builds the objects that ask, twice and far from the engine. They find the tier by their engine's id.
 """
 
 import json
@@ -32,7 +32,7 @@ from replicas.vllm_engine.media_spans import spans_of
 from replicas.vllm_engine.salts import roots_in
 
 RESET_SECONDS = 1.0
-"""How long a reset waits for the disk to end what it does."""
+"""Seconds that a reset waits for the disk's running jobs."""
 
 _tiers: "WeakValueDictionary[str, LowerTier]" = WeakValueDictionary()
 
@@ -79,14 +79,14 @@ class LowerTier:
         return self._store
 
     def open(self, layout: Layout, block_bytes: int) -> None:
-        """Take the memory, for blocks of this size. Again is nothing. Raises SettingsError."""
+        """Allocate memory for blocks of this size. Idempotent. Raises SettingsError."""
         if self._store is None:
             self._store = open_store(self._config, layout, block_bytes * self.blocks_per_chunk)
 
     # Requests.
 
     def arrived(self, request_id: str) -> ChunkChain | None:
-        """A request has come to vLLM. What of it lies on disk and is worth reading is read from now on."""
+        """Register a new request in vLLM. Its chunks on disk that are worth reading are read from now on."""
         request = None if self.requests is None else self.requests.inner(request_id)
         if self.requests is None or request is None or request.cache_salt is None:
             return None
@@ -150,9 +150,8 @@ class LowerTier:
         return max(num_device_tokens, num_tokens)
 
     def lease(self, request_id: str, submit: Submit, num_device_tokens: int, *, asks: bool) -> LeaseOutcome:
-        """For a request that has just come: what became of what its prompt had leased, and of what it `asks`
-        to have leased now.
-        """
+        """Return the outcome of earlier leases on a new request's prompt, and of those that it `asks` for
+        now."""
         chain = self.chains.get(request_id)
         if chain is None:
             return without_tiers(submit.leases if asks else ())

@@ -1,8 +1,7 @@
-"""Media spans: how images get into vLLM's block hashes, and back out of its events.
+"""Media spans: the names of images in vLLM's block hashes and events.
 
-Owns the identifier that vLLM has for an item: our hash of it, as text. vLLM takes that for the item's
-identity as it stands, in blocks and in the cache of its encoder, so none ever comes from a client. Imports
-nothing of vLLM.
+Owns vLLM's identifier of an item: our hash of it, as text. vLLM takes that for the item's identity, in blocks
+and in its encoder's cache, so it never comes from a client. Imports nothing of vLLM.
 """
 
 from typing import Any
@@ -37,5 +36,5 @@ def media_in(extra_keys: Any) -> list[PlacedMedia]:
 
 
 def _content_hash(identifier: str) -> bytes:
-    """Behind the name of an adapter, where that changes what the encoder computes."""
+    """Return the hash after an adapter's name, which is there if the adapter changes the encoder."""
     return bytes.fromhex(identifier[-_DIGITS:])

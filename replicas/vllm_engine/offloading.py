@@ -1,14 +1,14 @@
-"""vLLM's offloading connector over a ChunkStore: an offloading spec of ours, which vLLM finds by its module.
+"""vLLM's offloading connector over a ChunkStore: our offloading spec, which vLLM finds by its module.
 
-Owns everything that answers to vLLM's experimental interface for that, except the copying of bytes. Decides
-nothing: what is kept, and what goes, the store says. Imports vLLM.
+Owns all that implements vLLM's experimental interface, except the copying of bytes. The store decides what is
+kept and evicted. Imports vLLM.
 
 The manager is called in the engine thread and never waits. A chunk is named from its request's own tokens, as
-routers name it; vLLM's name for it is only where it is looked up by. What becomes of it is told by the
-store's events, so vLLM gets none to pass on.
+routers name it; vLLM's name is only for its lookups. The store's events report chunks, so vLLM gets none to
+pass on.
 
 vLLM asks for a chunk's copy when its last token has been scheduled, and makes it before the next step. It
-loads what it found before a request is scheduled; a load that could bring less than a chunk is none.
+loads what it found before a request is scheduled; a load of less than a chunk is not made.
 """
 
 import time
@@ -174,9 +174,8 @@ class TierManager(OffloadingManager):  # type: ignore[misc]
         return ()
 
     def reset_cache(self) -> None:
-        """vLLM forgets its transfers now, and says of none that it ended. It ends them in its next step. Then
-        nothing moves between the device and host memory, and who asked for this clears the tier.
-        """
+        """Handle vLLM's reset: it forgets its transfers without ending them, and ends them in its next step.
+        Then nothing moves between device and host memory, and the caller clears the tier."""
         for key, slot in self._filling.items():
             self._store.given_up(key, may_still_be_written=True)
             self._abandoned[-1].append(slot)

@@ -1,10 +1,10 @@
-"""Copying between vLLM's blocks and the slots of an arena: what moves the bytes of a tier of ours in vLLM.
+"""Copies KV between vLLM's blocks and the slots of an arena.
 
-Owns where in a slot each layer's pages lie: layer after layer, of each the blocks of the chunk in order. Does
-not know what a chunk is called, or which slot it gets. Imports vLLM; its interface for this is experimental.
+Owns the layout of each layer's pages in a slot: layer after layer, each with the chunk's blocks in order.
+Does not know chunks' names or their slots. Imports vLLM; its interface for this is experimental.
 
-On a CPU, copies are done when they have been asked for. On CUDA, vLLM's own worker makes them, on streams of
-their own, from and to the arena itself, whose memory it pins.
+On a CPU, copies are complete at once. On CUDA, vLLM's own worker makes them, on streams of their own,
+directly in the arena, whose memory it pins.
 """
 
 import logging
@@ -25,16 +25,16 @@ from replicas.kvstore.arena import Arena
 from replicas.kvstore.layout import HEADER_BYTES
 
 _NUM_MEASUREMENTS = 3
-"""Copies of a chunk back and forth, from which routers learn what loading takes before anything is loaded."""
+"""Copies of a chunk back and forth, from which routers learn the loading speed before the first load."""
 
 logger = logging.getLogger(__name__)
 
 
 class RowCopier(OffloadingWorker):  # type: ignore[misc]
-    """Index copies, for devices that are the host's memory.
+    """Index copies, for devices in the host's memory.
 
-    vLLM asserts that every transfer succeeds. `on_failed` is told of the slots that could not be filled, and
-    the transfer counts as done: what lies in them is not to be used.
+    vLLM asserts that every transfer succeeds. `on_failed` receives the slots that could not be filled, and
+    the transfer counts as done: their content must not be used.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class RowCopier(OffloadingWorker):  # type: ignore[misc]
         return done
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing is under way."""
+        """Return at once, since nothing is under way."""
 
     def shutdown(self) -> None:
         self._pages.clear()
@@ -135,7 +135,7 @@ class DeviceCopier(CPUOffloadingWorker):  # type: ignore[misc]
 
 
 class _ArenaRegion:
-    """An arena as vLLM's worker, and what pins for it, know memory to copy to: rows with views in them."""
+    """An arena in the form that vLLM's worker and pinning expect: rows with views in them."""
 
     rank = 0
 
@@ -194,7 +194,7 @@ def copier(
 
 
 def _measure(worker: Any, blocks_per_chunk: int) -> None:
-    """Copy a chunk back and forth, while nothing lies on the device or in the arena."""
+    """Measure copying a chunk back and forth, while device and arena are empty."""
     for attempt in range(_NUM_MEASUREMENTS):
         blocks = GPULoadStoreSpec([*range(1, blocks_per_chunk + 1)], [blocks_per_chunk], [0])
         slot = CPULoadStoreSpec([0])

@@ -1,7 +1,7 @@
-"""Salts: how a prompt's roots get into vLLM's block hashes, and back out of its events.
+"""Salts: a prompt's roots in vLLM's block hashes and events.
 
-vLLM hashes a request's salt with the first block. That is the root of the prompt's namespace, or of what of
-it is published; then the namespace's own root is hashed with the block behind that, which takes a word with
+vLLM hashes a request's salt with the first block. That is the root of the prompt's namespace, or of its
+published beginning; then the namespace's own root is hashed with the block after that, which takes a patch of
 vLLM (`core_view.py`). A salt is never sent anywhere: the engine core runs in this process.
 """
 

@@ -1,14 +1,13 @@
-"""How to continue a prompt, in vLLM's words, and its logprobs in ours.
+"""Translates how to continue a prompt to vLLM, and its logprobs back.
 
 Owns the translation. Imports vLLM.
 
-vLLM has no resumed generations: to it, everything that is given is prompt. What counts output is
-therefore corrected here. `max_tokens` and `min_tokens` shrink by what is there already. Frequency and
-presence penalties of that part become a logit bias: exact for frequency, but a token that comes again
-pays its presence penalty twice. vLLM draws from a generator per request that starts with the seed, and
-cannot be started in its middle: a resumed request that samples continues from a seed of its own, the
-same wherever it is resumed, but not with the tokens that would have come without the interruption.
-Greedy ones continue as if nothing had happened.
+vLLM has no resumed generations: to it, all given tokens are prompt. So everything that counts output is
+corrected here. `max_tokens` and `min_tokens` shrink by the existing output. Its frequency and presence
+penalties become a logit bias: exact for frequency, but a repeated token pays its presence penalty twice. vLLM
+draws from a generator per request that starts with the seed, and cannot start in the middle: a resumed
+request that samples continues from a seed of its own, the same wherever it is resumed, but with other tokens
+than without the interruption. Greedy ones continue as if uninterrupted.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
-"""Starting vLLM: its engine from arguments, and every sentence for what keeps it from serving.
+"""Starts vLLM: its engine from arguments, and sentences for its failures.
 
-Owns nothing that lives on. Imports vLLM.
+Stateless. Imports vLLM.
 """
 
 from collections.abc import Iterable, Mapping
@@ -77,7 +77,7 @@ def check_fit(card: ModelCard, config: ReplicaConfig, core: CoreView) -> None:
 
 
 def sentence(error: BaseException) -> str:
-    """The first line that says something. Pydantic puts a heading over its own, and maybe a field's name."""
+    """Return the first informative line. Pydantic puts a heading over its own, and maybe a field's name."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and "validation error" in lines[0]:
         field = "" if lines[1].startswith(" ") or len(lines) == 2 else f"{lines[1].strip()}: "

@@ -1,7 +1,7 @@
-"""EventTranslator: vLLM's cache events as ours, and whose blocks a request has hit.
+"""EventTranslator: converts vLLM's cache events to ours, and attributes hits to users.
 
-Owns the map of hashes and the memory of which user computed what. A block that has no name of ours is left
-out, and no router finds it.
+Owns the map of hashes and the memory of which user computed what. A block without our name is left out, and
+no router finds it.
 """
 
 import logging
@@ -21,7 +21,7 @@ from replicas.vllm_engine.salts import root_in
 logger = logging.getLogger(__name__)
 
 _TIERS: Mapping[str, Tier] = {"GPU": Tier.DEVICE, "CPU": Tier.HOST, "STORAGE": Tier.DISK}
-"""vLLM's media. "GPU" is what its attention reads, on a CPU too."""
+"""vLLM's media. "GPU" is the memory that its attention reads, on a CPU too."""
 
 _WRITERS_PER_BLOCK = 8
 """How much larger than the device's the other tiers may be before the oldest writers are forgotten."""
@@ -29,9 +29,10 @@ _WRITERS_PER_BLOCK = 8
 
 @dataclass(frozen=True, slots=True)
 class Storer:
-    """The request that stored a block. Its first `num_found_tokens` were found, not computed by it.
+    """The request that stored a block. Its first `num_found_tokens` were found, not computed.
 
-    `loaded_from` says whose request computed a block that a tier of ours brought back; None for any other.
+    `loaded_from` returns the user whose request computed a block that our tier brought back; None for any
+    other.
     """
 
     user: UserTag
@@ -41,7 +42,7 @@ class Storer:
 
 
 class EventTranslator:
-    """`storer_of` knows a request by the session id that it was given to vLLM with."""
+    """`storer_of` finds a request by its session id in vLLM."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class EventTranslator:
         return translated
 
     def cleared(self, tier: Tier) -> AllBlocksCleared:
-        """A tier was emptied, of which vLLM says nothing."""
+        """Return the event for a cleared tier, which vLLM does not report."""
         return self.hashes.cleared(tier)
 
     def writer(self, block_hash: BlockHash) -> UserTag | None:
