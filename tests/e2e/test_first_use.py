@@ -23,7 +23,7 @@ from replicas.protocol.blocks import HASH_BYTES
 from replicas.protocol.status import Epoch, ReplicaId
 from tests.integration.observe import wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 RULES = " ".join(f"Rule {number}: answer in plain words and stay kind." for number in range(1, 131))
 BLOCK_SIZE = 16

@@ -13,7 +13,7 @@ from router.caller import Limits, Tenant
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 
-PER_MINUTE = 4
+PER_MINUTE = 2
 NUM_ROUTERS = 2
 BODY = {"model": "toy_model", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 
