@@ -16,7 +16,7 @@ PACKAGES = ("replicas", "router", "cluster", "loadtests")
 SERVING = ("replicas", "router", "cluster")
 PROGRAMS = ("helm", "deploy", "docs", "requirements")
 OTHER_FOLDERS = {
-    "router/live_page/page/": "The live page's HTML, CSS and JavaScript, as they are served.",
+    "router/features/live_page/page/": "The live page's HTML, CSS and JavaScript, as they are served.",
     "helm/": "The chart: routers, pools of replicas, Redis. README.md has its values.",
     "helm/files/": "What the chart puts into pods.",
     "helm/templates/": "The objects; helm/ci/ has examples of values.",

@@ -24,7 +24,6 @@ from router.api.caches import CacheRoutes
 from router.api.context import ApiContext
 from router.api.control import ControlRoutes
 from router.api.cross_origin import CrossOrigin
-from router.api.docs import docs_routes
 from router.api.door import Door
 from router.api.error_shapes import REQUEST_ID, error_shape, with_request_id
 from router.api.explaining import ExplainRoutes
@@ -34,16 +33,14 @@ from router.api.gemini.models import GeminiRoutes
 from router.api.gemini.paths import COUNT, MODELS_PATHS, model_method
 from router.api.http import ClientGone
 from router.api.http_error import INTERNAL_ERROR, HttpError, http_error, method_not_allowed, unknown_route
-from router.api.live import LiveFleet, LiveRoutes
 from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
 from router.api.page import PageRoutes
-from router.api.published import PublishedRoutes
 from router.api.responses.stored import ResponseRoutes, prepare_response
 from router.api.serving import GenerationEndpoint
-from router.api.usage import UsageRoutes
 from router.caches.record import CacheKind
 from router.errors import RouterError
+from router.openapi.routes import docs_routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +68,22 @@ def client_routes(context: ApiContext) -> list[Route]:
         *ControlRoutes(context).routes(),
         *CacheRoutes(context).routes(),
         *StoryRoutes(context).routes(),
-        *PublishedRoutes(context).routes(),
         *GeminiCacheRoutes(context).routes(),
         *ResponseRoutes(context).routes(),
-        *UsageRoutes(context).routes(),
         *docs_routes(),
+        *(route for feature in context.features for route in feature.client_routes()),
     ]
 
 
-def create_apps(context: ApiContext, fleet: LiveFleet | None = None) -> Apps:
-    """With a fleet there is a page that shows it."""
+def create_apps(context: ApiContext) -> Apps:
     explained = {**PREPARES, "/v1beta/models/{model:path}:generateContent": prepare_content}
     access = admin_access(context.config)
     plain = ControlRoutes(context)
     admin = [*plain.metrics_routes(), *ExplainRoutes(context, access, explained).routes()]
     admin += OperatorStoryRoutes(context, access).routes()
     admin += PageRoutes(access, plain.index).routes()
-    if fleet is not None:
-        admin += LiveRoutes(context, access, fleet).routes()
+    for feature in context.features:
+        admin += feature.operator_routes()
     hot = {
         path: GenerationEndpoint(context, path.removeprefix("/v1/").replace("/", "_"), prepare)
         for path, prepare in PREPARES.items()

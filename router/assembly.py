@@ -32,10 +32,14 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.overdue import OverdueWatch
 from router.dispatch.retries import RetryPolicy
 from router.dispatch.waiting_room import WaitingRoom
+from router.feature import Feature
+from router.features.live_page.fleet_source import FleetSource
+from router.features.live_page.routes import LivePage
+from router.features.published.routes import Published
+from router.features.usage.routes import Usage
 from router.fleet.index_mirror import IndexMirror, mirror_instruments
 from router.fleet.membership import Membership
 from router.fleet.registry_source import RegistrySource
-from router.live_page.fleet_source import FleetSource
 from router.observation.access_log import log_request
 from router.observation.body_recorder import BodyRecorder
 from router.observation.loop_lag import LoopLag
@@ -57,11 +61,8 @@ from router.siblings.redis_history import HistoryBounds, RedisHistory
 from router.siblings.story_exchange import StoryExchange
 from router.tenants.key_file import KeyFile
 from router.tenants.keys_in_force import KeysInForce
-from router.tenants.published_store import PublishedStore
 from router.tenants.rate_exchange import RateExchange
-from router.tenants.ratios import RatioTable
 from router.tenants.redis_keys import RedisKeys
-from router.tenants.usage_store import UsageStore
 
 logger = logging.getLogger(__name__)
 
@@ -116,10 +117,8 @@ class Router:
             rng=rng,
             keys=self._keys,
             index_of=self._table.index,
-            published=_open_published(config, secret),
             caches=_open_caches(config, secret),
             responses=_open_responses(config, secret),
-            usage=_open_usage(config, secret),
             history_exchange=_open_history(config, common_secret if has_common_secret else None),
             recorder=_open_recorder(config),
             tracing=self._tracing,
@@ -128,12 +127,25 @@ class Router:
         if config.log_requests:
             context.observers.append(log_request)
         self._context, self.connections = context, context.connections
-        self._rate_exchange = _open_exchange(config, context)
+        for feature in self._open_features(secret, common_secret):
+            context.add(feature)
+        metrics.add(self._instruments())
+        self.apps = create_apps(context)
+
+    def _open_features(self, secret: ClusterSecret | None, common_secret: ClusterSecret) -> Iterator[Feature]:
+        """Raises SettingsError."""
+        config, context = self._config, self._context
+        yield Usage.open(context, secret)
+        yield Published.open(context, secret)
+        name = f"{socket.gethostname()}, process {os.getpid()}"
+        yield LivePage(context, FleetSource(name, self._membership, self._table, self._mirrors))
+        if config.has_keys:  # without keys there are no limits
+            yield RateExchange(config.redis_url, context.rates.limits, context.clock)
+        if context.history_exchange is not None:
+            yield context.history_exchange
         if config.explain_bytes:
             context.story_exchange = StoryExchange(config.redis_url, common_secret, context.stories.find)
-        metrics.add(self._instruments())
-        name = f"{socket.gethostname()}, process {os.getpid()}"
-        self.apps = create_apps(context, FleetSource(name, self._membership, self._table, self._mirrors))
+            yield context.story_exchange
 
     def _follow_members(self, secret: ClusterSecret | None) -> Membership:
         config = self._config
@@ -162,29 +174,16 @@ class Router:
                 tasks.create_task(self._lag.run(), name="loop lag")
                 watch = OverdueWatch(self._dispatcher.state, self._config.overdue_seconds)
                 tasks.create_task(watch.run(), name="overdue requests")
-                if self._context.usage is not None:
-                    tasks.create_task(self._context.usage.run(), name="usage")
-                if self._context.published is not None:
-                    tasks.create_task(self._context.published.run(), name="published prefixes")
+                for feature in self._context.features:
+                    tasks.create_task(feature.run(), name=type(feature).__name__)
                 if self._tls is not None:
                     tasks.create_task(self._tls.follow(), name="TLS files")
                 if self._key_source is not None:
                     tasks.create_task(self._key_source.follow(), name="API keys")
-                if self._rate_exchange is not None:
-                    tasks.create_task(self._rate_exchange.run(), name="limits")
-                if self._context.history_exchange is not None:
-                    tasks.create_task(self._context.history_exchange.run(), name="answers of others")
-                if self._context.story_exchange is not None:
-                    tasks.create_task(self._context.story_exchange.run(), name="stories")
         finally:
-            context = self._context
-            for store in (
-                context.caches,
-                context.responses,
-                context.usage,
-                context.published,
-                context.history_exchange,
-            ):
+            for feature in self._context.features:
+                await feature.close()
+            for store in (self._context.caches, self._context.responses):
                 if store is not None:
                     await store.close()
             await self._context.offload.close()
@@ -234,12 +233,7 @@ class Router:
             lambda: {} if self._tls is None else self._tls.ends,
             "file",
         )
-        for part in (
-            self._keys,
-            self._rate_exchange,
-            self._context.story_exchange,
-            self._context.recorder,
-        ):
+        for part in (self._keys, self._context.recorder):
             if part is not None:
                 yield from part.instruments()
 
@@ -327,13 +321,6 @@ def _open_caches(config: RouterConfig, secret: ClusterSecret | None) -> NamedCac
     return NamedCaches(config.redis_url, secret, bounds)
 
 
-def _open_published(config: RouterConfig, secret: ClusterSecret | None) -> PublishedStore | None:
-    """None where everybody is one tenant, and without a secret, as for named caches."""
-    if secret is None or not config.has_keys:
-        return None
-    return PublishedStore(config.redis_url, secret)
-
-
 def _open_responses(config: RouterConfig, secret: ClusterSecret | None) -> ResponseStore | None:
     """Without a secret each router has its own: conversations lie in Redis encrypted or not at all."""
     if not config.max_responses:
@@ -354,23 +341,6 @@ def _open_history(config: RouterConfig, secret: ClusterSecret | None) -> History
         return None
     bounds = HistoryBounds(num_bytes=config.all_history_bytes, seconds=config.history_seconds)
     return HistoryExchange(RedisHistory(config.redis_url, secret, bounds), config.history_wait_seconds)
-
-
-def _open_exchange(config: RouterConfig, context: ApiContext) -> RateExchange | None:
-    """Open the exchange of limits; without keys there are none."""
-    if not config.has_keys:
-        return None
-    return RateExchange(config.redis_url, context.rates.limits, context.clock)
-
-
-def _open_usage(config: RouterConfig, secret: ClusterSecret | None) -> UsageStore | None:
-    try:
-        ratios = RatioTable(config.usage_ratios)
-    except ValueError as error:
-        raise SettingsError(f"setting usage_ratios: {error}") from error
-    if not config.usage_hours:
-        return None
-    return UsageStore(config.redis_url, config.usage_hours, ratios, secret=secret)
 
 
 def _open_recorder(config: RouterConfig) -> BodyRecorder | None:

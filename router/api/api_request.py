@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from replicas.protocol.blocks import MediaSpan, PublishedBeginning, pack_token_ids
+from replicas.protocol.blocks import MediaSpan, pack_token_ids
 from replicas.protocol.frames import PromptUsage, SamplingParams, Submit, TokenLogprobs
 from replicas.protocol.images import named_media
 from replicas.protocol.prefix_leases import MAX_LEASES, PrefixLease
@@ -35,7 +35,6 @@ from router.prompt.catalog import ServedModel
 from router.prompt.images import Media, PromptImage
 from router.routing.bucket import bucket_of
 from router.routing.decision import Decision
-from router.tenants.published import PUBLISHED_NAMESPACE
 
 
 @dataclass(slots=True)
@@ -165,7 +164,9 @@ def make_prompt(
     card = model.card
     root = model.root(caller.namespace, request.cache_salt)
     packed_tokens = packed_tokens or pack_token_ids(token_ids)
-    published = _published(context, model, packed_tokens) if request.cache_salt is None else None
+    published = None
+    if context.published_beginning is not None and request.cache_salt is None:
+        published = context.published_beginning(model, packed_tokens)
     key = request.prompt_cache_key
     spans = [MediaSpan(named_media(root, each.digest), each.start, each.length) for each in images]
     bucket = bucket_of(root, key, token_ids, num_stable_tokens, card.block_size, spans)
@@ -206,14 +207,6 @@ def make_prompt(
     )
     outputs = [_output(model, request, sampling, wishes) for _ in range(generation.num_choices)]
     return Prompt(generation, first_index, outputs)
-
-
-def _published(context: ApiContext, model: ServedModel, packed_tokens: bytes) -> PublishedBeginning | None:
-    """Return the prompt's published beginning. Salted prompts have none."""
-    if context.published is None:
-        return None
-    num_blocks = context.published.prefixes.num_blocks(model.name, packed_tokens, model.card.block_size)
-    return PublishedBeginning(model.root(PUBLISHED_NAMESPACE), num_blocks) if num_blocks else None
 
 
 def _output(

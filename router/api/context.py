@@ -13,6 +13,7 @@ from typing import Protocol
 
 from starlette.types import Receive, Scope
 
+from replicas.protocol.blocks import PublishedBeginning
 from replicas.protocol.frames import TokenDelta
 from replicas.protocol.status import ReplicaId
 from router.api.chat_history import ChatHistory
@@ -25,6 +26,7 @@ from router.caches.named_caches import NamedCaches
 from router.caller import Caller, Right
 from router.config import RouterConfig
 from router.explain.witness import Witness
+from router.feature import Feature
 from router.fleet.inflight import Listener
 from router.generation import Generation
 from router.large_bodies.offload import Offload
@@ -38,7 +40,7 @@ from router.observation.metrics import RouterMetrics
 from router.observation.trace_points import GenerationTrace, Tracing
 from router.observation.unknown_fields import UnknownFields
 from router.prepared import Bounds
-from router.prompt.catalog import ModelCatalog
+from router.prompt.catalog import ModelCatalog, ServedModel
 from router.responses.response_store import ResponseStore
 from router.routing.decision import Decision
 from router.routing.overlap import PrefixIndex
@@ -47,9 +49,7 @@ from router.served import Observer
 from router.shared.instruments import Instrument
 from router.siblings.history_exchange import HistoryExchange
 from router.siblings.story_exchange import StoryExchange
-from router.tenants.published_store import PublishedStore
 from router.tenants.rate_limits import RateLimits
-from router.tenants.usage_store import UsageStore
 from router.turns import Turns
 
 
@@ -103,17 +103,15 @@ class ApiContext:
     """Told of each request to a route that generates, at its end."""
     keys: FindsCallers | None = None
     """The API keys in force; None where everybody is one tenant."""
-    published: PublishedStore | None = None
-    """Beginnings that every tenant shares. To be run and closed with the router; None where nothing can be
-    published."""
+    published_beginning: Callable[[ServedModel, bytes], PublishedBeginning | None] | None = None
+    """Finds how much of a prompt, as packed tokens, every tenant shares; None if nothing can be published."""
+    features: list[Feature] = field(default_factory=list)
     caches: NamedCaches | None = None
     """To be closed with the router; None without a cluster secret."""
     responses: ResponseStore | None = None
     """To be closed with the router; None where none are stored."""
     recorder: BodyRecorder | None = None
     """To be closed with the router; None where no bodies are recorded."""
-    usage: UsageStore | None = None
-    """To be run, and closed with the router; None where nothing is counted."""
     tracing: Tracing = field(default_factory=Tracing)
     in_flight: InFlight = field(init=False)
     """Counts requests while they are served."""
@@ -172,9 +170,6 @@ class ApiContext:
         self.bodies = BodyBudget(self.config.body_memory_bytes, address_share=self.config.address_share)
         self.images = BodyBudget(self.config.image_memory_bytes, address_share=self.config.address_share)
         self.observers += (self.metrics.observe, self.witness.observe)
-        if (usage := self.usage) is not None:
-            self.observers.append(usage.observe)
-            usage.listeners.append(self.metrics.count_usage)
         self.metrics.add(self._instruments())
 
     def _instruments(self) -> Iterator[Instrument]:
@@ -190,14 +185,16 @@ class ApiContext:
             self.catalog,
             self.stories,
             self.history,
-            self.history_exchange,
             self.caches,
             self.responses,
-            self.usage,
         )
         for part in parts:
             if part is not None:
                 yield from part.instruments()
+
+    def add(self, feature: Feature) -> None:
+        self.features.append(feature)
+        self.metrics.add(feature.instruments())
 
     def hold(self, generations: Sequence[Generation]) -> AdmissionHold:
         """While a request is served. Raises Overloaded, or InvalidRequest for one that asks for too much."""

@@ -53,7 +53,7 @@ def read_files(folder: Path) -> Mapping[str, PageFile]:
     return files
 
 
-FILES = read_files(Path(__file__).resolve().parent.parent / "live_page" / "page")
+FILES = read_files(Path(__file__).resolve().parent.parent / "features" / "live_page" / "page")
 
 
 class PageRoutes:

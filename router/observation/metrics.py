@@ -21,13 +21,10 @@ from router.errors import ErrorKind, HeadFault
 from router.keeping import GRANTED, NO_ANSWER, kept_of
 from router.misses import Cause
 from router.observation.tenant_labels import TenantLabels
-from router.observation.usage_metrics import UsageMetrics
 from router.routing.decision import Decision
 from router.served import GAP_BOUNDS, ServedPrompt, ServedRequest
 from router.shared.instruments import Distributions, HistogramSeries, Instrument, Number, Numbers
-from router.tenants.amounts import Amounts
 from router.tenants.keyring import KeyFault
-from router.tenants.ratios import Cost
 
 LATENCY_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -67,7 +64,6 @@ class RouterMetrics(Collector):
         self._declare_tokens()
         self._declare_tenants()
         self._added: list[Instrument] = []
-        self._usage = UsageMetrics()
         self._tenant_labels = TenantLabels(MOST_TENANTS)
         self._of_model: dict[str, _ModelSeries] = {}
         self._of_tenant: dict[str, _TenantSeries] = {}
@@ -132,11 +128,9 @@ class RouterMetrics(Collector):
             model.overlap_tokens.value += decision.overlap_tokens
             model.overlap_error.observe(abs(decision.overlap_tokens - usage.num_cached_tokens))
 
-    def count_usage(self, served: ServedRequest, amounts: Amounts, cost: Cost) -> None:
-        """Count a request's usage, besides what `observe` records."""
-        if served.prompts:
-            tenant = self._tenant_labels.of(served.prompts[0].generation.tenant)
-            self._usage.count(tenant, amounts, cost)
+    def tenant_label(self, tenant: str) -> str:
+        """The label of a tenant's series, or the one that all others share."""
+        return self._tenant_labels.of(tenant)
 
     def count_refusal(self, fault: HeadFault | KeyFault) -> None:
         self._refused.of(fault).value += 1
@@ -167,7 +161,6 @@ class RouterMetrics(Collector):
     def families(self) -> Iterator[Instrument]:
         """Every metric, with all its series."""
         yield from self._families
-        yield from self._usage.families
         yield from self._added
 
     def _numbers(self, kind: str, name: str, help_text: str, *labels: str) -> Numbers:

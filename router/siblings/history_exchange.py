@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from redis.exceptions import ResponseError
 
+from router.feature import Feature
 from router.history.canonical import ConversationKey
 from router.history.retracing import Told
 from router.shared.bounded_cache import BoundedCache
@@ -61,7 +62,7 @@ class Look(enum.StrEnum):
     """Redis was not asked: all records were missing a moment ago."""
 
 
-class HistoryExchange:
+class HistoryExchange(Feature):
     """For one event loop: have `run()` run, and `close()` when no request is left. `lost_at` is when a record
     was last lost; those that were told before may be gone."""
 

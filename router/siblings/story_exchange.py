@@ -14,6 +14,7 @@ import msgspec
 
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from router.explain.story import Story, packed, unpacked
+from router.feature import Feature
 from router.shared.instruments import Instrument, counter
 from router.shared.news import NewsStream
 from router.shared.sealing import LazySeal
@@ -50,7 +51,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="!"):
     story: bytes
 
 
-class StoryExchange:
+class StoryExchange(Feature):
     """For one event loop: have `run()` run. Raises ValueError if that is not a Redis address.
 
     Routers without a common secret ignore each other.

@@ -1,4 +1,4 @@
-"""Tenants: their keys, what a key may do and how much of it, and what a tenant has used.
+"""Tenants: their keys, what a key may do, and how much of it.
 
 Identity: before a body is read, the key names its tenant; without keys there is one tenant. The *namespace*
 follows from the tenant, or from the group that shares with it, never from the client, which can only narrow
@@ -13,16 +13,4 @@ known. Answers are reserved and corrected at their end; refused and failed reque
 tokens count like others, so limits reveal nothing about the cache. Routers exchange what they admitted
 every 0.2 s over Redis, in the background; `docs/limits.md` has the bound on what several routers can admit
 at once.
-
-Usage: each token of a prompt is read from a tier, written under a lease or none, or neither. A router adds
-up by hour, tenant, key and model, and writes changed totals once a second. It writes its own totals under
-its own fields, so a repeated write changes nothing. Each write is a transaction that watches the router's
-write counter, so a delayed write over an abandoned connection fails; the counter also reveals an emptied
-Redis, and everything still held is written again. `docs/usage.md` has what can be lost.
-
-Published prefixes are beginnings that an operator shares with everyone. Their whole blocks hash under a
-root of their own, and the chain continues under the prompt's root (`Submit.published`), so tenants share
-exactly those blocks, on every tier and engine; in vLLM the second root enters the hashes with the first
-block of the tenant's own. Salted prompts take no part. The list is sealed in Redis; routers read it every 2
-s, and no request waits.
 """

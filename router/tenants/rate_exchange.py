@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 
+from router.feature import Feature
 from router.shared.instruments import Instrument, counter, gauge
 from router.shared.news import NewsStream
 from router.tenants.rate_account import SECONDS_PER_MINUTE
@@ -24,7 +25,7 @@ MAX_NEWS = 2048
 KEPT_SECONDS = 120
 
 
-class RateExchange:
+class RateExchange(Feature):
     """For one event loop: have `run()` run. Raises ValueError if that is not a Redis address."""
 
     def __init__(

@@ -61,7 +61,7 @@ def test_the_wheel_has_every_package_and_nothing_that_made_the_toy_model(wheel: 
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"cluster", "loadtests", "replicas", "router"}
     of_pages = {
-        "router/live_page/page/index.html",
+        "router/features/live_page/page/index.html",
         *(f"loadtests/reports/page.{each}" for each in ("css", "html.jinja")),
     }
     assert of_pages <= set(names)

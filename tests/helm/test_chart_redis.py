@@ -24,6 +24,10 @@ from replicas.protocol.status import Epoch
 from router.caches.named_caches import NamedCaches
 from router.caches.store import INDEX_KEY, content_key, record_key
 from router.caller import Caller, Limits, Tenant
+from router.features.usage.amounts import Amount
+from router.features.usage.redis_usage import tenants_key
+from router.features.usage.store import UsageStore
+from router.features.usage.sums import UsageQuery
 from router.fleet.registry_source import RegistrySource
 from router.responses.record import ResponseBounds
 from router.responses.redis_responses import RedisResponses
@@ -35,27 +39,23 @@ from router.siblings.redis_history import end_key as history_end_key
 from router.siblings.redis_history import record_key as history_record_key
 from router.siblings.story_exchange import STREAM as STORIES_STREAM
 from router.siblings.story_exchange import StoryExchange
-from router.tenants.amounts import Amount
 from router.tenants.keys_in_force import KeysInForce
 from router.tenants.rate_account import Ask, Owner
 from router.tenants.rate_exchange import STREAM as LIMITS_STREAM
 from router.tenants.rate_exchange import RateExchange
 from router.tenants.rate_limits import RateLimits
 from router.tenants.redis_keys import RedisKeys
-from router.tenants.redis_usage import tenants_key
-from router.tenants.usage_store import UsageStore
-from router.tenants.usage_sums import UsageQuery
 from tests.helm.chart import named, rendered
 from tests.redis_server import RedisServer
 from tests.replicas.mirror import connect
 from tests.replicas.whole_replica import MODEL, REPLICA, config
 from tests.router.caches.test_named_caches import CONTENT, record
+from tests.router.features.usage.test_ledger import served
 from tests.router.responses.test_response_store import response
 from tests.router.scripted_replica import eventually
 from tests.router.siblings.test_redis_history import key as history_key
 from tests.router.siblings.test_redis_history import telling
 from tests.router.siblings.test_story_exchange import STORY
-from tests.router.tenants.test_ledger import served
 from tests.router.watched_fleet import watching
 
 SECRET = ClusterSecret(b"of the whole cluster")

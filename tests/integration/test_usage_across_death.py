@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from loadtests.stacks.local_stack import LocalStack, free_port, local_stack, python_command
-from router.tenants.usage_store import WRITE_SECONDS
+from router.features.usage.store import WRITE_SECONDS
 
 REPLICA = {"engine": "simulated", "model_name": "toy", "num_blocks": 4096}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}

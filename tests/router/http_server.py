@@ -14,10 +14,14 @@ from starlette.types import ASGIApp
 from replicas.process.settings import build
 from router.api.context import ApiContext
 from router.api.gate import FindsCallers
-from router.api.live import LiveFleet
 from router.app import create_apps
 from router.caches.named_caches import NamedCaches
 from router.config import RouterConfig
+from router.features.live_page.routes import LiveFleet, LivePage
+from router.features.published.routes import Published
+from router.features.published.store import PublishedStore
+from router.features.usage.routes import Usage
+from router.features.usage.store import UsageStore
 from router.http_protocol import protocol_of
 from router.limits.connections import Connections
 from router.listeners import SEND_BUFFER_BYTES
@@ -26,7 +30,6 @@ from router.prepared import Bounds
 from router.prompt.catalog import ModelCatalog
 from router.responses.response_store import ResponseStore
 from router.siblings.history_exchange import HistoryExchange
-from router.tenants.usage_store import UsageStore
 from tests.router import tiny_model
 from tests.router.scripted_dispatch import ScriptedDispatcher
 
@@ -71,6 +74,7 @@ async def http_server(
     responses: ResponseStore | None = None,
     keys: FindsCallers | None = None,
     usage: UsageStore | None = None,
+    published: PublishedStore | None = None,
     history: HistoryExchange | None = None,
     **settings: object,
 ) -> AsyncIterator[HttpServer]:
@@ -86,10 +90,15 @@ async def http_server(
         caches=caches,
         responses=responses,
         keys=keys,
-        usage=usage,
         history_exchange=history,
     )
-    apps = create_apps(context, fleet)
+    context.add(Usage(context, usage))
+    context.add(Published(context, published))
+    if fleet is not None:
+        context.add(LivePage(context, fleet))
+    if history is not None:
+        context.metrics.add(history.instruments())
+    apps = create_apps(context)
     try:
         async with (
             listening(apps.main, context.connections, drain_seconds) as port,

@@ -18,9 +18,9 @@ from router.api import cache_making
 from router.caches.bounds import CacheBounds
 from router.caches.named_caches import NamedCaches
 from router.errors import ErrorKind, GenerationFailed, NoReplicaAvailable
+from router.features.usage.amounts import Amount, amounts_of
 from router.generation import Generation
 from router.served import ServedRequest
-from router.tenants.amounts import Amount, amounts_of
 from tests.redis_server import RedisServer
 from tests.router import tiny_model
 from tests.router.http_server import HttpServer, http_server

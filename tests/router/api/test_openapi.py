@@ -28,12 +28,12 @@ from schemathesis.specs.openapi.checks import (
 
 from router.api.control import ControlRoutes
 from router.api.gemini.paths import GENERATING_PATHS
-from router.api.openapi import openapi_document
-from router.api.openapi_answers import ANSWERS
 from router.app import PREPARES, client_routes
 from router.caches.bounds import CacheBounds
 from router.caches.named_caches import NamedCaches
-from router.tenants.usage_store import UsageStore
+from router.features.usage.store import UsageStore
+from router.openapi.answers import ANSWERS
+from router.openapi.document import openapi_document
 from tests.router.api.test_caches import SECRET
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says

@@ -11,18 +11,18 @@ from router.caches.bounds import CacheBounds
 from router.caches.named_caches import NamedCaches
 from router.caller import Caller, Tenant
 from router.errors import CachesFull
+from router.features.usage.amounts import Amount
+from router.features.usage.store import UsageStore
+from router.features.usage.sums import UsageQuery
 from router.responses.record import ResponseBounds
 from router.responses.redis_responses import RedisResponses
 from router.shared.tenant_tags import TenantTags
 from router.siblings.redis_history import HistoryBounds, RedisHistory
-from router.tenants.amounts import Amount
-from router.tenants.usage_store import UsageStore
-from router.tenants.usage_sums import UsageQuery
 from tests.redis_server import RedisServer
 from tests.router.caches.test_named_caches import CONTENT, record
+from tests.router.features.usage.test_ledger import served
 from tests.router.responses.test_response_store import response
 from tests.router.siblings.test_redis_history import telling
-from tests.router.tenants.test_ledger import served
 
 OLD, NEW = ClusterSecret(b"of the whole cluster"), ClusterSecret(b"of the whole cluster, from now on")
 CHANGED = ClusterSecret(NEW.current, (OLD.current,))

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from replicas.protocol.frames import NO_USER
-from router.live_page.recent import (
+from router.features.live_page.recent import (
     MAX_DECISIONS,
     NUM_SLOTS,
     SLOT_SECONDS,

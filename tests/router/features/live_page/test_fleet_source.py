@@ -5,9 +5,9 @@ import logging
 import pytest
 
 from replicas.protocol.status import ModelCard, TokenizerBundle
+from router.features.live_page.fleet_source import NOT_CONNECTED, FleetSource
+from router.features.live_page.live_view import MAX_COMPLAINT, LiveReplica, replicas_data
 from router.fleet.registry_source import RegistrySource
-from router.live_page.fleet_source import NOT_CONNECTED, FleetSource
-from router.live_page.live_view import MAX_COMPLAINT, LiveReplica, replicas_data
 from tests.own_log import own_records
 from tests.router.quiet_fleet import replica_view
 from tests.router.scripted_replica import ScriptedReplica, eventually

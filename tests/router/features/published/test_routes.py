@@ -14,9 +14,10 @@ from replicas.process.plain_redis import plain_redis
 from replicas.protocol.blocks import PublishedBeginning, hash_blocks
 from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.image_rules import written_rule
+from router.features.published.prefixes import MAX_PREFIXES, PUBLISHED_NAMESPACE, PublishedPrefixes
+from router.features.published.routes import Published
+from router.features.published.store import KEY, PublishedStore
 from router.prompt.catalog import ModelCatalog
-from router.tenants.published import MAX_PREFIXES, PUBLISHED_NAMESPACE, PublishedPrefixes
-from router.tenants.published_store import KEY, PublishedStore
 from tests.redis_server import RedisServer
 from tests.router import tiny_model
 from tests.router.api.test_image_stories import RULE, TEMPLATE
@@ -31,10 +32,16 @@ QUESTION = {"role": "user", "content": "Hello again ☂, and again, and once mor
 
 @pytest.fixture
 async def server(redis_url: str) -> AsyncIterator[HttpServer]:
-    async with http_server(keys=some_keys()) as running:
-        store = running.context.published = PublishedStore(redis_url, SECRET)
+    store = PublishedStore(redis_url, SECRET)
+    async with http_server(keys=some_keys(), published=store) as running:
         yield running
-        await store.close()
+    await store.close()
+
+
+def published_store(server: HttpServer) -> PublishedStore:
+    (found,) = [each.store for each in server.context.features if isinstance(each, Published)]
+    assert found is not None
+    return found
 
 
 @pytest.fixture
@@ -133,8 +140,7 @@ async def test_while_redis_is_away_nothing_is_published_and_the_last_known_go_on
     server: HttpServer, http: httpx.AsyncClient
 ) -> None:
     await publish(http)
-    store = server.context.published
-    assert store is not None
+    store = published_store(server)
     redis, store._redis = store._redis, plain_redis("redis://127.0.0.1:1/0")
     await redis.aclose()
     assert (await publish(http, prompt="something else " * 9)).status_code == 503
@@ -142,7 +148,7 @@ async def test_while_redis_is_away_nothing_is_published_and_the_last_known_go_on
 
 
 def test_the_longest_beginning_counts() -> None:
-    from router.tenants.published import PublishedPrefix
+    from router.features.published.prefixes import PublishedPrefix
 
     short, long = bytes(4 * BLOCK), bytes(8 * BLOCK)
     prefixes = PublishedPrefixes(
@@ -159,8 +165,8 @@ async def test_what_has_an_image_in_it_is_not_published(redis_url: str) -> None:
     catalog.add(replace(tiny_model.card(), image_rule=written_rule(RULE)), tiny_model.bundle(TEMPLATE))
     picture = base64.b64encode(probe_png(32, 16, b"\1\2\3")).decode()
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}
-    async with http_server(keys=some_keys(), catalog=catalog) as server:
-        store = server.context.published = PublishedStore(redis_url, SECRET)
+    store = PublishedStore(redis_url, SECRET)
+    async with http_server(keys=some_keys(), catalog=catalog, published=store) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             beginning = [*BEGINNING, {"role": "user", "content": [part]}]
             refused = await publish(client, messages=beginning)

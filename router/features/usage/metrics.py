@@ -4,15 +4,19 @@ Owns these names. Labels are tenants as `TenantLabels` bounds them; keys have no
 hundred thousand: `/v1/usage` tells of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from router.features.usage.amounts import READ, WRITTEN, Amount, Amounts
+from router.features.usage.ratios import Cost
+from router.served import ServedRequest
 from router.shared.instruments import Number, Numbers
-from router.tenants.amounts import READ, WRITTEN, Amount, Amounts
-from router.tenants.ratios import Cost
 
 
 class UsageMetrics:
-    def __init__(self) -> None:
+    """`tenant_label` bounds how many tenants have series of their own."""
+
+    def __init__(self, tenant_label: Callable[[str], str]) -> None:
+        self._tenant_label = tenant_label
         self._read = Numbers(
             "counter",
             "router_tenant_cached_tokens_by_tier_total",
@@ -41,7 +45,10 @@ class UsageMetrics:
         self.families = [self._read, self._written, self._cost, self._without_cache]
         self._of_tenant: dict[str, tuple[Sequence[tuple[Amount, Number]], Number, Number]] = {}
 
-    def count(self, tenant: str, amounts: Amounts, cost: Cost) -> None:
+    def count(self, served: ServedRequest, amounts: Amounts, cost: Cost) -> None:
+        if not served.prompts:
+            return
+        tenant = self._tenant_label(served.prompts[0].generation.tenant)
         found = self._of_tenant.get(tenant)
         if found is None:
             own = [(place, self._read.of(tenant, tier)) for tier, place in READ.items()]

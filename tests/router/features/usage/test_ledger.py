@@ -14,9 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import LeaseAnswer, LeaseRefusal, PrefixLease
 from router.caller import Caller, Tenant
-from router.generation import Generation
-from router.served import CLIENT_GONE, ServedPrompt, ServedRequest
-from router.tenants.amounts import (
+from router.features.usage.amounts import (
     WRITTEN,
     Amount,
     Amounts,
@@ -27,9 +25,9 @@ from router.tenants.amounts import (
     num_written_tokens,
     written_by_class,
 )
-from router.tenants.ledger import OTHER, OTHER_USE, Ledger, Row, Use
-from router.tenants.ratios import CostRatios, RatioTable, cost_of
-from router.tenants.usage_sums import (
+from router.features.usage.ledger import OTHER, OTHER_USE, Ledger, Row, Use
+from router.features.usage.ratios import CostRatios, RatioTable, cost_of
+from router.features.usage.sums import (
     Group,
     UsageQuery,
     UsageSums,
@@ -37,6 +35,8 @@ from router.tenants.usage_sums import (
     stored_field,
     stored_value,
 )
+from router.generation import Generation
+from router.served import CLIENT_GONE, ServedPrompt, ServedRequest
 from tests.examples import examples
 from tests.router.scripted_replica import asking
 

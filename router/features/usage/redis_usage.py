@@ -21,9 +21,9 @@ from redis.exceptions import RedisError
 
 from replicas.process.plain_redis import plain_redis
 from replicas.protocol.cluster_secret import ClusterSecret
+from router.features.usage.ledger import Row
+from router.features.usage.sums import StoredEntry, stored_entry, stored_field, stored_value
 from router.shared.tenant_tags import TenantTags
-from router.tenants.ledger import Row
-from router.tenants.usage_sums import StoredEntry, stored_entry, stored_field, stored_value
 
 PREFIX = "kvasir-usage:"
 

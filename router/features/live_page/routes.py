@@ -2,7 +2,7 @@
 
 Owns the routes, and that they cost little: nothing is computed unless it is asked for, what was computed is
 told to everybody who asks within the same moment, and long walks let others run in between. Shapes are
-`router/live_page/live_view.py`'s.
+`router/features/live_page/live_view.py`'s.
 """
 
 import asyncio
@@ -17,14 +17,15 @@ from starlette.routing import Route
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.status import ReplicaId
-from router.api.access import AdminAccess, AdminGuard
+from router.api.access import AdminAccess, AdminGuard, admin_access
 from router.api.context import ApiContext
 from router.api.http_error import HttpError
 from router.api.json_body import encode_json
 from router.explain.sightings import Node
-from router.live_page import live_view
-from router.live_page.live import Live
-from router.live_page.live_view import LiveReplica
+from router.feature import Feature
+from router.features.live_page import live_view
+from router.features.live_page.live import Live
+from router.features.live_page.live_view import LiveReplica
 
 STATE_SECONDS = 0.5
 PREFIXES_SECONDS = 1.5
@@ -73,13 +74,13 @@ class _Kept:
             return self._content
 
 
-class LiveRoutes:
+class LivePage(Feature):
     """Records requests from now on, unless no client may see the page."""
 
-    def __init__(self, context: ApiContext, access: AdminAccess, fleet: LiveFleet) -> None:
+    def __init__(self, context: ApiContext, fleet: LiveFleet) -> None:
         self._context = context
         self._fleet = fleet
-        self._access = access
+        self._access = admin_access(context.config)
         self._live = Live(lambda model: context.catalog.get(model).card.block_size)
         if self._access is not AdminAccess.NOBODY:
             context.observers.append(self._live.observe)
@@ -91,7 +92,7 @@ class LiveRoutes:
             "recent": _Kept(PREFIXES_SECONDS, lambda: self._make_prefixes(sightings.recent)),
         }
 
-    def routes(self) -> list[Route]:
+    def operator_routes(self) -> Sequence[Route]:
         guard = [Middleware(AdminGuard, access=self._access)]
         return [
             Route("/live/state", self.state, methods=["GET"], middleware=guard),

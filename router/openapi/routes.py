@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router.api.openapi import openapi_document
 from router.api.page import FILES, INDEX, PageFile, file_answer, read_files
+from router.openapi.document import openapi_document
 
 PAGE = "/docs"
 

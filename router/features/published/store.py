@@ -14,10 +14,10 @@ import msgspec
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.errors import CachesUnavailable
+from router.features.published.prefixes import PublishedPrefix, PublishedPrefixes
 from router.shared.redis_health import REDIS_FAILURES, RedisHealth
 from router.shared.sealed_store import SealedStore
 from router.shared.sealing import NotOurs
-from router.tenants.published import PublishedPrefix, PublishedPrefixes
 
 logger = logging.getLogger(__name__)
 

@@ -4,6 +4,7 @@ Owns the routes. A prefix is prepared as a request with the same body would be, 
 The first request that begins with it computes it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from replicas.protocol.blocks import PublishedBeginning
+from replicas.protocol.cluster_secret import ClusterSecret
 from router.api.asked import Asked
 from router.api.context import ApiContext
 from router.api.json_body import decode_body, encode_json, unsupported
@@ -18,9 +21,16 @@ from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
 from router.caller import Right, caller_of
 from router.errors import InvalidRequest, NotAllowed, PrefixGone
+from router.feature import Feature
+from router.features.published.prefixes import (
+    MAX_PREFIX_TOKENS,
+    MAX_PREFIXES,
+    PUBLISHED_NAMESPACE,
+    PublishedPrefix,
+)
+from router.features.published.store import PublishedStore
 from router.limits.connections import address_of
-from router.tenants.published import MAX_PREFIX_TOKENS, MAX_PREFIXES, PublishedPrefix
-from router.tenants.published_store import PublishedStore
+from router.prompt.catalog import ServedModel
 
 MAX_NAME_CHARACTERS = 200
 
@@ -37,11 +47,36 @@ class NewPrefix(msgspec.Struct):
 _decoder = msgspec.json.Decoder(NewPrefix)
 
 
-class PublishedRoutes:
-    def __init__(self, context: ApiContext) -> None:
-        self._context = context
+class Published(Feature):
+    """`store` is None where nothing can be published: everybody is one tenant, or there is no secret."""
 
-    def routes(self) -> list[Route]:
+    def __init__(self, context: ApiContext, store: PublishedStore | None) -> None:
+        self._context = context
+        self.store = store
+        if store is not None:
+            context.published_beginning = self._beginning
+
+    @classmethod
+    def open(cls, context: ApiContext, secret: ClusterSecret | None) -> "Published":
+        config = context.config
+        if secret is None or not config.has_keys:
+            return cls(context, None)
+        return cls(context, PublishedStore(config.redis_url, secret))
+
+    async def run(self) -> None:
+        if self.store is not None:
+            await self.store.run()
+
+    async def close(self) -> None:
+        if self.store is not None:
+            await self.store.close()
+
+    def _beginning(self, model: ServedModel, packed_tokens: bytes) -> PublishedBeginning | None:
+        assert self.store is not None
+        num_blocks = self.store.prefixes.num_blocks(model.name, packed_tokens, model.card.block_size)
+        return PublishedBeginning(model.root(PUBLISHED_NAMESPACE), num_blocks) if num_blocks else None
+
+    def client_routes(self) -> Sequence[Route]:
         return [
             Route("/v1/published", self._all, methods=["GET", "POST"]),
             Route("/v1/published/{prefix_id}", self._delete, methods=["DELETE"]),
@@ -51,7 +86,7 @@ class PublishedRoutes:
         if request.method == "POST":
             return await self._publish(request)
         with self._context.in_flight.hold(address_of(request.scope.get("client"))):
-            store = self._context.published
+            store = self.store
             prefixes = () if store is None else store.prefixes.all()
             return _json({"object": "list", "data": list(map(_object, prefixes))})
 
@@ -117,9 +152,9 @@ class PublishedRoutes:
         """Raises NotAllowed for who is no operator, and InvalidRequest where nothing can be published."""
         if not caller_of(request.scope).may(Right.ADMIN):
             raise NotAllowed("Only a key with the right 'admin' may publish prefixes.")
-        if self._context.published is None:
+        if self.store is None:
             raise InvalidRequest("Nothing can be published here: that takes API keys and a cluster secret.")
-        return self._context.published
+        return self.store
 
 
 def _without_answer(body: bytes) -> bytes:

@@ -15,8 +15,8 @@ from replicas.protocol.status import Epoch, ReplicaId
 from router.explain.chain_tree import ChainNode, Root
 from router.explain.preview import because, candidates_by_cost
 from router.explain.sightings import Node, Uses
-from router.live_page.live import user_name
-from router.live_page.recent import NUM_SLOTS, SLOT_SECONDS, Origins, RecentDecision, Slot
+from router.features.live_page.live import user_name
+from router.features.live_page.recent import NUM_SLOTS, SLOT_SECONDS, Origins, RecentDecision, Slot
 
 MAX_REPLICAS = 256
 MAX_NODES = 240

@@ -15,14 +15,14 @@ from redis.exceptions import RedisError
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.errors import UsageUnavailable
+from router.features.usage.amounts import Amounts
+from router.features.usage.ledger import HOUR_SECONDS, Ledger
+from router.features.usage.ratios import Cost, RatioTable, cost_of
+from router.features.usage.redis_usage import RedisUsage
+from router.features.usage.sums import Group, TooManyGroups, UsageQuery, UsageSums
 from router.served import ServedRequest
 from router.shared.instruments import Instrument, counter, gauge
 from router.shared.redis_health import REDIS_FAILURES, RedisHealth
-from router.tenants.amounts import Amounts
-from router.tenants.ledger import HOUR_SECONDS, Ledger
-from router.tenants.ratios import Cost, RatioTable, cost_of
-from router.tenants.redis_usage import RedisUsage
-from router.tenants.usage_sums import Group, TooManyGroups, UsageQuery, UsageSums
 
 logger = logging.getLogger(__name__)
 

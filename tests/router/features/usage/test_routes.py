@@ -14,11 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, TokenDelta
 from replicas.protocol.prefix_leases import LeaseAnswer
 from router.errors import GenerationFailed, NoReplicaAvailable
+from router.features.usage import store as usage_store
+from router.features.usage import sums as usage_sums
+from router.features.usage.ratios import RatioTable
+from router.features.usage.store import UsageStore
 from router.generation import Generation
 from router.prompt.catalog import ModelCatalog
-from router.tenants import usage_store, usage_sums
-from router.tenants.ratios import RatioTable
-from router.tenants.usage_store import UsageStore
 from tests.redis_server import RedisServer
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import NEVER, Step

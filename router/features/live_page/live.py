@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from replicas.protocol.blocks import MediaSpan
 from replicas.protocol.frames import NO_USER, PromptUsage, UserTag
 from router.explain.sightings import short_key
-from router.live_page.recent import Origins, Recent, RecentDecision, Slot
+from router.features.live_page.recent import Origins, Recent, RecentDecision, Slot
 from router.served import CLIENT_GONE, ServedPrompt, ServedRequest
 
 

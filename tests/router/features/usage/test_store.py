@@ -11,15 +11,15 @@ import redis.asyncio
 from replicas.protocol.frames import PromptUsage
 from router.caller import Caller, Tenant
 from router.errors import UsageUnavailable
+from router.features.usage import store as store_module
+from router.features.usage.amounts import Amount, num_prompt_tokens
+from router.features.usage.ledger import Ledger
+from router.features.usage.redis_usage import PREFIX, RedisUsage, amounts_key
+from router.features.usage.store import UsageStore
+from router.features.usage.sums import Group, TooManyGroups, UsageQuery
 from router.shared.tenant_tags import TenantTags
-from router.tenants import usage_store
-from router.tenants.amounts import Amount, num_prompt_tokens
-from router.tenants.ledger import Ledger
-from router.tenants.redis_usage import PREFIX, RedisUsage, amounts_key
-from router.tenants.usage_store import UsageStore
-from router.tenants.usage_sums import Group, TooManyGroups, UsageQuery
 from tests.redis_server import RedisServer
-from tests.router.tenants.test_ledger import served
+from tests.router.features.usage.test_ledger import served
 
 HOUR = 500_000
 NOON = HOUR * 3600.0
@@ -145,7 +145,7 @@ async def test_of_an_emptied_redis_earlier_hours_are_gone_and_it_is_said(
 async def test_a_write_whose_answer_is_lost_counts_once(
     own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(usage_store, "REDIS_SECONDS", 0.2)
+    monkeypatch.setattr(store_module, "REDIS_SECONDS", 0.2)
     async with opened(own_redis.url) as open_store:
         store = open_store()
         ask(store)
@@ -202,7 +202,7 @@ async def test_a_question_has_an_end(routers: Open, monkeypatch: pytest.MonkeyPa
     for tenant in range(6):
         ask(store, f"t{tenant}")
     await store.write()
-    monkeypatch.setattr(usage_store, "MAX_HASHES", 5)
+    monkeypatch.setattr(store_module, "MAX_HASHES", 5)
     with pytest.raises(TooManyGroups):
         await store.read(EVERYTHING)
 
@@ -221,8 +221,8 @@ async def test_what_is_left_is_written_at_the_end_and_redis_forgets_it_by_itself
 async def test_sums_hold_while_requests_end_and_redis_comes_and_goes(
     own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(usage_store, "WRITE_SECONDS", 0.005)
-    monkeypatch.setattr(usage_store, "REDIS_SECONDS", 0.1)
+    monkeypatch.setattr(store_module, "WRITE_SECONDS", 0.005)
+    monkeypatch.setattr(store_module, "REDIS_SECONDS", 0.1)
     async with opened(own_redis.url) as open_store:
         stores = [open_store(), open_store()]
         async with asyncio.TaskGroup() as tasks:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from router.features.usage.amounts import Amount, Amounts, add, amounts_of, nothing
 from router.served import ServedRequest
-from router.tenants.amounts import Amount, Amounts, add, amounts_of, nothing
 
 HOUR_SECONDS = 3600
 OTHER = "(other)"

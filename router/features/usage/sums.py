@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from router.tenants.amounts import Amount, Amounts, add, nothing
-from router.tenants.ledger import HOUR_SECONDS, HeldHour, Use
+from router.features.usage.amounts import Amount, Amounts, add, nothing
+from router.features.usage.ledger import HOUR_SECONDS, HeldHour, Use
 
 Bucket = Literal["hour", "day"]
 BUCKET_SECONDS: Mapping[Bucket, int] = {"hour": HOUR_SECONDS, "day": 24 * HOUR_SECONDS}

@@ -5,7 +5,7 @@ Owns the query and the shape of the answer. A caller sees its own tenant; who ma
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,12 +16,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from replicas.process.settings import SettingsError
+from replicas.protocol.cluster_secret import ClusterSecret
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
 from router.caller import Caller, Right, caller_of
 from router.errors import InvalidRequest
-from router.limits.connections import address_of
-from router.tenants.amounts import (
+from router.feature import Feature
+from router.features.usage.amounts import (
     READ,
     WRITTEN,
     Amount,
@@ -32,9 +34,13 @@ from router.tenants.amounts import (
     num_read_tokens,
     num_written_tokens,
 )
-from router.tenants.ledger import HOUR_SECONDS
-from router.tenants.ratios import NO_COST, Cost, RatioTable, cost_of
-from router.tenants.usage_sums import BUCKET_SECONDS, Bucket, Group, TooManyGroups, UsageQuery
+from router.features.usage.ledger import HOUR_SECONDS
+from router.features.usage.metrics import UsageMetrics
+from router.features.usage.ratios import NO_COST, Cost, RatioTable, cost_of
+from router.features.usage.store import UsageStore
+from router.features.usage.sums import BUCKET_SECONDS, Bucket, Group, TooManyGroups, UsageQuery
+from router.limits.connections import address_of
+from router.shared.instruments import Instrument
 
 DEFAULT_HOURS = 24
 GROUPS = ("key", "model")
@@ -44,15 +50,47 @@ MAX_MOMENT = 10**11
 """Seconds since 1970."""
 
 
-class UsageRoutes:
-    def __init__(self, context: ApiContext) -> None:
-        self._context = context
+class Usage(Feature):
+    """`store` is None where nothing is counted."""
 
-    def routes(self) -> list[Route]:
+    def __init__(self, context: ApiContext, store: UsageStore | None) -> None:
+        self._context = context
+        self.store = store
+        self._metrics = UsageMetrics(context.metrics.tenant_label)
+        if store is not None:
+            context.observers.append(store.observe)
+            store.listeners.append(self._metrics.count)
+
+    @classmethod
+    def open(cls, context: ApiContext, secret: ClusterSecret | None) -> "Usage":
+        """Raises SettingsError."""
+        config = context.config
+        try:
+            ratios = RatioTable(config.usage_ratios)
+        except ValueError as error:
+            raise SettingsError(f"setting usage_ratios: {error}") from error
+        if not config.usage_hours:
+            return cls(context, None)
+        return cls(context, UsageStore(config.redis_url, config.usage_hours, ratios, secret=secret))
+
+    def instruments(self) -> Iterator[Instrument]:
+        yield from self._metrics.families
+        if self.store is not None:
+            yield from self.store.instruments()
+
+    async def run(self) -> None:
+        if self.store is not None:
+            await self.store.run()
+
+    async def close(self) -> None:
+        if self.store is not None:
+            await self.store.close()
+
+    def client_routes(self) -> Sequence[Route]:
         return [Route("/v1/usage", self.usage, methods=["GET"])]
 
     async def usage(self, request: Request) -> Response:
-        context, store = self._context, self._context.usage
+        context, store = self._context, self.store
         if store is None:  # nothing is counted
             raise HTTPException(404)
         with context.in_flight.hold(address_of(request.scope.get("client"))):

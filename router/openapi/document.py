@@ -17,10 +17,10 @@ from router.api.gemini.fields import CachedContentChange, CountTokens, GenerateC
 from router.api.json_body import encode_json
 from router.api.openai.chat_body import ChatBody, TokenizedChat
 from router.api.openai.completion_prompt import CompletionRequest
-from router.api.openapi_answers import ANSWERS, Schema, ref
-from router.api.published import NewPrefix
 from router.api.responses.body import ResponsesBody
 from router.api.token_counts import DetokenizedTokens, TokenizedText
+from router.features.published.routes import NewPrefix
+from router.openapi.answers import ANSWERS, Schema, ref
 
 OPENAI, ANTHROPIC, GEMINI, CACHES, CONTROL = "OpenAI", "Anthropic", "Gemini", "Named caches", "Control"
 

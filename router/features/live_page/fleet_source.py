@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.status import ReplicaId
 from router.errors import UnknownModel
+from router.features.live_page.live_view import LiveReplica
 from router.fleet.index_mirror import IndexMirror
 from router.fleet.membership import Member, Membership
-from router.live_page.live_view import LiveReplica
 from router.routing.table import RoutingTable
 
 NOT_CONNECTED = "not connected"

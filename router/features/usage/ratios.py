@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from router.tenants.amounts import Amount, num_prompt_tokens, num_read_tokens
+from router.features.usage.amounts import Amount, num_prompt_tokens, num_read_tokens
 
 MAX_RATIO = 1000.0
 

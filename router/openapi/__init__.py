@@ -1,0 +1,1 @@
+"""The OpenAPI document of all routes, and the page that shows it."""
