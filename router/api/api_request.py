@@ -164,9 +164,7 @@ def make_prompt(
     card = model.card
     root = model.root(caller.namespace, request.cache_salt)
     packed_tokens = packed_tokens or pack_token_ids(token_ids)
-    published = None
-    if context.published_beginning is not None and request.cache_salt is None:
-        published = context.published_beginning(model, packed_tokens)
+    published = context.published_beginning(model, packed_tokens) if request.cache_salt is None else None
     key = request.prompt_cache_key
     spans = [MediaSpan(named_media(root, each.digest), each.start, each.length) for each in images]
     bucket = bucket_of(root, key, token_ids, num_stable_tokens, card.block_size, spans)

@@ -103,8 +103,10 @@ class ApiContext:
     """Told of each request to a route that generates, at its end."""
     keys: FindsCallers | None = None
     """The API keys in force; None where everybody is one tenant."""
-    published_beginning: Callable[[ServedModel, bytes], PublishedBeginning | None] | None = None
-    """Finds how much of a prompt, as packed tokens, every tenant shares; None if nothing can be published."""
+    published_beginning: Callable[[ServedModel, bytes], PublishedBeginning | None] = lambda model, tokens: (
+        None
+    )
+    """Finds how much of a prompt, as packed tokens, every tenant shares."""
     features: list[Feature] = field(default_factory=list)
     caches: NamedCaches | None = None
     """To be closed with the router; None without a cluster secret."""
