@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from loadtests.stacks.local_stack import free_port
-from tests.oracle.questions import RULES
+from tests.oracle.asked import RULES
 from tests.redis_server import RedisServer
 from tests.talking_model import make_talking_model
 

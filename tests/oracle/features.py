@@ -7,8 +7,8 @@ import gzip
 import json
 from collections.abc import Callable, Iterator, Mapping
 
+from tests.oracle.asked import DIALECTS, LONG, Body, Dialect
 from tests.oracle.cluster import KEYS, TALKING, TOY, key_of
-from tests.oracle.dialects import DIALECTS, LONG, Body, Dialect
 from tests.oracle.exchanges import Talk
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES, GEMINI = DIALECTS
