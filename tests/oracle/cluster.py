@@ -76,6 +76,7 @@ TENANTS: Mapping[str, Mapping[str, Any]] = {
     "lone": {"limits": {"max_sequences": 2}},
 }
 KEYS: Mapping[str, Mapping[str, Any]] = {
+    "admin": {"tenant": "acme", "rights": ["admin"]},
     "acme": {"tenant": "acme", "name": "first"},
     "acme_two": {"tenant": "acme", "rights": ["explain", "priority"]},
     "bell": {"tenant": "bell"},
@@ -84,7 +85,6 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
     "tiny": {"tenant": "tiny"},
     "lone": {"tenant": "lone"},
     "bound": {"tenant": "acme", "limits": {"requests_per_minute": 3}},
-    "admin": {"tenant": "acme", "rights": ["admin"]},
     "late": {"tenant": "acme", "expires": "2020-01-01T00:00:00Z"},
 }
 

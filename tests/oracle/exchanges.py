@@ -7,7 +7,7 @@ there; a time becomes its distance from now; the date is left out. All else stay
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ _LEFT = re.compile(
 _SOON = re.compile(r"(has |again in |\"retryDelay\":\")[\d.]+(?= in use|s)")
 _BUCKET = re.compile(r",?le=\"[^\"]*\"")
 _BEFORE = re.compile(r"(\"seconds_before\"):[\d.]+")
+_MOMENTARY = re.compile("nothing")
 _ALLOWED = re.compile(r"(?m)^(allow): (.+)$")
 _CHOSEN = re.compile(r"(?m)^(x-kvasir-(?:replica|reason|overlap-tokens)): .+$")
 
@@ -108,9 +109,10 @@ class Talk:
         *,
         method: str | None = None,
         headers: Mapping[str, str] | None = None,
-        only_shape: bool = False,
+        written: Callable[[str, Any], str] | None = None,
     ) -> Any:
-        """The answer's JSON, or that of the last event that has some. `body` may be bytes."""
+        """The answer's JSON, or that of the last event that has some. `body` may be bytes. `written` makes of
+        the answer's text and JSON what is to be recorded of it, where that is not all."""
         assert label not in self._written, label
         self._names.begin(label)
         content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
@@ -119,10 +121,10 @@ class Talk:
         sent = {**own, **self._headers, **(headers or {})}
         answer = self._client.request(method, path, content=content, headers=sent)
         found = _last_json(answer.text)
-        has_own_length = only_shape or answer.status_code == 429 or "explain" in path
+        has_own_length = written is not None or answer.status_code == 429 or "explain" in path
         left_out = ("date", "content-length") if has_own_length else ("date",)
         head = "".join(f"{name}: {value}\n" for name, value in _heads(answer, left_out))
-        text = _shape_of(answer.text, found) if only_shape else answer.text.replace(',"', ',\n"')
+        text = answer.text.replace(',"', ',\n"') if written is None else written(answer.text, found)
         if _has_prompts(body):  # each of which goes its own way
             head = _CHOSEN.sub(r"\1: <one of them>", head)
             text = "\n\n".join(sorted(text.split("\n\n"), key=_index))
@@ -158,8 +160,8 @@ def _last_json(text: str) -> Any:
     return None
 
 
-def _shape_of(text: str, found: Any) -> str:
-    """Of metrics their series, of JSON its keys, of pages nothing."""
+def only_shape(text: str, found: Any) -> str:
+    """Of metrics their series, of JSON its keys and types, of pages nothing: for what counts the moment."""
     if found is not None or not text.startswith("# HELP"):
         return json.dumps(shape(found), indent=1)
     kinds = re.findall(r"(?m)^# TYPE .*$", text)
@@ -167,8 +169,15 @@ def _shape_of(text: str, found: Any) -> str:
     return "\n".join([*kinds, *sorted(series)])
 
 
+def only_totals(text: str, _: Any) -> str:
+    """Of metrics what was counted."""
+    counted = re.findall(r"(?m)^([a-z_]+_(?:total|count)(?:\{.*\})? .*)$", text)
+    return "\n".join(
+        sorted(line for line in counted if not _MOMENTARY.match(line) and not line.endswith(" 0.0"))
+    )
+
+
 def shape(value: Any) -> Any:
-    """The keys and types of a JSON value, for what counts the moment."""
     if isinstance(value, dict):
         return {key: shape(inner) for key, inner in value.items()}
     if isinstance(value, list):

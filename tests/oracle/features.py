@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from tests.oracle.asked import DIALECTS, LONG, Body, Dialect
 from tests.oracle.cluster import KEYS, TALKING, TOY, key_of
-from tests.oracle.exchanges import Talk
+from tests.oracle.exchanges import Talk, only_shape, only_totals
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES, GEMINI = DIALECTS
 NO_ID = "0" * 24
@@ -47,7 +47,10 @@ def routes(talk: Talk) -> None:
         for method in METHODS:
             is_of_moment = path.startswith(OF_THE_MOMENT[1:]) or path == "/"
             talk.ask(
-                f"{method} {path}", path, method=method, only_shape=is_of_moment and method in ("GET", "HEAD")
+                f"{method} {path}",
+                path,
+                method=method,
+                written=only_shape if is_of_moment and method in ("GET", "HEAD") else None,
             )
 
 
@@ -272,15 +275,18 @@ def tenant(talk: Talk) -> None:
         headers = {"x-kvasir-cache-group": group}
         talk.ask(f"group/{group}", CHAT.path, CHAT.body(LONG), headers=headers)
     for path in ("/v1/models", "/v1/caches", "/v1/published", "/metrics", "/live/state", "/ready", "/health"):
-        talk.ask(path, path, only_shape=path in OF_THE_MOMENT)
+        talk.ask(path, path, written=only_shape if path in OF_THE_MOMENT else None)
     talk.ask("cache", "/v1/caches", {"model": TALKING, "prompt": LONG})
     talk.ask("store", RESPONSES.path, RESPONSES.body("Say hello."))
     talk.ask("story", f"/v1/cache/explain/req_{NO_ID}")
-    talk.ask("preview", "/explain/v1/chat/completions", CHAT.body("Hi"), only_shape=True)
+    talk.ask("preview", "/explain/v1/chat/completions", CHAT.body("Hi"), written=only_shape)
     talk.ask(
         "publish", "/v1/published", {"model": TALKING, "messages": [{"role": "system", "content": LONG}]}
     )
     talk.ask("after it", CHAT.path, CHAT.body(LONG))
+    talk.ask("allowed page", CHAT.path, CHAT.body(LONG), headers={"origin": "https://chat.example.org"})
+    for query in ("", "?group_by=key", "?group_by=model&bucket=day", "?start=x", "?tenant=bell"):
+        talk.ask(f"usage{query}", f"/v1/usage{query}")
 
 
 def refused(talk: Talk) -> None:
@@ -308,7 +314,10 @@ def refused(talk: Talk) -> None:
             "/openapi.json",
         ):
             talk.ask(
-                f"{label}{path}", path, headers=headers, only_shape=path in ("/metrics", "/openapi.json")
+                f"{label}{path}",
+                path,
+                headers=headers,
+                written=only_shape if path in ("/metrics", "/openapi.json") else None,
             )
 
 
@@ -326,8 +335,9 @@ OPEN: Mapping[str, Callable[[Talk], None]] = {
 }
 
 
-def metrics_of_replica(talk: Talk) -> None:
-    talk.ask("/metrics", "/metrics", only_shape=True)
+def metrics(talk: Talk) -> None:
+    talk.ask("series", "/metrics", written=only_shape)
+    talk.ask("totals", "/metrics", written=only_totals)
 
 
 def groups() -> Iterator[tuple[str, str, Mapping[str, str], Callable[[Talk], None]]]:
@@ -337,4 +347,5 @@ def groups() -> Iterator[tuple[str, str, Mapping[str, str], Callable[[Talk], Non
     yield "refused", "keyed", {}, refused
     for name in KEYS:
         yield f"tenant-{name}", "keyed", {"authorization": f"Bearer {key_of(name)}"}, tenant
-    yield "replica", "replica", {}, metrics_of_replica
+    for who in ("open", "keyed", "replica"):
+        yield f"metrics-{who}", who, {"authorization": f"Bearer {key_of('admin')}"}, metrics
