@@ -10,13 +10,14 @@ caches is then missing, so record both sides with it.
 
 Recorded are some 5,000 requests and their whole answers, at a router with keys and at one without, over
 sockets, with real replicas of simulated engines and a real Redis. Beside them: the kinds of writes to Redis,
-and what lies there in the end, opened; where the requests of generated traces go; figures of fleets in
-virtual time; the names of metrics, settings and commands.
+and what lies there in the end, opened; what the processes counted; where the requests of generated traces go;
+figures of fleets in virtual time; the names of metrics, settings and commands.
 
-Replaced is what differs by itself: ids by where they appeared first, times by their distance from now, ports,
-durations and what is left of a limit by time, the number in `x-kvasir-overlap-tokens` unless it is 0, in
-Redis epochs, writers' names, measured speeds, and where one change of the index ends and the next begins. Of
-`/metrics` and the live page the names and types of fields are recorded.
+Replaced is what differs by itself: ids by where they appeared first, times by their distance from now,
+ports, durations and what is left of a limit by time, the number in `x-kvasir-overlap-tokens` unless it is
+0, in Redis epochs, writers' names and measured speeds. Changes of the index are merged, and the events of
+several prompts in one stream are sorted. Of `/metrics` and the live page the names, labels and types of
+fields are recorded, and the counters that do not depend on the moment.
 """
 
 import argparse

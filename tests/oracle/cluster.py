@@ -25,7 +25,7 @@ from tests.talking_model import make_talking_model
 SECRET = "0f" * 32
 TALKING, SEEING, TOY, SMALL = "talking", "seeing", "toy_model", "small"
 NUM_TOYS = 3
-NUM_REPLICAS = NUM_TOYS + 4
+NUM_REPLICAS = NUM_TOYS + 3
 NUM_BLOCKS = 65_536
 """Much more than is asked, so that caches are never full."""
 SMALL_NUM_BLOCKS = 512
@@ -163,8 +163,7 @@ def _replicas(folder: Path, script: Path, metrics_port: int) -> Mapping[str, Map
     talking = {"model": make_talking_model(folder / TALKING), "simulated_script": script}
     seeing = {"model": _make_seeing_model(folder / SEEING), "simulated_script": script}
     return {
-        "replica-0": talking,
-        "replica-1": talking,
+        "talking-0": talking,
         "seeing-0": {**seeing, "metrics_port": metrics_port},
         **{f"toy-{number}": {} for number in range(NUM_TOYS)},
         "small-0": {"num_blocks": SMALL_NUM_BLOCKS, "model_name": SMALL},
