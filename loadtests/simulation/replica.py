@@ -16,7 +16,7 @@ from loadtests.simulation.below import Below
 from loadtests.simulation.lockstep import Lockstep
 from loadtests.simulation.request import VirtualRequest
 from loadtests.simulation.shape import ReplicaShape
-from loadtests.simulation.step import Step, VirtualChunk, prefill_seconds
+from loadtests.simulation.step import Step, VirtualChunk
 from loadtests.simulation.store import OnDisk, VirtualStore
 from replicas.kvcache.block_pool import BlockPool
 from replicas.protocol.blocks import MediaSpan
@@ -198,7 +198,7 @@ class VirtualReplica:
             self._step = None  # all wait for KV that is on its way
             return
         if step.chunks:
-            seconds = prefill_seconds(self.shape.cost, step.chunks)
+            seconds = self.shape.cost.prefill_seconds(step.chunks)
             encode_seconds = step.num_encoded_tokens * self.shape.cost.encode
             if not self.shape.decodes_beside:
                 num_attended = self._decoding.num_context_tokens - self._num_shared_tokens()

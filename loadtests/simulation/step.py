@@ -1,13 +1,11 @@
-"""Step: what a simulated replica computes at a time, and what the prompts in it cost.
+"""Step: what a simulated replica computes at a time.
 
-Owns the arithmetic of prompts. Knows no queue, no cache and no decoding: that is `lockstep.py`'s.
+Knows no queue, no cache and no decoding: that is `lockstep.py`'s.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from loadtests.simulation.request import VirtualRequest
-from replicas.simulated_engine.hardware import CostModel
 
 
 @dataclass(slots=True)
@@ -37,14 +35,3 @@ class Step:
     ends_at: float = 0.0
     decode_seconds: float = 0.0
     num_encoded_tokens: int = 0
-
-
-def prefill_seconds(cost: CostModel, chunks: Iterable[VirtualChunk]) -> float:
-    """The arithmetic of a step's prompts, as the cost model has it."""
-    prefills = [chunk for chunk in chunks if not chunk.is_decode]
-    compute = sum(
-        chunk.num_tokens * (cost.b + cost.c * (chunk.start + chunk.num_tokens / 2)) for chunk in prefills
-    )
-    if any(chunk.samples for chunk in prefills):
-        compute += cost.a
-    return compute

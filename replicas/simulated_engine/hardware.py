@@ -3,10 +3,22 @@
 Owns the figures of each hardware, and the cost of a step.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from replicas.scheduling.request import Chunk
+
+class PricedChunk(Protocol):
+    """A request's share of a step, in an engine or in a simulation."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def samples(self) -> bool: ...
+    @property
+    def is_decode(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +43,20 @@ class CostModel:
     encode: float = 0.0
     """Per token of an image, besides computing it."""
 
-    def step_seconds(self, chunks: Iterable[Chunk]) -> float:
-        compute = 0.0
-        num_context_tokens = 0
-        ends_prompt = any_work = False
-        for chunk in chunks:
-            any_work = True
-            num_tokens = chunk.num_tokens
-            if chunk.is_decode:
-                num_context_tokens += chunk.start + 1
-                continue
-            compute += num_tokens * (self.b + self.c * (chunk.start + num_tokens / 2))
-            ends_prompt = ends_prompt or chunk.samples
-        if not any_work:
+    def step_seconds(self, chunks: Sequence[PricedChunk]) -> float:
+        if not chunks:
             return 0.0
-        return max(self.d0, compute + (self.a if ends_prompt else 0.0)) + self.d1 * num_context_tokens
+        num_context_tokens = sum(chunk.start + 1 for chunk in chunks if chunk.is_decode)
+        return max(self.d0, self.prefill_seconds(chunks)) + self.d1 * num_context_tokens
+
+    def prefill_seconds(self, chunks: Sequence[PricedChunk]) -> float:
+        """The arithmetic of a step's prompts."""
+        compute, ends_prompt = 0.0, False
+        for chunk in chunks:
+            if not chunk.is_decode:
+                compute += chunk.num_tokens * (self.b + self.c * (chunk.start + chunk.num_tokens / 2))
+                ends_prompt = ends_prompt or chunk.samples
+        return compute + (self.a if ends_prompt else 0.0)
 
 
 FREE = CostModel(a=0.0, b=0.0, c=0.0, d0=0.0, d1=0.0)
