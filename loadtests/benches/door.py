@@ -7,7 +7,7 @@ few, a frame has tokens for few requests, so each costs more. Engines take steps
 every request one token per step, as real ones do: an engine without cost lets a busy router find several
 tokens at once. Kvasir's is the simulated engine; behind the other routers, which speak HTTP, is a server with
 the same steps. All are up all the time and take turns in short bursts, in rotating order. `--checkout` adds
-another state of this repository. Ratios are to the second system: the first other state, if there is one.
+another state of this repository. Ratios are medians over bursts that followed each other.
 
     python -m venv peers && peers/bin/pip install sglang-router==0.3.2 vllm-router==0.1.17
     python -m loadtests.benches.door --peers peers/bin/python --checkout before=../kvasir-before
@@ -210,7 +210,6 @@ def compare(
     systems: Sequence[System], load: str, num_rounds: int, num_requests: int, *, stream: bool
 ) -> None:
     """No two bursts of one system send the same prompts: sent again, all of them would be read from cache."""
-    second = systems[min(1, len(systems) - 1)].name
     found: dict[str, list[Cost]] = {system.name: [] for system in systems}
     for number in range(-1, num_rounds):  # the first round warms up
         seed = 1000 * list(LOADS).index(load) + 500 * stream + 1 + number
@@ -222,14 +221,21 @@ def compare(
                 found[system.name].append(cost)
     kind = "streamed" if stream else "whole"
     print(f"\n{kind}, {load} ({LOADS[load]} connections): router CPU, us a request\n")
-    print(f"| | median of {num_rounds} bursts (lowest to highest) | held | times {second} |")
-    print("|---|---|---|---|")
+    heads = ["", f"median of {num_rounds} bursts (lowest to highest)", "held"]
+    heads += [f"times {system.name}" for system in systems]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for name, costs in found.items():
         own = [cost.microseconds for cost in costs]
-        ratios = [one / other.microseconds for one, other in zip(own, found[second], strict=True)]
+        ratios = [f"{_ratio(costs, others):.2f}" for others in found.values()]
         spread = f"{statistics.median(own):.0f} ({min(own):.0f} to {max(own):.0f})"
         held = sum(cost.num_held for cost in costs) / num_requests / num_rounds
-        print(f"| {name} | {spread} | {held:.0%} | {statistics.median(ratios):.2f} |", flush=True)
+        print(f"| {name} | {spread} | {held:.0%} | {' | '.join(ratios)} |", flush=True)
+
+
+def _ratio(costs: Sequence[Cost], others: Sequence[Cost]) -> float:
+    return statistics.median(
+        one.microseconds / other.microseconds for one, other in zip(costs, others, strict=True)
+    )
 
 
 def main() -> None:

@@ -37,9 +37,11 @@ TOLERANCES: Mapping[str, Tolerance] = {
     "goodput": Tolerance(0.02, 0.02, more_is_better=True),
     "failed": Tolerance(0.05, 1.0),
     "bytes": Tolerance(0.05),
-    "instructions": Tolerance(0.05),
+    "instructions": Tolerance(0.02),
 }
-"""By a figure's last word. Times are in seconds, goodput is requests a second."""
+"""By a figure's last word. Times are in seconds, goodput is requests a second. Counts of instructions differ
+by less than 0.1 % from run to run, and by more between versions of libraries.
+"""
 
 MEAN_SHARE = 0.02
 """Tolerance for the geometric mean of many rows."""

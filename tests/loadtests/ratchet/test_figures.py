@@ -54,7 +54,7 @@ def test_an_entry_of_the_index_takes_no_more_memory_than_the_file_says() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_decisions_and_requests_take_no_more_instructions_than_the_file_says() -> None:
     needed_tool("valgrind")
     if instructions.ROW not in read_figures():
