@@ -213,7 +213,7 @@ def batch_loss(model: LlamaForCausalLM, rows: list[Row]) -> tuple[torch.Tensor, 
 
 
 def train(rows: RowMaker, schedule: list[Phase]) -> LlamaForCausalLM:
-    model = LlamaForCausalLM(  # type: ignore[no-untyped-call]
+    model = LlamaForCausalLM(
         LlamaConfig(**MODEL_SETTINGS, rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA})
     )
     optimizers = make_optimizers(model)
