@@ -1,6 +1,6 @@
-"""Attempt and Choice: where the parts of one generation run, and what each has produced.
+"""Attempt and Choice: the parts of one generation at replicas, and their output.
 
-Plain records that `dispatcher.py` owns and changes; nothing here acts by itself.
+Plain records that `dispatcher.py` owns and changes.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from router.routing.table import RoutedRequest
 
 
 class PromptOf(NamedTuple):
-    """The same for any salt, but no other tenant's: what is known of it would tell who has sent it."""
+    """Identifies a prompt within one tenant, ignoring salt, so that tenants cannot probe each other."""
 
     model: str
     token_ids: Sequence[int]
@@ -61,7 +61,7 @@ class Attempt:
         self.started = False
         self.trace = trace
         self.prompt = PromptOf(model, token_ids, owner)
-        """Without what was resumed."""
+        """The prompt without resumed output."""
         self.trial = trial
         """Set while its prompt is suspected and has not survived here."""
 
@@ -85,7 +85,7 @@ class Attempt:
         self.trace.first_token()
 
     def release(self) -> None:
-        """Stop what still runs there, and give reservation and prediction back. Called once."""
+        """Stop what still runs there, and return reservation and prediction. Called once."""
         if self.trial is not None:
             self.trial.close()
         self.client.abort(self.inflight.submit_id)

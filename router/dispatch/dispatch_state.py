@@ -1,7 +1,7 @@
-"""DispatchState: what all runs of a router share.
+"""DispatchState: state shared by all runs of a router.
 
-Owns who is in flight where, what is suspected, who waits, and the counts of what has become of them.
-Does not know one generation: `run.py` does.
+Owns the requests in flight by replica, the suspects, the waiting requests, and the counts of outcomes.
+`generation_run.py` knows single generations.
 """
 
 import random
@@ -57,7 +57,7 @@ def _key(prompt: PromptOf) -> tuple[str, str | None, int, int]:
 
 
 class DispatchState:
-    """`clients` gives the open client of a replica, or None if there is none just now."""
+    """`clients` returns the open client of a replica, or None."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class DispatchState:
         there.attempts[attempt] = None
 
     def end(self, attempt: Attempt) -> None:
-        """Give back what it holds. Once per attempt."""
+        """Return an attempt's resources. Once per attempt."""
         there = self._in_flight[attempt.client]
         there.attempts.pop(attempt, None)
         had_trial = attempt.trial is not None
@@ -127,7 +127,7 @@ class DispatchState:
             self.room.call(attempt.prompt.model)
 
     def replica_died(self, client: ReplicaClient) -> None:
-        """May be told several times; what was in flight is judged once."""
+        """Judge the requests in flight at a dead replica, once even if called repeatedly."""
         there = self._in_flight.get(client)
         if there is None or there.is_dead:
             return

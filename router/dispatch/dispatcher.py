@@ -1,4 +1,4 @@
-"""Dispatcher: makes runs, and tells what has become of them.
+"""Dispatcher: makes runs, and reports their outcomes.
 
 Knows no HTTP, no text, no gRPC, and not how a replica is chosen.
 """
@@ -28,7 +28,7 @@ MAX_WAITING_BYTES = 256 << 20
 
 
 class Dispatcher:
-    """Makes runs. `clients` gives the open client of a replica, or None if there is none just now."""
+    """Makes runs. `clients` returns the open client of a replica, or None."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Dispatcher:
         )
 
     def run(self, generation: Generation, trace: GenerationTrace = NO_TRACE) -> GenerationRun:
-        """An async context manager; leaving it stops what still runs and gives everything back."""
+        """Return an async context manager; leaving it stops what still runs and returns everything."""
         return GenerationRun(self.state, generation, trace)
 
     def preview(self, generation: Generation) -> Preview:

@@ -1,15 +1,15 @@
-"""GenerationRun: one generation from its routing decision to its last token, whatever dies under it.
+"""GenerationRun: one generation from its routing decision to its last token, across lost replicas.
 
-Owns attempts: where a generation runs now, what it has produced so far, and where it goes when that
-replica is lost or refuses. Knows no HTTP, no text, no gRPC, and not how a replica is chosen.
+Owns attempts: where a generation runs now, its output so far, and where it goes when that replica is lost or
+refuses. Knows no HTTP, no text, no gRPC, and not how a replica is chosen.
 
     not yet visible to the client   the whole request is submitted again elsewhere
     visible                         each unfinished choice resumes elsewhere from prompt + tokens so far
     out of attempts or replicas     an error of `errors.py`
-    no token by its deadline        stopped wherever it is: what comes later is of no use to its client
+    no token by its deadline        stopped wherever it is: later output is useless to its client
 
-What a client is told of its prompt's cache is what the first replica to answer said: usage of a resumed
-attempt is dropped, since its cached tokens are an effect of the loss.
+The client's cache figures are those of the first replica to answer: usage of a resumed attempt is dropped,
+since its cached tokens are an effect of the loss.
 """
 
 import asyncio
@@ -41,15 +41,16 @@ from router.routing.decision import Decision
 from router.routing.table import RoutedRequest
 
 LOOK_SECONDS = 1.0
-"""A run that waits for an upload looks this often, whatever it is told."""
+"""Interval at which a run that waits for an upload checks by itself."""
 
 
 MAX_MISSED = 2
-"""Times that what was sent was no longer there when it was asked for: a replica keeps the newest."""
+"""Times that uploaded media may be missing when requested: a replica keeps the newest."""
 
 
 class GenerationRun:
-    """Iterate for batches of deltas; `delta.key.choice` says whose. Ends when every choice has ended."""
+    """Iterate for batches of deltas; `delta.key.choice` names the choice. Ends when every choice has
+    ended."""
 
     decision: Decision
     """Decision of the latest attempt."""
@@ -118,8 +119,8 @@ class GenerationRun:
             await self._pause(seconds)
 
     def listen(self, listener: Listener) -> None:
-        """From now on `listener` is asked first to take what comes in the middle of a choice, as it comes.
-        All else comes by iteration, and so does what it raises."""
+        """Offer deltas in the middle of a choice to `listener` first, as they arrive. All else, errors
+        included, comes by iteration."""
         self._listener = listener
         self._mailbox.listener = self._hand_over
 
@@ -137,7 +138,7 @@ class GenerationRun:
                 await self._mailbox.wait()
 
     def abort_choice(self, choice: int) -> None:
-        """Stop one choice in the engine; no delta of it follows. What has ended is ignored."""
+        """Stop one choice in the engine; no delta of it follows. Ended choices are ignored."""
         state = self._choices[choice]
         if state.closed:
             return
@@ -272,10 +273,10 @@ class GenerationRun:
     # Where it goes.
 
     def _place(self) -> float | None:
-        """Submit what no replica has. None when all is placed; else the seconds until the next try, unless
-        the run is woken before.
+        """Submit the parts that are at no replica. Returns None when all are placed, else the seconds until
+        the next try, unless the run is woken before.
 
-        Raises what the client gets when attempts or patience run out.
+        Raises the client's error when attempts or patience run out.
         """
         placement = self._placement
         if self._upload is not None:
@@ -317,7 +318,7 @@ class GenerationRun:
         return True
 
     def _end_upload(self, upload: Upload) -> None:
-        """Submit what waited for it. Raises InvalidRequest for an image that cannot be read."""
+        """Submit the part that waited for it. Raises InvalidRequest for an unreadable image."""
         self._upload = None
         error = upload.error()
         part = [index for index in upload.part if self._choices[index].is_unplaced]

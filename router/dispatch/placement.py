@@ -1,4 +1,4 @@
-"""Placement: a replica for each part of one generation, and the waiting until there is one.
+"""Placement: finds a replica for each part of one generation, or waits for one.
 
 Owns what was tried, and the generation's place in line.
 
@@ -45,7 +45,7 @@ class Obstacle(enum.Enum):
     NONE_READY = enum.auto()
     ALL_REFUSED = enum.auto()
     LINE = enum.auto()
-    """Others were here before, or there is no room for those who wait."""
+    """Earlier requests wait, or there is no room for waiting ones."""
     TRIALS = enum.auto()
     """It is suspected, and every replica has a suspect on trial."""
     HELD = enum.auto()
@@ -182,7 +182,7 @@ class Placement:
         return routed
 
     def _withdraw(self) -> None:
-        """It is held no more."""
+        """Withdraw it from the queue."""
         if self._held is not None:
             held, self._held = self._held, None
             self._state.holding.withdraw(held)
@@ -299,7 +299,7 @@ class Placement:
         return self._digest if standing is Standing.SUSPECT else None
 
     def _is_behind(self, exclude: Collection[ReplicaId]) -> bool:
-        """Whether it has to let others go first, or to wait until there is room for those in line."""
+        """Whether it must let others go first, or wait for room."""
         state, generation = self._state, self._generation
         if self._ticket is None:
             return not state.room.is_empty and state.room.is_before(self._lane(is_trial=False), self._order)
@@ -329,7 +329,7 @@ class Placement:
         return Lane(self._generation.model, self._generation.adapter, is_trial)
 
     def _stand_in_line(self, *, is_trial: bool, now: float) -> bool:
-        """False if there is no room left for another."""
+        """Join the line; False if it is full."""
         lane = self._lane(is_trial=is_trial)
         if self._ticket is not None and self._ticket.lane != lane:
             self._leave_line()

@@ -1,12 +1,12 @@
-"""Pulse: whether a replica that is alive gets anywhere, and whether it has forgotten a request.
+"""Pulse: whether a live replica makes progress, and whether it has forgotten a request.
 
-Owns what was seen of one replica, from one look to the next. Times are arguments.
+Owns the observations of one replica. Times are arguments.
 
     no token for any request, nothing computed,        it hangs: all that runs there is overdue
     for long
     no token for one request, for long, while nothing  it has forgotten that one: a request that runs gets
     waits and no prompt is left to compute             a token with every step
-    a queue, or a prompt under way                     that is honest work, however long it takes
+    a queue, or a prompt under way                     legitimate work, however long
 """
 
 from collections.abc import Hashable
@@ -42,7 +42,8 @@ class Pulse:
     def look(
         self, load: LoadSnapshot, num_deltas: int, num_tokens: dict[int, int], now: float
     ) -> tuple[bool, set[int]]:
-        """Whether it hangs, and which requests are overdue. `num_tokens` is what has come for each so far."""
+        """Return whether it hangs, and the overdue requests. `num_tokens` counts each request's tokens so
+        far."""
         sign = (
             num_deltas,
             load.num_used_blocks,

@@ -17,11 +17,11 @@ from replicas.protocol.status import ReplicaId
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """`max_attempts` bounds how many replicas in a row one choice may see without getting anywhere, and
-    `max_losses` how many it may lose in all: it may be what kills them.
+    """`max_attempts` bounds the replicas in a row that one choice may try without progress, and `max_losses`
+    those that it may lose in all: it may be the cause.
 
     `wait_seconds` is how long a request waits for a replica that is coming, `trial_seconds` how long a
-    suspect for one that may try it.
+    suspect waits for one that may try it.
     """
 
     max_attempts: int = 4
@@ -45,7 +45,7 @@ class Tries:
         self.num_attempts += 1
 
     def failed(self, *, is_death: bool, has_survived: bool) -> None:
-        """The attempt has come to nothing. `has_survived` says that it had got somewhere before."""
+        """Record a failed attempt. `has_survived`: it had made progress before."""
         self.num_losses += is_death
         if has_survived:
             self.num_attempts = 0
@@ -109,9 +109,9 @@ class Patience:
 
 
 class RetryBudget:
-    """Retries at living replicas are a share of the traffic: many at once would make an overload worse.
+    """Retries at living replicas are a share of the traffic: many at once would worsen an overload.
 
-    Each request adds `share` of a retry and `per_second` are added whatever comes, up to `max_retries`.
+    Each request adds `share` of a retry and `per_second` are always added, up to `max_retries`.
     """
 
     def __init__(self, *, share: float = 0.2, per_second: float = 10.0, max_retries: float = 200.0) -> None:
@@ -132,7 +132,7 @@ class RetryBudget:
         self._left = min(self._max_retries, self._left + self._share)
 
     def take(self, now: float) -> bool:
-        """One retry, if there is one."""
+        """Take one retry, if there is one."""
         if self.left(now) < 1.0:
             self.num_refused += 1
             return False

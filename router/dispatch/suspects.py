@@ -1,17 +1,17 @@
-"""Suspects: prompts that may be what replicas die of.
+"""Suspects: prompts that may kill replicas.
 
-Owns what is remembered of them, under digests that only this process can make, and who is on trial where.
-Deaths and times are arguments.
+Owns the memory of them, under digests that only this process can make, and the trials in progress. Deaths and
+times are arguments.
 
     a replica dies with a suspect on trial  that prompt alone is blamed
     else                                    every prompt that was new to the replica: it may have been in
-                                            the step that was its last
+                                            its last step
     else, with few requests in flight       each of them
-    else                                    none: what many have survived for many steps is not the prompt
+    else                                    none: a prompt that many survived for many steps is innocent
 
-A prompt that was blamed once is tried once more, with no other suspect at that replica, and is cleared when
-it survives a few tokens there. A prompt that was blamed twice is refused until the memory of it expires;
-while replicas die without it as well, only one that was blamed three times.
+A prompt blamed once is tried once more, with no other suspect at that replica, and is cleared when it
+survives a few tokens there. A prompt blamed twice is refused until the memory of it expires; while replicas
+also die without it, three times.
 
 A death counts half against a prompt that the replica had not acknowledged. It was probably sent to a process
 that had already died; but a crash may also be faster than the acknowledgement.
@@ -42,7 +42,7 @@ SURVIVED_TOKENS = 4
 """A prompt is new to a replica until each of its choices has got this many tokens from it."""
 
 MAX_FEW = 4
-"""With no more requests in flight than this, each is suspected when none was new."""
+"""If no prompt was new, each request is suspected when at most this many are in flight."""
 
 NUM_STEPS_UNHEARD = 2
 """How many steps at most a replica had begun, when it died, without the router having heard of them."""
@@ -65,7 +65,7 @@ class Presence:
     num_tokens_out: int
     is_on_trial: bool = False
     is_heard: bool = True
-    """The replica had said that it has the request."""
+    """The replica has acknowledged the request."""
 
     @property
     def is_new(self) -> bool:

@@ -14,7 +14,7 @@ from router.routing.table import RoutedRequest
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """`part` are the choices that are to be submitted then."""
+    """`part` are the choices to submit afterwards."""
 
     part: Sequence[int]
     routed: RoutedRequest

@@ -1,10 +1,10 @@
-"""WaitingRoom: requests that wait for a replica, in the order in which they came.
+"""WaitingRoom: requests that wait for a replica, in order of arrival.
 
-Owns which requests wait, for what, and the bounds. A request that is called tries for itself, and goes on
-waiting if it was too early.
+Owns the waiting requests, the events they wait for, and the bounds. A called request tries by itself, and
+continues to wait if it was too early.
 
-One is called at a time: when something has changed that may help, and when the one before has found a
-place. So the first replica that comes back gets the requests one by one and in order, until it is full.
+One is called at a time: when something has changed that may help, and when the one before has found a place.
+So the first replica to return gets the requests one by one and in order, until it is full.
 """
 
 from bisect import insort
@@ -24,7 +24,7 @@ class Lane(NamedTuple):
 
 
 class Ticket:
-    """A place in the room. `call` is how its holder hears that it should try again."""
+    """A place in the room. `call` tells its holder to try again."""
 
     __slots__ = ("call", "is_called", "lane", "num_bytes", "order", "since")
 
@@ -55,7 +55,8 @@ class WaitingRoom:
     def enter(
         self, lane: Lane, *, order: int, num_bytes: int, now: float, call: Callable[[], None], must: bool
     ) -> Ticket | None:
-        """None if the room is full; who `must` wait, since it was let in before, always finds a place."""
+        """Enter the room; None if it is full. A request that `must` wait, since it was admitted before,
+        always finds a place."""
         if not must and (
             self.num_waiting >= self._max_waiting or self.num_bytes + num_bytes > self._max_bytes
         ):
@@ -68,7 +69,7 @@ class WaitingRoom:
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
-        """It waits no more, for whatever reason; the next is called."""
+        """Leave the room for any reason; the next is called."""
         lanes = self._lanes[ticket.lane.model]
         tickets = lanes[ticket.lane]
         tickets.remove(ticket)
@@ -87,7 +88,7 @@ class WaitingRoom:
         return tickets is not None and tickets[0].order < order
 
     def went_in_vain(self, ticket: Ticket, *, call_next: bool) -> None:
-        """Its holder was called and found nothing; what keeps it back need not keep back the next."""
+        """Record that its holder was called and found nothing; its obstacle need not stop the next."""
         ticket.is_called = False
         if call_next:
             tickets = self._lanes[ticket.lane.model][ticket.lane]

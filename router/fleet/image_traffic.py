@@ -1,6 +1,6 @@
-"""ImageTraffic: what has become of the images that this router had to bring to replicas.
+"""ImageTraffic: outcomes of the images that this router sent to replicas.
 
-Owns the counts, for as long as the router lives: clients come and go with their connections.
+Owns the counts, for the router's life: clients come and go with their connections.
 """
 
 from collections import Counter

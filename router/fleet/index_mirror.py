@@ -1,7 +1,7 @@
-"""IndexMirror: one model's prefix index, kept equal to what its replicas wrote to Redis.
+"""IndexMirror: one model's prefix index, kept equal to its replicas' writes to Redis.
 
-Owns the connection, the place in the stream and the question of whose set must be read again. Does
-not know prompts or decisions. All data is in the PrefixIndex; it is bounded by the replicas' caches.
+Owns the connection, the position in the stream, and which sets must be reread. Knows neither prompts nor
+decisions. All data is in the PrefixIndex; it is bounded by the replicas' caches.
 
 A replica's blocks set is read once, then the stream of changes is followed::
 
@@ -9,10 +9,10 @@ A replica's blocks set is read once, then the stream of changes is followed::
                        ▲ noted before the set is read: 42 is in the set for certain, 43 and 44 perhaps
                          and are applied once more, which changes nothing in the end
 
-A set is read again when a change number is missing, and when the audit finds that mirror and Redis
-disagree although the stream has been read to its end: a lost or rewritten set, a trimmed stream, a
-Redis that came back empty. While Redis is away, or a live replica's set is lost, the mirror stays as it
-is: old knowledge is better than none, and the replica will write its set again.
+A set is reread when a change number is missing, and when the audit finds that mirror and Redis disagree
+although the stream has been read to its end: a lost or rewritten set, a trimmed stream, an emptied Redis.
+While Redis is away, or a live replica's set is lost, the mirror stays as it is: stale data is better than
+none, and the replica will rewrite its set.
 """
 
 import asyncio
@@ -52,9 +52,9 @@ BLOCK_SECONDS = 0.1
 """Longest wait for a change; a replica that is new to the mirror waits no longer for its set."""
 
 SECONDS_BETWEEN_READS = 0.02
-"""Reads begin no closer to each other, unless there is more than one read brings. A busy replica writes a
-change with every step, and a read costs a router far more than another change in it; a change that comes
-after a quiet moment is read at once."""
+"""Least time between reads, unless there is more than one read returns. A busy replica writes a change with
+every step, and a read costs a router far more than one more change in it; the first change after a quiet
+moment is read at once."""
 
 AUDIT_SECONDS = 1.0
 TIMEOUT_SECONDS = 5.0
@@ -127,7 +127,7 @@ class IndexMirror:
         self.num_malformed = 0
         self._complaints = Complaints(logger)
         self._num_foreign: dict[ReplicaId, int] = {}
-        """Members of a set that were no hashes when it was read, or beyond what is read."""
+        """Members of a set that were no hashes, or beyond the bound."""
         self.lag_seconds = 0.0
         self.is_connected = False
         self._backoff_seconds = MIN_BACKOFF_SECONDS
@@ -182,7 +182,8 @@ class IndexMirror:
             self._backoff_seconds = min(MAX_BACKOFF_SECONDS, 2 * self._backoff_seconds)
 
     async def _connect_and_follow(self) -> None:
-        """Never returns but by an error. Nothing is retried below here: a reconnection must be noticed."""
+        """Connect and follow until an error. Nothing is retried below here: a reconnection must be
+        noticed."""
         async with contextlib.AsyncExitStack() as stack:
             client = plain_redis(self._redis_url)
             stack.push_async_callback(client.aclose)
@@ -217,7 +218,7 @@ class IndexMirror:
             return STREAM_START
 
     async def _follow(self, reader: StreamReader) -> None:
-        """Apply what the stream has, or wait a moment for something."""
+        """Apply the stream's entries, or wait briefly for some."""
         too_early = self._next_read_at - time.monotonic()
         if too_early > 0:
             await asyncio.sleep(too_early)
@@ -234,7 +235,7 @@ class IndexMirror:
             self._next_read_at = 0.0  # there are more
 
     def _sweep(self) -> None:
-        """A little of what replicas have left behind, even while nothing changes."""
+        """Clear some of what departed replicas left, even while nothing changes."""
         for _ in range(SLICES_PER_READ):
             if not self._index.sweep():
                 return
@@ -290,7 +291,7 @@ class IndexMirror:
                 self._index.replace(replica_id, epoch, (), last_change=newest)
 
     async def _newest_change(self, client: "Redis", replica_id: ReplicaId, epoch: Epoch) -> int:
-        """The newest change of this replica near the stream's end; 0 if there is none.
+        """Return the replica's newest change near the stream's end; 0 if there is none.
 
         Set and stream change in one transaction, so a set that is read later contains it.
         """
@@ -310,7 +311,8 @@ class IndexMirror:
         return 0
 
     async def _scan(self, client: "Redis", record: ReplicaRecord, staged: StagedHashes) -> bool:
-        """In bites that neither Redis nor our event loop chokes on. False: there is no such set."""
+        """Read the set in pieces that block neither Redis nor our event loop. False if there is no such
+        set."""
         key = blocks_key(self._model, record.replica_id, record.epoch)
         is_there = False
         num_foreign = num_read = cursor = 0
@@ -335,7 +337,7 @@ class IndexMirror:
         return is_there
 
     async def _audit(self, client: "Redis") -> None:
-        """Compare places, change numbers and sizes with Redis; have read again what differs."""
+        """Compare positions, change numbers and sizes with Redis; schedule a reread of what differs."""
         replica_ids = [replica_id for replica_id in self._live if replica_id not in self._unread]
         records = [self._live[replica_id] for replica_id in replica_ids]
         async with asyncio.timeout(TIMEOUT_SECONDS), client.pipeline(transaction=True) as pipeline:
@@ -358,7 +360,7 @@ class IndexMirror:
                     self._compare(record, size - 1 - foreign)
 
     def _compare(self, record: ReplicaRecord, num_hashes: int) -> None:
-        """All that the stream has is applied: whatever differs now was missed."""
+        """Compare once all of the stream is applied: any difference was missed."""
         if self._live.get(record.replica_id) is not record:
             return
         missed = record.last_change - self._index.last_change(record.replica_id)

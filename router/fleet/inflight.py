@@ -1,9 +1,9 @@
-"""Inflight: one submitted request, and what has arrived for it. Mailbox: who is woken then.
+"""Inflight: one submitted request, and its arrived deltas. Mailbox: wakes their consumer.
 
-Owns the deltas that were not yet taken. What becomes of a request is decided in `generation_run.py`.
+Owns the deltas that were not taken yet. `generation_run.py` decides about requests.
 
-To wake a task for a token costs several times what is then done with it. So a mailbox may have a listener,
-which takes a delta in the middle of an answer as it arrives; the task sleeps on.
+Waking a task for a token costs several times the work on it. So a mailbox may have a listener, which takes a
+delta in the middle of an answer as it arrives, while the task sleeps on.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ from replicas.protocol.frames import TokenDelta
 
 
 class ReplicaLost(Exception):
-    """The stream to the replica is gone, and with it every request that was on it. The message says why."""
+    """The stream to the replica is gone, with every request on it. The message says why."""
 
 
 Listener = Callable[[TokenDelta], bool]
-"""Says whether it has taken the delta. It runs where frames are read, so it never raises."""
+"""Returns whether it has taken the delta. It runs where frames are read, so it never raises."""
 
 
 class Mailbox:
@@ -50,7 +50,7 @@ class Mailbox:
 
 
 class Inflight:
-    """One submitted request: what has arrived for it and was not yet taken.
+    """One submitted request and its untaken deltas.
 
     Ids count the stream's submits from 1, in the order in which they are sent.
     """

@@ -1,7 +1,7 @@
-"""MediaUploads: the images that one replica has been sent over one connection, and those on their way there.
+"""MediaUploads: images sent to one replica over one connection, and those on their way.
 
-Owns what is believed to be there. The replica forgets what is old, and says so when a prompt refers to it:
-then it is sent again.
+Owns the router's belief. The replica evicts old images, and says so when a prompt refers to one: then it is
+sent again.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ SECONDS = 30.0
 
 
 class UploadFailed(Exception):
-    """The replica has not taken it: with INVALID_REQUEST, for what it found in it."""
+    """The replica has not taken the image; INVALID_REQUEST means bad content."""
 
     def __init__(self, code: RefusalCode, message: str) -> None:
         super().__init__(message)

@@ -1,7 +1,7 @@
-"""Membership: who is in the fleet just now, with one open stream to each.
+"""Membership: the replicas in the fleet now, with one open stream to each.
 
-Owns the clients, and which replicas stand in the routing table. It hears from a source
-(`registry_source.py`) and from the streams themselves, which notice a death first.
+Owns the clients, and which replicas are in the routing table. It hears from a source (`registry_source.py`)
+and from the streams themselves, which notice a death first.
 
     registry            stream               then
     lease, same epoch   up                   routed to
@@ -38,7 +38,7 @@ MIN_BACKOFF_SECONDS = 0.05
 MAX_BACKOFF_SECONDS = 2.0
 
 PROOF_SECONDS = 2.0
-"""A frame as young as that proves life where the lease says nothing."""
+"""A frame this recent proves life where the lease says nothing."""
 
 COMING_BACK_SECONDS = 120.0
 """For this long after a model has lost its last replica, another is expected."""
@@ -49,12 +49,12 @@ OnAdapters = Callable[[str, Sequence[Adapter]], None]
 
 
 class _Refused(Exception):
-    """The replica will not be routed to as it is now. The message says why."""
+    """The replica cannot be routed to in its present state. The message says why."""
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One incarnation of a replica. `client` is set while it stands in the routing table."""
+    """One incarnation of a replica. `client` is set while it is in the routing table."""
 
     model: str
     record: ReplicaRecord
@@ -63,7 +63,7 @@ class Member:
     is_accepted: bool = False
     """It holds the model's identity: as long as one does, no other fingerprint takes the name."""
     is_refused: bool = False
-    """It will not be routed to as it is."""
+    """It cannot be routed to in its present state."""
     complaint: str | None = None
     """The problem, and usually why it is not connected: one sentence or gRPC's words."""
     task: asyncio.Task[None] | None = None
@@ -91,11 +91,11 @@ class _Model:
 
 
 class Membership:
-    """`run()` as a task of the owner's.
+    """Run `run()` as a task of the owner's.
 
-    `on_model` comes before a model's first replica is routed to, and again when its fingerprint
-    changes. `on_records` comes with each view and each change, with the replicas in the table;
-    `on_adapters` with it, with what those that take requests have loaded, the newest replica's at the end.
+    `on_model` is called before a model's first replica is routed to, and again when its fingerprint changes.
+    `on_records` is called with each view and each change, with the replicas in the table, and then
+    `on_adapters` with the loaded adapters of those that take requests, the newest replica's last.
     """
 
     def __init__(
@@ -379,7 +379,7 @@ class Membership:
         return _Refused(reason)
 
     def _complain(self, member: Member, reason: str) -> None:
-        """Once per reason: the next attempts say the same."""
+        """Log a complaint once per reason: later attempts say the same."""
         if member.complaint != reason:
             member.complaint = reason
             logger.warning(

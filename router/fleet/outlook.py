@@ -1,6 +1,6 @@
-"""Outlook: what is known about replicas that are not there just now.
+"""Outlook: knowledge about replicas that are absent now.
 
-Plain data between who follows the fleet and who has requests for it.
+Plain data between the follower of the fleet and the owner of requests for it.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
-"""RegistrySource: which replicas hold a lease in Redis, looked up again and again.
+"""RegistrySource: polls which replicas hold a lease in Redis.
 
-Owns the reading of leases. A view is what the registry says now; `membership.py` decides what follows.
+Owns the reading of leases. A view is the registry's present content; `membership.py` decides what follows.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""ReplicaChannel: the gRPC connection to one replica, and what this router shows with every call.
+"""ReplicaChannel: the gRPC connection to one replica, and this router's credentials for calls.
 
-Owns the channel's options and the drawing of nonces. Knows no message: `replica_client.py` makes the calls.
+Owns the channel's options and the nonces. Knows no message: `replica_client.py` makes the calls.
 """
 
 import secrets

@@ -1,9 +1,8 @@
 """ReplicaClient: one multiplexed Serve stream from this router process to one replica.
 
-Owns the gRPC channel, the ids of the requests on it, and the hand-over of deltas to the generations that
-wait for them. One client is one stream: when that breaks, everything in flight gets `ReplicaLost` and the
-client is spent. `membership.py` decides whether to connect again, `router/dispatch/` what becomes of the
-requests.
+Owns the gRPC channel, the ids of the requests on it, and the delivery of deltas to their generations. One
+client is one stream: when that breaks, everything in flight gets `ReplicaLost` and the client is finished.
+`membership.py` decides about reconnecting, `router/dispatch/` about the requests.
 """
 
 import asyncio
@@ -88,17 +87,17 @@ class ReplicaClient:
         return len(self._inflight)
 
     def quiet_seconds(self) -> float | None:
-        """Time since the last frame; None while there was none."""
+        """Return the time since the last frame; None before the first."""
         if self._last_frame_time is None:
             return None
         return asyncio.get_running_loop().time() - self._last_frame_time
 
     def submit(self, submit: Submit, mailbox: Mailbox | None = None) -> Inflight:
-        """Send a request with the next frame, under the next id of this stream. Raises ReplicaLost if the
-        stream is already broken.
+        """Send a request with the next frame, under the stream's next id. Raises ReplicaLost if the stream is
+        already broken.
 
-        Encoded here and now: what the protocol cannot carry raises (ValueError, OverflowError or
-        TypeError) for this request alone, and not for the stream that all of them share.
+        It is encoded at once: values that the protocol cannot carry raise (ValueError, OverflowError or
+        TypeError) for this request alone, and not for the shared stream.
         """
         if self.lost is not None:
             raise self.lost
@@ -113,7 +112,7 @@ class ReplicaClient:
         return inflight
 
     def abort(self, submit_id: int, choice: int | None = None) -> None:
-        """Stop a choice, or all of them; nothing more is delivered for it. What has ended is ignored."""
+        """Stop a choice, or all of them; nothing more is delivered for it. Ended ones are ignored."""
         inflight = self._inflight.get(submit_id)
         if inflight is None:
             return
@@ -142,7 +141,7 @@ class ReplicaClient:
         return Description(described.card, bundle, described.replica_id, described.epoch)
 
     async def serve(self) -> None:
-        """Carry the stream until it breaks; then all that was in flight is lost, and `lost` says why."""
+        """Carry the stream until it breaks; then everything in flight is lost, and `lost` says why."""
         if self.lost is not None:
             return
         call = self._channel.stub.serve(metadata=self._channel.metadata("Serve"))
@@ -164,7 +163,7 @@ class ReplicaClient:
         await self._channel.close()
 
     async def _read(self, call: Call) -> None:
-        """Always raises: ReplicaLost, once the stream has ended for whatever reason."""
+        """Read until the stream ends for any reason; always raises ReplicaLost."""
         time = asyncio.get_running_loop().time
         try:
             async for encoded in call:
@@ -182,8 +181,8 @@ class ReplicaClient:
         raise self._break("it closed the stream")
 
     def _receive(self, encoded: bytes) -> None:
-        """A wrong load is passed over, and a wrong delta costs the request that it is for. Raises ReplicaLost
-        for what is no frame: it cannot be known whom that was for."""
+        """Process a frame. A wrong load is skipped, and a wrong delta costs its own request. Raises
+        ReplicaLost for an invalid frame, whose requests cannot be known."""
         try:
             message = self._words.frame(encoded)
         except ValueError as error:

@@ -1,7 +1,7 @@
-"""ReplicaWords: what one replica says of itself and of requests, decoded part by part.
+"""ReplicaWords: decodes one replica's messages part by part.
 
-Owns what is wrong with it: a part that breaks the contract is passed over, counted, and told in the log once.
-What follows for streams and requests is `replica_client.py`'s.
+Owns the defects: a part that breaks the contract is skipped, counted, and logged once. `replica_client.py`
+decides about streams and requests.
 """
 
 import logging
@@ -67,8 +67,8 @@ class ReplicaWords:
         return description
 
     def frame(self, encoded: bytes) -> HeardFrame:
-        """Whole if it is sound, else part by part. Raises ValueError if it is no frame, or a delta in it does
-        not say whom it is for."""
+        """Decode a frame whole if it is valid, else part by part. Raises ValueError if it is no frame, or if
+        a delta's recipient is unreadable."""
         try:
             if len(encoded) > MAX_SERVER_FRAME_BYTES:
                 raise ValueError(f"a frame has {len(encoded)} bytes, which is too many")
@@ -92,7 +92,7 @@ class ReplicaWords:
             raise
 
     def stranger(self, submit_id: int) -> None:
-        """A delta is for a request that it was never sent."""
+        """Report a delta for a request that the replica was never sent."""
         self._refuse("id", ValueError(f"there is no submit {submit_id}"))
 
     def _loose_frame(self, encoded: bytes) -> HeardFrame:

@@ -1,8 +1,8 @@
 """StreamReader: follows one Redis stream over a connection of its own.
 
-Owns the connection. Exists because redis-py's client takes and gives back a pooled connection for every
-command and tells its observers of it, which costs a router more than all that the answer says: a busy fleet
-changes its index at every step. Knows no index.
+Owns the connection. redis-py's client takes a pooled connection for every command, returns it and notifies
+observers, which costs a router more than the answer itself: a busy fleet changes its index at every step.
+Knows no index.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,9 +29,9 @@ class StreamReader:
         self._connection: AbstractConnection | None = None
 
     async def read(self, after: str, *, count: int, block_seconds: float) -> Entries:
-        """Entries behind the one with this id, `count` at most; none if none comes in this time.
+        """Return up to `count` entries after the one with this id; none if none comes in this time.
 
-        Raises RedisError, ResponseError where the key holds no stream, or OSError. There is no other timeout.
+        Raises RedisError, ResponseError if the key holds no stream, or OSError. There is no other timeout.
         """
         connection = self._connection
         if connection is None or not connection.is_connected:

@@ -54,7 +54,7 @@ class LeastFirst:
         return len(self._heap)
 
     def add(self, account: Account) -> None:
-        """Also one that stands in it, whose counter has fallen."""
+        """Add an account, also again after its counter has fallen."""
         self._accounts[account.name] = account
         self._last_stamp += 1
         self._stamps[account.name] = self._last_stamp
@@ -94,8 +94,8 @@ class LeastFirst:
 
 
 class VirtualCounters:
-    """A tenant is *active* while requests of it wait. `max_tenants` bounds those that do not: the one that
-    was served longest ago is forgotten, and is lifted like everybody when it comes back."""
+    """A tenant is *active* while its requests wait. `max_tenants` bounds the inactive ones: the one served
+    longest ago is forgotten, and is lifted like others when it returns."""
 
     def __init__(self, *, max_tenants: int = MAX_TENANTS) -> None:
         self._max_tenants = max_tenants
@@ -155,7 +155,7 @@ class VirtualCounters:
         account.num_waiting += 1
 
     def stops_waiting(self, name: str) -> None:
-        """One request less of it waits, for whatever reason."""
+        """Record that one of its requests no longer waits, for any reason."""
         account = self._accounts[name]
         account.num_waiting -= 1
         if account.num_waiting:
@@ -184,7 +184,7 @@ class VirtualCounters:
         account.counter += work / account.weight
 
     def charge(self, name: str, work: float) -> None:
-        """More work was done for it. Of a tenant that is forgotten meanwhile, nothing is kept."""
+        """Charge more work. Nothing is recorded for a tenant that was forgotten meanwhile."""
         account = self._accounts.get(name)
         if account is not None:
             account.counter += work / account.weight

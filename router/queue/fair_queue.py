@@ -1,11 +1,11 @@
-"""FairQueue: requests that wait for replicas with too much to do, and who of them goes next.
+"""FairQueue: requests that wait for busy replicas, and which of them goes next.
 
 Owns the lines, one per replica, the bounds, and the tenants' counters. Knows no clock and no replica's load:
-it is told when a replica has room, and says who goes.
+its caller says when a replica has room.
 
-Of the tenants in a line the one that has been given least goes next, and is charged as it goes. So a tenant
-that floods waits behind its own requests; another that comes with one is next. Where the queue is full, who
-has most requests in it for its weight loses its last one to a tenant that has fewer.
+In each line the tenant that received the least goes next, and is charged as it goes. So a tenant that floods
+waits behind its own requests, and another with a single one is next. When the queue is full, the tenant with
+most requests for its weight loses its last one to a tenant with fewer.
 """
 
 from replicas.protocol.status import ReplicaId
@@ -51,7 +51,7 @@ class FairQueue:
         return lost
 
     def leave(self, waiter: Waiter) -> None:
-        """It waits no more, and was not served: it is not charged."""
+        """Remove an unserved waiter, without a charge."""
         self._lines[waiter.line].remove(waiter)
         self._has_left_line(waiter)
         self._is_out(waiter)

@@ -1,6 +1,6 @@
-"""Held: a request that a router holds back, and what is counted of all of them.
+"""Held: a request that a router holds back, and the counts of all of them.
 
-Plain records that `holding.py` owns and changes; nothing here acts by itself.
+Plain records that `holding.py` owns and changes.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -46,7 +46,7 @@ class Asking:
 
 
 class Held(Waiter):
-    """A request that waits for room. `call` is how its holder hears that it was routed, or refused."""
+    """A request that waits for room. `call` tells its holder that it was routed, or refused."""
 
     __slots__ = ("asked_at", "asking", "call", "error", "exclude", "is_out", "num_passed", "routed")
 

@@ -1,16 +1,16 @@
-"""Holding: a request goes to its replica at once, unless the fleet is overloaded; then some are held back.
+"""Holding: sends requests to their replicas at once, unless the fleet is overloaded; then it holds some back.
 
-Owns who is held. While a fleet carries its load nothing waits here: a replica batches what it has better than
-a router can that sees it a moment later. In an overload each request is aimed at the replica that the routing
-decision names, with what goes before it in fair order counted in; while that has no room it stands in its
-line. Who goes next is decided when there is room, as late as possible; the first of each line asks again now
-and then whether another replica is better by now.
+Owns which are held. While a fleet carries its load nothing waits here: a replica batches better than a router
+with a delayed view. In an overload each request is aimed at the replica of its routing decision, counting
+what goes before it in fair order; while that has no room, the request waits in its line. The next one is
+chosen when there is room, as late as possible; the first of each line is decided again now and then, in case
+another replica is better by now.
 
     the fleet carries its load               it goes at once, unless it is due soon or the batch is full
     its replica has room                     it goes at once
-    its replica has no room                  it stands in line
+    its replica has no room                  it waits in line
     its first token would come too late      it is refused at once
-    it stood in line until it was too late   it is refused then
+    it waited in line until it was too late  it is refused then
 """
 
 import math
@@ -39,7 +39,7 @@ LOOK_SECONDS = 0.02
 """Between two looks at a line whose replica is full: none of it can go, only be late or ask again."""
 
 MAX_MOVES = 3
-"""Between lines; then it goes where it stands."""
+"""Moves between lines; then it stays."""
 
 NUM_FIRSTS = 4
 """Tenants of a line whose first requests are looked at, where that of the first has no room."""
@@ -48,17 +48,17 @@ MAX_PASSED = 16
 """Requests of other tenants that may pass a first one that finds no room."""
 
 NUM_RELEASES = 16
-"""At most, of one line, each time that its replica says something."""
+"""Most releases from one line per message of its replica."""
 
 LONGEST_RETRY_SECONDS = 60.0
 
 BURST_SECONDS = 30.0
-"""A request may be held for so long until an overload stands, and where requests are held for another reason:
-replicas were away, a batch is full, or others are due soon."""
+"""Longest hold until an overload stands, and if requests are held for another reason: replicas were away, a
+batch is full, or others are due soon."""
 
 URGENT_SECONDS = 30.0
-"""A request that is due within this time is held wherever its replica has no room, so that it is refused
-in time, and so that those who wait with it keep their shares. Later deadlines count in an overload."""
+"""A request due within this time is held wherever its replica has no room, so that it is refused in time, and
+so that others waiting with it keep their shares. Later deadlines count in an overload."""
 
 
 @dataclass(slots=True)
@@ -172,7 +172,7 @@ class Holding:
         self._serve(fleet, replica_id, now)
 
     def absent(self, model: str, replica_id: ReplicaId) -> None:
-        """The replica takes nothing now: those that wait for it are aimed anew, a few at a time."""
+        """Re-aim the requests waiting for a replica that takes nothing now, a few at a time."""
         fleet = self._fleets.get(model)
         if fleet is None:
             return
@@ -261,7 +261,8 @@ class Holding:
                 return
 
     def _serve_one(self, fleet: _Fleet, line: ReplicaId, now: float, caller: Held | None) -> bool:
-        """Whether somebody has left the line. Who needs more room than there is lets some others go first."""
+        """Release one request; returns whether any left the line. One that needs more room than there is lets
+        some others go first."""
         passed: list[Held] = []
         for held in fleet.queue.firsts(line, NUM_FIRSTS):
             assert isinstance(held, Held)
@@ -283,7 +284,7 @@ class Holding:
         return False
 
     def _try(self, fleet: _Fleet, held: Held, now: float, *, may_stay: bool, caller: Held | None) -> bool:
-        """Decide on it anew. False if it stands first in its line still."""
+        """Decide on it again. False if it stays first in its line."""
         line = held.line
         try:
             choice = self._choose(fleet, held.asking, held.exclude, held)
@@ -335,7 +336,7 @@ class Holding:
     def _choose(
         self, fleet: _Fleet, asking: Asking, exclude: Collection[ReplicaId], held: Held | None = None
     ) -> Choice:
-        """`held` stands first in its line, and nothing of it is before it there."""
+        """Choose a replica; `held` is first in its line, with nothing before it there."""
         load_of: Callable[[ReplicaId], ReplicaLoad] | None = None
         if fleet.queue.num_waiting:
             pace = fleet.pace.seconds_per_token
@@ -400,7 +401,8 @@ class Holding:
             )
 
     def _must_be_in_time(self, asking: Asking, line: ReplicaId, num_uncached: int, now: float) -> None:
-        """An idle replica tries whatever it is asked: its speed may not be known."""
+        """Refuse a request that would be too late. An idle replica tries any request: its speed may be
+        unknown."""
         if asking.deadline is None or not self._table.load(line).num_requests:
             return
         seconds = self._service_seconds(line, asking, num_uncached)

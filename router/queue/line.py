@@ -1,11 +1,11 @@
 """Line: the requests that wait for one replica, each tenant's in its own order.
 
-Owns who stands in it and how much work they are. Knows no counters: who of the tenants goes first is told.
+Owns the waiters and their work. Knows no counters: its caller chooses the tenant.
 
 Within a tenant the lower priority goes first, then the newest: requests wait here only in an overload, where
-the oldest have the least time left ("Fail at Scale", ACM Queue 2015). A request that begins like the one of
-its tenant that went last goes before a few newer ones, so that the two meet in the cache. Only a tenant's own
-requests are ever ordered so: order must not tell what others have asked.
+the oldest have the least time left ("Fail at Scale", ACM Queue 2015). A request with the same beginning as
+its tenant's last one passes a few newer ones, so that the two meet in the cache. Only a tenant's own requests
+are ordered so: order must not tell what others have asked.
 """
 
 from bisect import bisect_left, insort
@@ -22,9 +22,9 @@ NUM_LOOKED_AT = 16
 
 
 class Waiter:
-    """A request that waits. `work` is what it will be charged; after `latest_start` it is too late to begin.
+    """A waiting request. `work` is its charge; after `latest_start` it is too late to begin.
 
-    `prefix` names how its prompt begins. `order` grows with the requests as they came.
+    `prefix` identifies its prompt's beginning. `order` grows with arrival.
     """
 
     __slots__ = (

@@ -1,7 +1,7 @@
-"""Pace: how long a token of work takes while requests wait, from one release to the next.
+"""Pace: the time per token of work while requests wait, from one release to the next.
 
-Owns two sums that forget. A replica with all its room taken begins no faster than answers end, whatever
-its speed at prompts: so what is ahead in a line is worth what the line's own releases have taken.
+Owns two decaying sums. A full replica begins no faster than answers end, whatever its speed at prompts: so
+the wait in a line is estimated by the line's own releases.
 """
 
 from replicas.protocol.status import ReplicaId

@@ -52,7 +52,7 @@ class Room:
         return self.table.load(replica_id).num_requests >= card.max_running + NUM_NEXT
 
     def is_full(self, replica_id: ReplicaId) -> bool:
-        """Whether there is room for no prompt, however short."""
+        """Whether there is no room for any prompt, however short."""
         if not self.table.load(replica_id).num_requests:
             return False
         return self.wait_seconds(replica_id) > self.target_seconds or self.has_full_batch(replica_id)

@@ -1,7 +1,8 @@
-"""Shares: whether a tenant has lately been given more than its part.
+"""Shares: whether a tenant has recently received more than its share.
 
-Owns a sum of work per tenant that forgets. Who is over leaves room free where others are about, by what these
-were lately given of the work; who is alone has no part to keep to, so an idle fleet serves one tenant whole.
+Owns a decaying sum of work per tenant. A tenant above its share leaves room free for active others, in
+proportion to the others' recent work; a tenant alone has no share to keep to, so an idle fleet serves it
+whole.
 """
 
 import math
@@ -16,7 +17,7 @@ OVER = 1.25
 """Times the mean by weight."""
 
 SPARED = 2.0
-"""Times the part of the work that the others had: as much for what runs for them, and for what is cached."""
+"""Factor on the others' share of the work: as much for running requests, and for cached blocks."""
 
 LEAST_SPARED = 0.2
 MOST_SPARED = 0.6
@@ -51,9 +52,10 @@ class Shares:
         self._sums[tenant] = self._sum(tenant, now) + work, now, weight
 
     def spared(self, tenant: str, now: float) -> float:
-        """The part of a replica's KV blocks that this tenant leaves free for others; 0 while it is not over.
+        """Return the share of a replica's KV blocks that this tenant leaves free for others; 0 while it is
+        within its share.
 
-        What runs for it pushes others' blocks out of the cache, too.
+        Its running requests would evict others' blocks, too.
         """
         if now - self._looked_at >= LOOK_SECONDS:
             self._look(now)
@@ -70,7 +72,7 @@ class Shares:
         return work * math.exp(min(0.0, since - now) / MEMORY_SECONDS)
 
     def _look(self, now: float) -> None:
-        """At everybody; those who have had next to nothing lately are forgotten."""
+        """Update all tenants; those with almost no recent work are forgotten."""
         self._looked_at = now
         sums = {tenant: self._sum(tenant, now) for tenant in self._sums}
         total = sum(sums.values())

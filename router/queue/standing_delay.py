@@ -1,7 +1,7 @@
-"""StandingDelay: whether a fleet has more to do than it carries, or only a burst.
+"""StandingDelay: whether a fleet is overloaded, or only sees a burst.
 
-Owns when waits became long. A fleet that carries its load has a replica, now and then, that could begin at
-once; so the least wait of a while tells an overload from a burst, as in CoDel (Nichols and Jacobson,
+Owns when waits became long. A fleet that carries its load now and then has a replica that could begin at
+once; so the least recent wait distinguishes an overload from a burst, as in CoDel (Nichols and Jacobson,
 "Controlling Queue Delay", ACM Queue 2012).
 
     the idlest replica has had more than TARGET_SECONDS to do since `since`,

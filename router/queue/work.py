@@ -1,7 +1,7 @@
-"""Work: what a request counts for in its tenant's share, in tokens of a prompt that must be computed.
+"""Work: a request's charge to its tenant's share, in tokens of a prompt that must be computed.
 
-Owns the prices. A token that is read from cache costs its owner little, one that is decoded more than one
-of a prompt, since it takes a place in every step.
+Owns the prices. A cached token costs little, a decoded one more than a prompt's, since it takes a place in
+every step.
 """
 
 from router.queue.counters import VirtualCounters
@@ -55,7 +55,7 @@ class Charge:
             self._begins_at = now + self._wait_seconds
 
     def begins(self, num_cached_tokens: int) -> None:
-        """Its prompt has been computed, and so much of it was found in cache."""
+        """Record that its prompt has been computed, with that many cached tokens."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -69,8 +69,8 @@ class Charge:
         self._counters.charge(self._tenant, OUTPUT_TOKEN * num_tokens)
 
     def close(self, now: float | None = None) -> None:
-        """It has ended, whatever the reason; without `now`, nothing was computed for it. Closing it twice
-        gives nothing back twice."""
+        """Close the charge for any reason; without `now`, nothing was computed. Closing it twice refunds
+        nothing twice."""
         if not self._has_begun:
             self._has_begun = True
             self._counters.give_back(self._tenant, self._work * (1.0 - self._part_computed(now)))

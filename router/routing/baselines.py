@@ -1,6 +1,6 @@
-"""The baselines that look at no cache: what others do, for comparison.
+"""Baselines that ignore caches, for comparison.
 
-Owns which replica each of them picks. Knows no cache, no cost and no decision. None keeps any state.
+Owns each one's choice of a replica. Knows no cache, no cost and no decision. All are stateless.
 """
 
 import math
@@ -44,7 +44,7 @@ def consistent_hash(request: RoutingRequest, replicas: Replicas, rng: "random.Ra
 
 
 def bounded_load(request: RoutingRequest, replicas: Replicas, rng: "random.Random") -> ReplicaId:
-    """Consistent hashing that passes on what would put a replica too far above the mean."""
+    """Hash consistently, but pass on requests that would put a replica too far above the mean."""
     mean = (sum(load.num_requests for load in replicas.values()) + 1) / len(replicas)
     most = max(math.ceil(BOUNDED_LOAD_FACTOR * mean), math.ceil(mean) + BOUNDED_LOAD_SLACK)
     order = replicas.ranking.of(request.bucket).whole()

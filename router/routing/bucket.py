@@ -1,4 +1,4 @@
-"""Buckets: where a prompt belongs when nothing is known of anyone's cache.
+"""Buckets: a prompt's preferred replicas when no cache is known to hold it.
 
 Owns the bucket's definition; `replicas/protocol/affinity.py` ranks replicas for it.
 """

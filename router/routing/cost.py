@@ -47,8 +47,8 @@ LEAST_FILL = 0.2
 """No cache counts as emptier: it will not stay so, and bursts of equal prompts should meet from the start."""
 
 LONGEST_SECONDS = 60.0
-"""No rate above it, and none that is negative or not a number, counts as measured: one such number in
-the median would spoil the cost of everybody."""
+"""Bound on measured rates. Higher, negative and non-numeric ones are ignored: one such number in the median
+would spoil every cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,9 @@ class FleetRates(NamedTuple):
 
 
 class Cost(msgspec.Struct, frozen=True, gc=False):
-    """`num_ready_tokens` is what it is cheapest to have on the device when the computing begins, and
-    `move_seconds` how much longer than the queue bringing it there takes. A token of a prompt takes
-    `token_seconds` to compute there. `encode_seconds` of the prefill are for images.
-    """
+    """`num_ready_tokens` is the cheapest amount to have on the device when computing begins, and
+    `move_seconds` how much longer than the queue bringing it there takes. A prompt token takes
+    `token_seconds` there. `encode_seconds` of the prefill are for images."""
 
     wait_seconds: float
     prefill_seconds: float
@@ -120,7 +119,7 @@ def fleet_rates(loads: Iterable[ReplicaLoad], parameters: CostParameters) -> Fle
 
 
 def typical_encode_seconds(loads: Iterable[ReplicaLoad]) -> float:
-    """The median of what a token of an image takes to encode; 0 where none was measured."""
+    """Return the median encoding time per image token; 0 if none was measured."""
     measured = _measured([load.encode_seconds_per_token for load in loads])
     return _median(measured) if measured else 0.0
 
@@ -133,7 +132,7 @@ def cost_of(
     parameters: CostParameters,
     media: Sequence[MediaSpan] = (),
 ) -> Cost:
-    """The cost of a prompt of `num_tokens` at a replica that is this busy and has so much of it.
+    """Return the cost of a prompt of `num_tokens` at a replica with this load and reach.
 
     Each request that runs or waits there delays this one by a decode step, since their steps share their
     time: of two replicas with equal caches and queues the one with the smaller batch is cheaper.

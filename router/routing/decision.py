@@ -51,9 +51,9 @@ class DecisionReason(enum.StrEnum):
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):
-    """All that a decision needs of a request. `sequence` counts a router's requests (round robin).
+    """Everything about a request that a decision needs. `sequence` counts a router's requests (round robin).
 
-    `media` are where its images stand.
+    `media` are the positions of its images.
     """
 
     bucket: bytes
@@ -121,7 +121,7 @@ class Replicas(Mapping[ReplicaId, ReplicaLoad]):
         return mask
 
     def seen_as(self, load_of: Callable[[ReplicaId], ReplicaLoad]) -> "Replicas":
-        """The same, as busy as this says."""
+        """Return them with other loads."""
         seen = Replicas.__new__(Replicas)
         seen.ranking, seen._layouts, seen.load_of = self.ranking, self._layouts, load_of
         seen._slots, seen._mask, seen._peer_masks = self._slots, self._mask, self._peer_masks
@@ -135,7 +135,7 @@ class Replicas(Mapping[ReplicaId, ReplicaLoad]):
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A replica that was considered. `rank` is its place in the affinity order, 0 for home.
+    """A considered replica. `rank` is its place in the affinity order, 0 for home.
 
     `overlap_tokens` need no computing there: those that it is cheapest to have ready.
     """
@@ -149,9 +149,8 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """`pull_from` is the peer from which the replica should pull what it lacks of the overlap. `held` is what
-    the index said of all replicas, None if it had nothing.
-    """
+    """`pull_from` is the peer from which the replica should pull the overlap that it lacks. `held` is the
+    index's view of all replicas, None if it had nothing."""
 
     replica_id: ReplicaId
     overlap_tokens: int
@@ -169,10 +168,10 @@ def decide(
     parameters: CostParameters,
     rng: "random.Random",
 ) -> Decision:
-    """The cheapest replica; among near-ties the deepest overlap, then the affinity order.
+    """Return the cheapest replica; among near-ties the deepest overlap, then the affinity order.
 
-    `replicas` are those that may serve (at least one); `overlaps` are leading blocks, and may speak of
-    others, whose caches then count for nothing.
+    `replicas` are the candidates (at least one); `overlaps` are leading blocks, and may include other
+    replicas, whose caches are ignored.
     """
     assert len(replicas), "a decision needs a replica"
     considered = _considered(request, replicas, overlaps, parameters, rng)
@@ -294,9 +293,9 @@ class _Reaches:
 def peer_of(
     chosen: Candidate, replicas: Replicas, overlaps: Overlaps, rng: "random.Random"
 ) -> ReplicaId | None:
-    """The peer that the chosen one should pull from: of those that have stored most, one by chance.
+    """Return the peer to pull from: a random one of those that have stored most.
 
-    What lies on a device counts: it was copied to host memory when it was complete.
+    KV on a device counts: it was copied to host memory when it was complete.
     """
     if chosen.overlap_tokens <= chosen.reach.local:
         return None
@@ -334,9 +333,10 @@ def _deepest(
     count: int,
     rng: "random.Random",
 ) -> list[ReplicaId]:
-    """The deepest holders that are not chosen yet; among equals the least busy, then by affinity order.
+    """Return the deepest holders that are not chosen yet; among equals the least busy, then by affinity
+    order.
 
-    The equals are a random draw where there are many: a prefix may lie in every cache of the fleet.
+    Many equals are sampled: a prefix may lie in every cache of the fleet.
     """
     num_left = DRAWN_PER_CHOSEN * count + len(chosen)
     holders: list[tuple[int, ReplicaId]] = []
@@ -394,7 +394,7 @@ def _choose(candidates: tuple[Candidate, ...], rates: FleetRates, parameters: Co
 
 
 def _preference(candidate: Candidate) -> tuple[int, int, int]:
-    """Most of the prompt first, without what would have to be pulled; of that, most on the device."""
+    """Sort key: most of the prompt first, without what would be pulled; then most on the device."""
     num_own_tokens = min(candidate.overlap_tokens, candidate.reach.local)
     return (-num_own_tokens, -candidate.reach.device, candidate.rank)
 

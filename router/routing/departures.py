@@ -1,10 +1,9 @@
-"""Departures: which block hashes have left which replica, when and why, or whether the replica itself went.
+"""Departures: which block hashes left which replica, when and why, or whether the replica itself went.
 
-Owns this memory and its bound. Of each hash the latest departure is known, in a table with a place for each:
-a newer hash takes the place of an older one that falls upon it. So it forgets by and by, what is oldest most.
+Owns this bounded memory. It has the latest departure of each hash, in a table with a place for each: a newer
+hash replaces an older one in the same place, so old ones are forgotten gradually.
 
-A change is only noted, which costs as much as appending to a list; the table gets what was noted by the
-thousand, or when somebody asks.
+Noting a change costs as much as appending to a list; notes enter the table by the thousand, or at a lookup.
 """
 
 from collections import OrderedDict
@@ -30,8 +29,7 @@ _REPLICA_GONE = _REASONS - 1
 
 
 class Departure(NamedTuple):
-    """`at` is in seconds of the clock that `pass_time` was told of. Of a replica that is gone `reason` says
-    nothing."""
+    """`at` is in seconds of `pass_time`'s clock. For a departed replica `reason` means nothing."""
 
     replica_id: ReplicaId
     epoch: Epoch
@@ -44,7 +42,7 @@ class Departures:
     def __init__(self, max_hashes: int = MAX_HASHES) -> None:
         assert max_hashes > 0 and max_hashes & (max_hashes - 1) == 0, "a power of two"
         self.now = 0.0
-        """For what is noted from now on."""
+        """Time of later notes."""
         self._max_hashes = max_hashes
         self._noted: list[BlockHash] = []
         self._notes: tuple[list[int], list[int], list[float]] = ([], [], [])

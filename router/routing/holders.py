@@ -1,16 +1,15 @@
-"""Holders: which replicas have stored which block hash, three bits each in one table for all of them.
+"""Holders: which replicas have stored which block hash, three bits each in one table for all.
 
-Owns the table and its slots. Knows no chains, no predictions and no replicas: who has which slot is the
-caller's business.
+Owns the table and its slots. Knows no chains, no predictions and no replicas: the caller assigns slots.
 
-Each hash is written once for all replicas that hold it, and nothing lists what one replica has. So a slot is
-given back at once, with its bits still in the table, and taken again only when `sweep`, a slice at a time,
-has cleared them all: until then they mean no replica, and readers of the table look at the bits of living
-slots alone. In the same way a set that takes long to read is staged under a slot that is not read yet.
+Each hash is written once for all replicas that hold it, and there is no list per replica. So a slot is
+returned at once, with its bits still in the table, and reused only when `sweep`, a slice at a time, has
+cleared them all: until then they mean no replica, and readers mask the table with living slots. Likewise a
+set that takes long to read is staged under a slot that is not read yet.
 
-The lowest of a replica's bits says that it has the hash, in any tier, and is what stands for the replica
-elsewhere. The next two say that its fastest copy lies in host memory, or on disk. One lookup tells all, and
-a look at the tiers of a chain that was just walked finds everything in the processor's cache.
+The lowest of a replica's bits says that it has the hash, in any tier, and represents the replica elsewhere.
+The next two say that its fastest copy is in host memory, or on disk. One lookup gives all, and a look at the
+tiers of a chain that was just walked finds everything in the processor's cache.
 
 The table is split by the hashes' first byte, so that neither its growth nor a slice takes long.
 """
@@ -32,16 +31,16 @@ Shards: TypeAlias = list[dict[BlockHash, int]]
 
 IN_HOST = 0b010
 ON_DISK = 0b100
-"""Times the bits of replicas: those that say that their fastest copies lie there."""
+"""Multiplier of replicas' bits: their fastest copies are there."""
 
 _BITS_PER_SLOT = 3
 _ALL = 0b111
 _OWN = {Tier.DEVICE: 0b001, Tier.HOST: 0b001 | IN_HOST, Tier.DISK: 0b001 | ON_DISK}
-"""Times the bit of a replica: what the table has for it."""
+"""Multiplier of a replica's bit: its entry in the table."""
 
 
 def replicas_of(marks: int) -> int:
-    """The bits of replicas behind bits of theirs that say `IN_HOST` or `ON_DISK`, and others between them."""
+    """Extract the replicas' bits from `IN_HOST` or `ON_DISK` bits and others between them."""
     return marks >> 1 | marks >> 2
 
 
@@ -127,7 +126,7 @@ class Holders:
         return Tier.HOST if holders & bit * IN_HOST else Tier.DEVICE
 
     def sweep(self) -> bool:
-        """Clear a slice of what was given back. False: there is nothing left to clear."""
+        """Clear a slice of returned slots. False if there is nothing left to clear."""
         if self._sweep is None:
             if not self._dead:
                 return False
@@ -152,7 +151,7 @@ class Holders:
         self._all_retired &= ~dead
 
     def _retire(self, shard: dict[BlockHash, int], block_hashes: Sequence[BlockHash], dead: int) -> None:
-        """Tell what is about to be cleared. Of several slots of a hash, one."""
+        """Report what is about to be cleared. Of several slots of a hash, one."""
         of_bit: dict[int, list[BlockHash]] = {}
         for block_hash in block_hashes:
             held = shard.get(block_hash, 0) & dead

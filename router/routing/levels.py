@@ -1,7 +1,7 @@
-"""Overlaps: who has how much of one prompt, deepest first.
+"""Overlaps: each replica's share of one prompt, deepest first.
 
-Owns the answer to one lookup. Knows no index: it is made of bit masks, and names the replicas behind the
-bits only when it is asked, for a prefix may lie in every cache of a fleet of 1,000.
+Owns the answer to one lookup. Knows no index: it is made of bit masks, and names the replicas behind the bits
+only on demand, since a prefix may lie in every cache of a fleet of 1,000.
 """
 
 import enum
@@ -70,7 +70,7 @@ class Level:
         self._slots = slots
 
     def draw(self, count: int, rng: "random.Random") -> list[ReplicaId]:
-        """This many of them, drawn at random, or all if there are no more."""
+        """Draw this many at random, or all if there are no more."""
         num_holders = self._mask.bit_count()
         if num_holders <= count:
             return self._slots.of(self._mask)
@@ -134,11 +134,10 @@ class View(enum.IntEnum):
 
 
 class Overlaps(Mapping[ReplicaId, int]):
-    """The leading blocks that each replica has in any tier, of those that have any.
+    """The leading blocks that each replica has in any tier, for replicas with any.
 
-    `levels` are deepest first, each replica once. `look` answers the same for a part of what the index has;
-    it is asked when a caller wants to know, so not after the index has changed. Without it, all is stored
-    on the device.
+    `levels` are deepest first, each replica once. `look` answers the same for a part of the index; it is
+    called on demand, so not after the index has changed. Without it, all is stored on the device.
     """
 
     __slots__ = ("_has_foretold", "_levels", "_look", "_seen", "slots")
@@ -158,11 +157,11 @@ class Overlaps(Mapping[ReplicaId, int]):
         self._seen: dict[View, Sequence[Depth]] = {}
 
     def depth(self, replica_id: ReplicaId) -> int:
-        """0 if it has nothing."""
+        """Return the replica's leading blocks; 0 if it has none."""
         return _depth(self._levels, self.slots.bit(replica_id))
 
     def held(self, gone: frozenset[ReplicaId]) -> Held | None:
-        """All that there is to remember of it; None if no replica has anything."""
+        """Return the data to keep of it; None if no replica has anything."""
         if not self._levels:
             return None
         stored = self._view(View.STORED) if self._has_foretold else self._levels

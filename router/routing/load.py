@@ -17,23 +17,23 @@ from replicas.protocol.status import ReplicaId
 from replicas.protocol.ways import NO_MOVES, MoveSpeeds
 
 LOOKS_OF_SILENCE = 3
-"""A look at the registry finds what a replica said up to a second ago, and looks may be more frequent than
-heartbeats: this many in a row must have seen no new frame before one is believed over the last frame."""
+"""Looks at the registry without a new frame before one is believed over the last frame. A look is up to a
+second old, and looks may be more frequent than heartbeats."""
 
 
 LEAST_MOVE_SECONDS = 1e-8
-"""No replica moves the KV of a token faster, whatever it says: that is 1.2 TB/s for the 12 KB that a model of
-half a billion parameters needs, and more for larger ones; the memory of no host and no network gives as much.
-A replica that claimed nearly nothing would draw every prompt that it could bring from anywhere."""
+"""Lower bound on a replica's claimed time per token moved: 1.2 TB/s for the 12 KB of a model of half a
+billion parameters, and more for larger ones; no host memory and no network is as fast. A replica that claimed
+almost nothing would attract every prompt."""
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True):
     """`num_requests` run or wait; `num_pending_tokens` of prompts are still to be computed, and
     `num_pending_image_tokens` of their images to be encoded.
 
-    `num_context_tokens` are held by its requests. `cache_fill` is the share of its KV blocks that hold
-    something; a replica that has said nothing yet is taken to be new, and empty. Rates are None until the
-    replica has measured them; `speeds` are those of moving KV.
+    `num_context_tokens` are held by its requests. `cache_fill` is the share of its KV blocks in use; a
+    replica that has not reported counts as new, and empty. Rates are None until the replica has measured
+    them; `speeds` are those of moving KV.
     """
 
     num_requests: int = 0
@@ -98,7 +98,7 @@ class _ReplicaBook:
     speeds: MoveSpeeds = NO_MOVES
     """Speeds in the snapshot."""
     num_silent_looks: int = LOOKS_OF_SILENCE
-    """Looks at the registry since the last frame; at the start there was none to wait for."""
+    """Looks at the registry since the last frame; initially there was none to wait for."""
     num_reserved: int = 0
     num_on_the_way: int = 0
     num_pending_tokens: int = 0
@@ -201,10 +201,10 @@ class LoadBook:
         self._book(replica_id).take(snapshot, num_counted_submits)
 
     def update_from_registry(self, replica_id: ReplicaId, snapshot: LoadSnapshot) -> None:
-        """A snapshot from the replica's heartbeat, as found by one more look at the registry.
+        """Record a snapshot from the replica's heartbeat, found by one more look at the registry.
 
-        It may be older than the latest frame, so it counts only where the stream has been silent for
-        some looks. It acknowledges nothing.
+        It may be older than the latest frame, so it counts only after some looks of silence on the stream. It
+        acknowledges nothing.
         """
         book = self._book(replica_id)
         if book.num_silent_looks < LOOKS_OF_SILENCE:
@@ -213,7 +213,7 @@ class LoadBook:
             book.believe(snapshot)
 
     def forget(self, replica_id: ReplicaId) -> None:
-        """The replica is gone. Reservations on it may still be given back; they count no more."""
+        """Forget a replica. Reservations on it may still be returned, without effect."""
         self._books.pop(replica_id, None)
 
     def reserve(

@@ -18,8 +18,8 @@ A missing stride position ends the walk for that replica: nothing behind a hole 
 
 A prediction names blocks that a replica is about to compute, and has one or two grounds:
 
-* *own*: this router has just sent the request there; until `end_prediction`; * *announced*: the replica has
-said so in the stream, to every router; until it ends the announcement.
+- *own*: this router has just sent the request there; until `end_prediction`;
+- *announced*: the replica has said so in the stream, to every router; until it ends the announcement.
 
 Departures are remembered for a while (`departures.py`), so that a miss can be explained by where a block was
 and how it went.
@@ -54,7 +54,7 @@ _BELOW_DEVICE = IN_HOST | ON_DISK
 class ChangeOutcome(enum.Enum):
     APPLIED = "applied"
     STALE = "stale"
-    """Contained in what was replaced or applied already; ignored."""
+    """Contained in an earlier replacement or change; ignored."""
     GAP = "gap"
     """Changes before it are missing; ignored, and the replica's set must be read again."""
     UNKNOWN = "unknown"
@@ -63,7 +63,7 @@ class ChangeOutcome(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class _Prediction:
-    """Names at least one block, and stands on at least one leg."""
+    """Names at least one block, and has at least one ground."""
 
     replica: "_Replica"
     block_hashes: set[BlockHash]
@@ -140,7 +140,7 @@ class PrefixIndex:
 
     @property
     def has_tiers(self) -> bool:
-        """Whether anybody ever had anything below the device."""
+        """Whether any replica ever had anything below the device."""
         return self._holders.has_tiers
 
     @property
@@ -158,7 +158,7 @@ class PrefixIndex:
         return 0 if replica is None else replica.num_stored
 
     def epoch(self, replica_id: ReplicaId) -> Epoch | None:
-        """The epoch last given to `replace`; None for a replica that it was never called for."""
+        """Return the epoch last given to `replace`; None for an unknown replica."""
         replica = self._replicas.get(replica_id)
         return None if replica is None else replica.epoch
 
@@ -208,12 +208,12 @@ class PrefixIndex:
     def levels_by_tier(
         self, block_hashes: Sequence[BlockHash], levels: Sequence[Depth]
     ) -> tuple[list[Depth], list[Depth]]:
-        """`levels` again, on the device alone, and in host memory or faster. A predicted block will be on the
-        device.
+        """Return `levels` again, on the device alone, and in host memory or faster. A predicted block counts
+        as on the device.
 
-        No replica is deeper than in `levels`, and each has every stride position before its depth there. Who
-        lacks something ends at a stride position, though shorter prompts may have ended after it: KV moves by
-        chunks.
+        No replica is deeper than in `levels`, and each has every stride position before its depth there. A
+        replica with gaps ends at a stride position, though shorter prompts may have ended after it: KV moves
+        by chunks.
         """
         shards, predicted, stride = self._holders.shards, self._predicted, self._blocks_per_stride
         on_device: list[Depth] = []
@@ -347,13 +347,13 @@ class PrefixIndex:
         return [(position, one) for position, one in zip(positions, left, strict=True) if one is not None]
 
     def _on_departed(self, retired: Departure, block_hashes: Sequence[BlockHash]) -> None:
-        """A replica that is gone had these, which the table has no more."""
+        """Record the hashes of a departed replica that the table has dropped."""
         self.departures.left(
             retired.replica_id, retired.epoch, block_hashes, is_replica_gone=True, at=retired.at
         )
 
     def stage(self) -> StagedHashes:
-        """For `replace`: a set that is read bit by bit, while everybody else goes on."""
+        """Stage a set for `replace` that is read piece by piece, without blocking others."""
         return self._holders.stage()
 
     def replace(
@@ -414,9 +414,8 @@ class PrefixIndex:
         return ChangeOutcome.APPLIED
 
     def sweep(self) -> bool:
-        """A little of the work that replicas have left which are gone, or were cleared or read anew; False
-        if there is none. Each change does as much.
-        """
+        """Clear some leftovers of replicas that are gone, or were cleared or reread; False if there are none.
+        Each change clears as much."""
         return self._holders.sweep()
 
     def forget(self, replica_id: ReplicaId) -> None:
@@ -434,24 +433,24 @@ class PrefixIndex:
         return None if epoch is None else Departure(replica_id, epoch, True, self.departures.now)
 
     def forget_announcements(self) -> None:
-        """No event will say when they are over."""
+        """Drop all announcements, since no event will end them."""
         for replica in self._replicas.values():
             self._drop_announced(replica)
 
     def predict(
         self, announcement_id: int, replica_id: ReplicaId, block_hashes: Collection[BlockHash]
     ) -> None:
-        """These blocks are about to be computed at the replica: count them until the prediction ends.
+        """Count these blocks at the replica, which is about to compute them, until the prediction ends.
 
-        `block_hashes` are such as `missing` says. Predictions beyond the limit end the oldest.
+        `block_hashes` come from `missing`. Predictions beyond the limit end the oldest.
         """
         self._drop(announcement_id)  # ids are made to be unique, but others make them too
         self._add(announcement_id, self._replica(replica_id), block_hashes, is_own=True, is_announced=False)
 
     def end_prediction(self, announcement_id: int) -> None:
-        """This router has no more to do with it. One that is announced stays until its replica ends it.
+        """End this router's part of it. An announced one stays until its replica ends it.
 
-        Unknown ones (ended by their replica, with it, or by the limit) are ignored.
+        Unknown ones (ended by their replica, or by the limit) are ignored.
         """
         prediction = self._predictions.get(announcement_id)
         if prediction is not None:
@@ -524,7 +523,7 @@ class PrefixIndex:
                 self._drop(announcement_id)
 
     def _cancel(self, replica: _Replica, block_hash: BlockHash) -> None:
-        """The block is gone: whatever foretold it is no longer believed."""
+        """Cancel all predictions of a removed block."""
         others = self._predicted.get(block_hash, 0) ^ replica.bit
         if others & replica.bit:
             return

@@ -1,8 +1,8 @@
-"""The routing policies that a configuration can name, all under one signature.
+"""The routing policies that a configuration can name, under one signature.
 
-`kvasir` is the decision of `decision.py`; the others are what it is compared with: those of
-`baselines.py`, which look at no cache, and here those that weigh caches and load in another way. None
-keeps any state: what a policy needs to know stands in its arguments.
+`kvasir` is the decision of `decision.py`; the others are for comparison: those of `baselines.py`, which
+ignore caches, and here those that weigh caches and load differently. All are stateless: their arguments have
+everything.
 """
 
 from collections.abc import Callable, Mapping
@@ -93,8 +93,8 @@ def lmetric(request: RoutingRequest, candidates: tuple[Candidate, ...], rng: "ra
 def minimum_ttft(
     request: RoutingRequest, candidates: tuple[Candidate, ...], rng: "random.Random"
 ) -> Candidate:
-    """The least expected time to first token: ours without prices of copies and delays, without near-ties and
-    with everybody compared. Ties go by affinity order."""
+    """Choose the least expected time to first token: like ours, without prices of copies and delays, without
+    near-ties, and comparing all replicas. Ties go by affinity order."""
 
     def seconds(candidate: Candidate) -> float:
         cost = candidate.cost
@@ -130,7 +130,7 @@ def _weighing(choose: Choose) -> Policy:
 
 
 def _blind(pick: "Pick") -> Policy:
-    """`pick`, which looks at no cache, as a policy, which explains its decision with what it picked."""
+    """Make a policy of `pick`, which ignores caches, with its choice as the explanation."""
 
     def policy(
         request: RoutingRequest,

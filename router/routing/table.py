@@ -59,16 +59,16 @@ class Preview(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A decision that has not been acted upon. It holds while nothing else is decided: `act` at once."""
+    """A decision that has not been acted upon. It is valid until the next decision: `act` at once."""
 
     decision: Decision
     act: Callable[[], "RoutedRequest"]
 
 
 class RoutedRequest:
-    """A decision that has been acted upon. Leaving it gives everything back, whatever happened.
+    """A decision that has been acted upon. Leaving it returns everything, whatever happened.
 
-    `announcement` is what the replica should announce when it takes the request; its hashes may be none.
+    `announcement` is for the replica to announce when it takes the request; its hashes may be none.
     """
 
     __slots__ = ("_end_prediction", "_reservation", "announcement", "decision", "num_uncached_tokens")
@@ -138,9 +138,9 @@ class RoutingTable:
         self._lingering: deque[tuple[float, PrefixIndex, int]] = deque()
         self.loads = LoadBook()
         self.on_change: Callable[[str, ReplicaId], None] = _ignore
-        """Told the model and the replica whenever one has come, and when one says how busy it is."""
+        """Called with model and replica when one arrives or reports its load."""
         self.on_absence: Callable[[str, ReplicaId], None] = _ignore
-        """Told the same when one may not be chosen any more."""
+        """Called likewise when one may not be chosen any more."""
 
     @property
     def models(self) -> list[str]:
@@ -206,14 +206,14 @@ class RoutingTable:
             self.on_absence(name, replica_id)
 
     def set_dead(self, replica_id: ReplicaId) -> None:
-        """Its engine is gone: it takes nothing and gives nothing. Unknown ones are ignored."""
+        """The replica's engine is gone: it takes nothing and gives nothing. Unknown ones are ignored."""
         name = self._model_of.get(replica_id)
         if name is not None:
             self._models[name].gone.add(replica_id)
             self.set_draining(replica_id)
 
     def set_stalled(self, replica_id: ReplicaId, *, is_stalled: bool) -> None:
-        """The replica gets nothing new while it gets nowhere. Unknown ones are ignored."""
+        """The replica gets nothing new while it makes no progress. Unknown ones are ignored."""
         name = self._model_of.get(replica_id)
         if name is not None:
             model = self._models[name]
@@ -324,8 +324,7 @@ class RoutingTable:
         adapter: Adapter | None = None,
         load_of: Callable[[ReplicaId], ReplicaLoad] | None = None,
     ) -> Choice:
-        """Decide, and leave it to the caller whether to act. `load_of` says how busy each is, where that is
-        not what this table knows.
+        """Decide, and let the caller act. `load_of` overrides this table's loads.
 
         Raises UnknownModel or NoReplicaAvailable.
         """
