@@ -2,8 +2,8 @@
 
 Owns one replica's queue, batch and cache. Knows no router, no index and no delays. The rules are those of our
 own engine's scheduler. Requests have no tokens, and steps in which every request just decodes are taken many
-at a time (`lockstep.py`), up to the next arrival. The scheduler itself, driven by a virtual clock, needs 8 to
-15 times the processor time on the ratchet's loads, and has no tiers and no decoding beside prompts then.
+at a time (`lockstep.py`), up to the next arrival. The scheduler itself under a virtual clock takes 9 to 29
+times the processor time on the ratchet's loads, and cannot decode beside prompts.
 """
 
 from bisect import insort
