@@ -1,9 +1,9 @@
 """Canonical conversations: a key for each beginning of a conversation, equal when a client sends it back.
 
-Owns which messages count as the same. Clients change an assistant's message when they send it back: blanks
-around its text, the arguments of its calls written anew, no reasoning, other ids; none of that counts.
-Reasoning that they do send is compared with what was generated, or with its ending. In other messages role,
-name and text count. Tools and template arguments count whole, without the order of their keys.
+Owns which messages count as equal. Clients change an assistant's message when they send it back: surrounding
+blanks, respelt arguments, no reasoning, other ids; none of that counts. Reasoning that they do send is
+compared with the generated one, or its ending. In other messages role, name and text count. Tools and
+template arguments count whole, ignoring the order of their keys.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ Thought = NewType("Thought", bytes)
 """A digest of a message's reasoning and its last `ENDING_BYTES`, without blanks around it."""
 
 ENDING_BYTES = 128
-"""Shorter reasoning may be only the ending: openai-node's stream helper keeps the last piece of a field that
-it does not know."""
+"""Shorter reasoning may be only the ending: openai-node's stream helper keeps the last piece of an unknown
+field."""
 
 Message = Mapping[str, Any]
 """A message in the form of chat templates; `content` is a text, none, or a list of parts."""
@@ -62,12 +62,12 @@ def thought_digest(reasoning: str) -> Thought:
 
 
 def is_thought(sent: Thought, generated: Thought) -> bool:
-    """Whether the reasoning that came back is all of what was generated."""
+    """Whether the returned reasoning is all of the generated one."""
     return sent[:KEY_BYTES] == generated[:KEY_BYTES]
 
 
 def is_ending(sent: Thought, generated: Thought) -> bool:
-    """Whether it is the end of what was generated; only the last `ENDING_BYTES` are compared."""
+    """Whether it is the end of the generated one; only the last `ENDING_BYTES` are compared."""
     ending = sent[KEY_BYTES:]
     return 0 < len(ending) < ENDING_BYTES and generated.endswith(ending, KEY_BYTES)
 
@@ -89,8 +89,8 @@ def conversation_keys(
     thoughts: Mapping[int, Thought] | None = None,
     is_other: Callable[[int, ConversationKey, Thought], bool] | None = None,
 ) -> list[ConversationKey]:
-    """One for each message, rolling. A message whose reasoning `is_other` than what was generated gets
-    another key, and so does every message after it."""
+    """Return a rolling key per message. A message whose reasoning `is_other` than the generated one gets
+    another key, and so does every later message."""
     key = _first_key(root, digests[0])
     keys: list[ConversationKey] = []
     for position, digest in enumerate(digests[1:]):

@@ -1,7 +1,7 @@
 """RememberedHistory: the exact tokens of conversations that were answered here, by their keys.
 
-Owns the records and their bound in bytes. A record holds what its conversation adds to the one before it, so
-a long conversation is stored once. It can be read while those before it are there, and using it uses them
+Owns the records and their bound in bytes. A record holds what its conversation adds to the one before, so a
+long conversation is stored once. It is readable while those before it are present, and using it uses them
 too. The least recently used goes first; a tenant above its share evicts its own. A missing record only costs
 cached tokens. Notes when other routers were last told of a record. All times are of one clock, in seconds.
 """
@@ -58,9 +58,9 @@ class Record:
     parent_serial: int
     thought: Thought | None
     asked: Asked | None = None
-    """None if others cannot be told of it."""
+    """None if it cannot be sent to others."""
     mark: Mark | None = None
-    """Set once others were told of it, or have told of it."""
+    """Set once it was sent to other routers, or came from them."""
     told_at: float | None = None
     has_rivals: bool = False
 
@@ -184,7 +184,8 @@ class RememberedHistory:
         return key in self._records
 
     def chain(self, key: ConversationKey) -> list[tuple[ConversationKey, Record]]:
-        """The record of `key` and those that it needs, earliest first; empty if one of them is gone."""
+        """Return the record of `key` and those that it needs, earliest first; empty if one of them is
+        gone."""
         record = self._records.get(key)
         chain = None if record is None else self._chain(key, record)
         return [(used, self._records[used]) for used in reversed(chain or ())]

@@ -15,7 +15,7 @@ from router.history.remembered import Asked, Mark
 
 BYTES_PER_TOKEN = 4
 ENDING_TOKENS = 32
-"""Sent in plain: what begins an answer is among them, and stands only where an answer begins."""
+"""Sent in plain: they include the beginning of an answer, which occurs only there."""
 ANCHOR_TOKENS = 16
 """Sent in plain, to search for the place of the rest."""
 LEAST_ANCHOR_TOKENS = 4
@@ -86,8 +86,8 @@ class Retracing:
         self._left = MOST_READINGS * len(plain)
 
     def prompt_of(self, told: Told) -> bytes | None:
-        """The packed tokens of the answer's prompt, behind the answer before it. None if they are not found;
-        call it no more then."""
+        """Return the packed tokens of the answer's prompt, after the answer before it. None if they are not
+        found; do not call it again then."""
         if not told.parent:
             return self._at(told, 0)
         anchor = told.anchor or told.ending[: LEAST_ANCHOR_TOKENS * BYTES_PER_TOKEN]

@@ -1,8 +1,8 @@
-"""Splicing: what a template writes behind an assistant's message, whatever it writes for the message itself.
+"""Splicing: finds the text that a template writes after an assistant's message.
 
-Owns how the place is found. The conversation is rendered once more with a placeholder for the message that no
-client sends. What follows the message begins behind it, at the first token that ends a turn; the prompt must
-end with just that. If a template refuses the placeholder, drops it, or ends turns otherwise, nothing is
+Owns the search. The conversation is rendered once more with a placeholder for the message that no client
+sends. The text after the message begins behind it, at the first token that ends a turn; the prompt must end
+with exactly that. If a template refuses the placeholder, drops it, or ends turns otherwise, nothing is
 spliced, which only costs cached tokens.
 """
 
@@ -27,7 +27,8 @@ def text_after(
     *,
     ends_of_turn: Collection[str],
 ) -> tuple[str, str] | None:
-    """The token that ends the turn of the answer at `position`, and what follows; None if it cannot be found.
+    """Return the token that ends the turn of the answer at `position`, and the following text; None if not
+    found.
 
     `messages` are those of the `prompt`, in which the client's special tokens are broken already (see
     `quoting`), so those in `ends_of_turn` are the template's. An answer may end with that token already.

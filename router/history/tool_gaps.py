@@ -59,8 +59,8 @@ class ToolGaps:
         self._awaited.put(key, (tenant, now))
 
     def came(self, key: ConversationKey, now: float) -> None:
-        """The next turn has come; `key` is that of its conversation through the answer before. What took
-        longer than is ever kept teaches nothing."""
+        """Record that the next turn has come; `key` is its conversation's through the answer before. Gaps
+        longer than the longest lease are ignored."""
         awaited = self._awaited.pop(key)
         if awaited is not None and now - awaited[1] <= self._most_seconds:
             self._tenant(awaited[0]).gaps.append(now - awaited[1])

@@ -1,7 +1,7 @@
 """Admission: how many sequences and tokens a router serves at a time.
 
-Owns what is held. A request is weighed once it has been read: a hundred prompts with sixteen choices each
-are one HTTP request and sixteen hundred sequences. Knows no HTTP, and not what becomes of a request.
+Owns the reservations. A request is weighed once it has been read: a hundred prompts with sixteen choices each
+are one HTTP request and sixteen hundred sequences. Knows no HTTP, and no requests' outcomes.
 """
 
 from collections.abc import Callable, Iterable, Iterator

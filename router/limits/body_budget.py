@@ -1,8 +1,7 @@
 """BodyBudget: the memory of all request bodies, from their first byte until they have been prepared.
 
-Owns the counts. Bytes count as they come, and where there is no room for more the body is refused. How much
-the values in a body may take is bounded where it is taken apart (`offload.py`). Another such budget counts
-the images of requests that are served.
+Owns the counts. Bytes count as they arrive, and a body without room is refused. `offload.py` bounds the
+values in a body. Another such budget counts the images of requests being served.
 """
 
 from collections.abc import Iterator
@@ -94,7 +93,7 @@ class BodyHold:
         self._num_bytes += num_bytes
 
     def give_back(self) -> None:
-        """All of it; there may be nothing."""
+        """Return everything; there may be nothing."""
         if self._num_bytes:
             self._budget.change(self._address, -self._num_bytes)
             self._num_bytes = 0

@@ -1,10 +1,9 @@
-"""Connections: how many clients are connected, how many of one address, and why connections were ended.
+"""Connections: clients connected, in all and per address, and why connections ended.
 
-Owns the limits and the counts. Knows no protocol: the connections themselves are `http_protocol.py`'s.
+Owns the limits and the counts. Knows no protocol: `http_protocol.py` owns the connections themselves.
 
-One address may take a share of what there is. Behind a load balancer all users come from one address, so
-the share is half unless it is set, and the whole is generous. A Unix socket has no address and no such
-limit.
+One address may take a share of all. Behind a load balancer all users come from one address, so the share is
+half by default, and the whole is generous. A Unix socket has no address and no such limit.
 """
 
 import enum
@@ -59,7 +58,7 @@ class Connections:
         )
 
     def enter(self, address: str | None) -> Ended | None:
-        """Count a connection; or say why not, and then it must not leave."""
+        """Count a connection; or return why not, without counting it."""
         if self._open.num >= self.max_open:
             return Ended.TOO_MANY
         if not self._open.has_room(address):

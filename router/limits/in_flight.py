@@ -1,6 +1,6 @@
-"""InFlight: how many requests a router serves at a time, of one client address at most its share.
+"""InFlight: how many requests a router serves at a time, with a share per client address.
 
-Owns the count. What a request asks for is weighed by `admission.py`.
+Owns the count. `admission.py` weighs a request's content.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class InFlight:
         yield gauge("router_in_flight", "Requests being served", lambda: self.num)
 
     def hold(self, address: str | None) -> "InFlightHold":
-        """A context that counts one request. Raises Overloaded where there is no room for it."""
+        """Return a context that counts one request. Raises Overloaded without room."""
         if not self._held.has_room(address):
             whose = "this address" if self._held.has_room(None) else "all clients"
             raise Overloaded(

@@ -1,8 +1,8 @@
 """PreparingTurns: whose request the event loop prepares next.
 
-Owns that tenants take turns where a router is busy itself: a request that comes beside a hundred of somebody
-else's waits for one of them, not for all. What replicas are given is the business of `router/queue/`; before
-that stands the router's own work, most of it with the prompt's text.
+Owns the turns of tenants at a busy router: a request beside a hundred of another tenant's waits for one of
+them, not for all. `router/queue/` shares the replicas; this shares the router's own work, most of it with the
+prompt's text.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections import deque
 from router.caller import Tenant
 
 REQUEST_BYTES = 4 * 2**10
-"""A request counts as so much more than its body, since much of its work is the same for any."""
+"""Fixed cost of a request in bytes, besides its body."""
 
 MIXED_SECONDS = 1.0
 """Seconds without a request of another tenant after which a tenant counts as alone, and is not held back."""
@@ -31,7 +31,7 @@ class PreparingTurns:
         self._lines: dict[str, deque[_Waiter]] = {}
         """Waiting tenants' lines; none is empty."""
         self._order: list[tuple[float, int, str]] = []
-        """A heap with one entry for each of them: what it was given, which came first, and its name."""
+        """A heap with an entry per waiting tenant: its received work, its order of arrival, and its name."""
         self._given: dict[str, float] = {}
         self._floor = 0.0
         self._number = 0

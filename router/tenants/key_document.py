@@ -13,8 +13,8 @@
         rights: [explain]
         expires: 2027-01-01T00:00:00Z
 
-Owns what is refused: a document is in force whole or not at all. A text that begins with a brace is JSON,
-which is read about eight times as fast. Comments do not survive being written again.
+Owns the refusals: a document is in force whole or not at all. A text that begins with a brace is JSON, which
+is read about eight times as fast. Rewriting drops comments.
 """
 
 import functools
@@ -201,9 +201,9 @@ def _made_early(found: dict[str, Any]) -> KeyRecord | dict[str, Any]:
 
 
 def _key_early(found: dict[str, Any]) -> KeyRecord | dict[str, Any]:
-    """The key that a mapping is, as soon as it has been read; one that is none is told of later, with its
-    place. The collector would walk a hundred thousand mappings again and again, while all other threads
-    wait; records it does not walk."""
+    """Convert a mapping to its key as soon as it is read; one that is no key is reported later, with its
+    place. The garbage collector would walk 100,000 mappings again and again, while all other threads wait; it
+    does not walk records."""
     try:
         key = msgspec.convert(found, KeyRecord)
     except msgspec.ValidationError:

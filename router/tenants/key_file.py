@@ -1,8 +1,8 @@
 """KeyFile: a file of tenants and keys, read at the start and followed when it changes.
 
-Owns when a file counts as changed: by its inode, size and times, on which two looks in a row must agree, so
-that nothing half written is read. Symlinks are followed at each look: Kubernetes swaps one when a Secret
-changes. A file that is wrong, or gone, leaves the keys before in force.
+Owns the detection of changes: by inode, size and times, on which two looks in a row must agree, so that no
+half-written file is read. Symlinks are followed at each look: Kubernetes swaps one when a Secret changes. A
+wrong or missing file leaves the old keys in force.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class _Version(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """`found` is what is new; `is_newest` says that what was read last is what is there."""
+    """`found` is new content; `is_newest` says that the last content read is still current."""
 
     found: KeySet | None
     is_newest: bool
@@ -40,7 +40,7 @@ class _Look(NamedTuple):
 
 class KeyFile:
     def __init__(self, path: str, keys: KeysInForce, *, look_seconds: float = LOOK_SECONDS) -> None:
-        """Raises SettingsError if there are no whole keys in it to begin with."""
+        """Read the keys. Raises SettingsError if the file is not valid at the start."""
         self._path = Path(path).expanduser()
         self._keys = keys
         self._look_seconds = look_seconds

@@ -24,7 +24,7 @@ class BadYaml(ValueError):
 def read_yaml(
     content: bytes, *, max_depth: int, made: Callable[[dict[Any, Any]], object] = lambda found: found
 ) -> object:
-    """`made` gets each mapping as soon as it is whole, and says what it is. Raises BadYaml."""
+    """Read a document; `made` converts each complete mapping. Raises BadYaml."""
     loader = _Loader(content)
     try:
         return _Reading(loader, max_depth, made).document()
@@ -50,7 +50,7 @@ class _Reading:
         self._anchors: dict[str, object] = {}
 
     def document(self) -> object:
-        """The only one that there is; None where there is none."""
+        """Return the only document; None if there is none."""
         next_event = self._loader.get_event
         next_event()
         if isinstance(next_event(), yaml.StreamEndEvent):

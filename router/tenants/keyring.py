@@ -1,7 +1,7 @@
-"""Keyring: the API keys in force, and whom each of them stands for.
+"""Keyring: the API keys in force, and their callers.
 
-Owns how a key's text is taken apart and compared: by its id it is looked up, and by the hash of the whole
-text it is recognised, in a time that says nothing of either. Where keys come from is known elsewhere.
+Owns the parsing and comparison of a key's text: looked up by id and recognised by the hash of the whole text,
+in a time that reveals neither. The source of keys is elsewhere.
 """
 
 import enum
@@ -21,7 +21,7 @@ _NOBODYS_DIGEST = bytes(DIGEST_BYTES)
 
 
 class KeyFault(enum.StrEnum):
-    """Why what a request shows does not let it in, for those who count."""
+    """Reason why a request's credentials are refused, for metrics."""
 
     MISSING = "key_missing"
     UNKNOWN = "key_unknown"

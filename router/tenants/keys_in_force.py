@@ -1,7 +1,7 @@
-"""KeysInForce: the newest keys that were whole, whatever has become of their source since.
+"""KeysInForce: the newest valid keys, whatever happened to their source since.
 
-Owns what is said when newer ones are refused or their source is away, once each, and how old what is in force
-is by then. Who reads the source hands over what it has found, between two requests.
+Owns the log lines when newer ones are refused or the source is away, once each, and the age of the keys in
+force. The source's reader passes on what it finds, between two requests.
 """
 
 import logging

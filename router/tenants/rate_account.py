@@ -1,12 +1,12 @@
-"""RateAccount: what one tenant or one key has used lately, beside what it may use.
+"""RateAccount: recent use of one tenant or key, against its limits.
 
-Pure: its caller says what time it is, in seconds of a clock that need not agree with any other.
+Pure: its caller supplies the time, in seconds of a clock that need not agree with any other.
 
-Two buckets, told by what is missing in them: each use takes from one, and it fills again at its limit per
-minute. So a limit that changes holds at once, and an account in which nothing is missing can be forgotten.
-What running answers may yet use is *reserved*: it takes room and does not come back by time, but at the end
-of the answer, when what was really used takes its place. Uses beyond the bucket (an answer longer than what
-was reserved, uses at another router) leave less than nothing in it, and are paid off before anything else.
+Two buckets store what is missing: each use takes from one, and it refills at its limit per minute. So a
+changed limit holds at once, and a full account can be forgotten. The possible use of running answers is
+*reserved*: it takes room and returns not with time but at the answer's end, when the real use replaces it.
+Use beyond the bucket (an answer longer than reserved, use at another router) makes it negative, and is paid
+off before anything else.
 """
 
 import enum
@@ -57,7 +57,7 @@ class Shortage(NamedTuple):
 
 
 class Quota(NamedTuple):
-    """`reset_seconds` from now nothing is missing, if nothing more is used."""
+    """After `reset_seconds` nothing is missing, if nothing more is used."""
 
     limit: int
     num_remaining: int
@@ -95,7 +95,7 @@ class RateAccount:
         """Used here since other routers were told."""
 
     def is_idle(self, now: float) -> bool:
-        """Nothing would be lost with it."""
+        """Whether it can be forgotten without loss."""
         self.pass_time(now)
         return not (
             self.requests or self.tokens or self.reserved or self.num_sequences or self.num_others_sequences
@@ -180,7 +180,8 @@ class RateAccount:
         return _quota(self.limits.tokens_per_minute, self.tokens + self.reserved)
 
     def _counted(self, ask: Ask) -> int:
-        """A request that fits by its prompt is not refused for ever for what its answer might become."""
+        """Return the counted tokens. A request whose prompt fits is not refused forever for its possible
+        answer."""
         limit = self.limits.tokens_per_minute
         if limit is None:
             return ask.num_prompt_tokens
@@ -192,7 +193,7 @@ def _refilled(missing: float, limit: int | None, seconds: float) -> float:
 
 
 def _shortage(what: Limited, limit: int, used: float, asked: int, least: int) -> Iterator[Shortage]:
-    """`least` of what is asked has to fit into the whole bucket."""
+    """Yield the shortage. At least `least` of what is asked has to fit into the whole bucket."""
     if least > limit:
         yield Shortage(what, limit, round(used), asked, None)
     elif used + asked > limit + _ROUNDING:

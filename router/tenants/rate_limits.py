@@ -1,8 +1,7 @@
-"""RateLimits: whether a request fits the limits of its tenant and its key, and what it takes of them.
+"""RateLimits: whether a request fits the limits of its tenant and its key, and its reservations.
 
-Owns the accounts of tenants and keys that have limits. Pure: the time is the caller's. Accounts that are full
-again are forgotten: each request looks at two, so there are never many more than were used in the last
-minutes.
+Owns the accounts of tenants and keys with limits. Pure: the caller supplies the time. Full accounts are
+forgotten: each request checks two, so there are never many more than were used in the last minutes.
 """
 
 from collections import deque

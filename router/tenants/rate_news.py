@@ -18,7 +18,7 @@ MAX_ENTRIES = 512
 """In one message; the rest waits for the next one."""
 
 QUIET_SECONDS = 4.0
-"""A router that is silent for this long is taken to serve nothing."""
+"""A router that is silent for this long counts as serving nothing."""
 
 _Amount = Annotated[int, Meta(ge=-(2**48), le=2**48)]
 _Limit = Annotated[int, Meta(ge=0, le=2**48)]

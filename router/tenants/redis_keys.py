@@ -129,7 +129,7 @@ async def read_keys(redis_url: str, seal: Seal) -> Numbered | None:
 
 
 async def replace_keys(redis_url: str, seal: Seal, old: Numbered | None, new: Numbered) -> bool:
-    """Write `new`, unless Redis no longer has `old`; says whether it did. Raises as `read_keys` does."""
+    """Write `new`, unless Redis no longer has `old`; returns whether it did. Raises as `read_keys` does."""
     async with plain_redis(redis_url) as redis, redis.pipeline(transaction=True) as pipeline:
         await pipeline.watch(DOCUMENT_KEY)
         sealed = await _document(pipeline)
