@@ -168,7 +168,7 @@ def only_shape(text: str, found: Any) -> str:
         return json.dumps(shape(found), indent=1)
     kinds = re.findall(r"(?m)^# TYPE .*$", text)
     series = {_BUCKET.sub("", name) for name in re.findall(r"(?m)^([a-z_]+(?:\{.*\})?) ", text)}
-    return "\n".join([*kinds, *sorted(series)])
+    return "\n".join([*sorted(kinds), *sorted(series)])
 
 
 def only_totals(text: str, _: Any) -> str:
