@@ -29,7 +29,7 @@ _SOON = re.compile(r"(has |again in |\"retryDelay\":\")[\d.]+(?= in use|s)")
 _BUCKET = re.compile(r",?le=\"[^\"]*\"")
 _BEFORE = re.compile(r"(\"seconds_before\"):[\d.]+")
 _MOMENTARY = re.compile(
-    "router_(?:frames|index|rate_news|itl|tpot|overlap|stored_response_uses)_|replica_(?:frames|index|lease_renewals)_"
+    "router_(?:frames|index|rate_news|itl|tpot|overlap|stored_response_uses|history_lookups)_|replica_(?:frames|index|lease_renewals)_"
 )
 _ALLOWED = re.compile(r"(?m)^(allow): (.+)$")
 _CHOSEN = re.compile(r"(?m)^(x-kvasir-(?:replica|reason|overlap-tokens)): .+$")
