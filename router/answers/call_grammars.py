@@ -1,10 +1,10 @@
-"""How each model writes its calls, as rules of a grammar.
+"""Grammar rules for each model's form of tool calls.
 
-Owns the rules of every tool syntax, `calls` and `text_or_calls`, and the grammars of the arguments beside
-them. What is written is what the model's own chat template makes of a call that it shows again.
+Owns the rules of every tool syntax, `calls` and `text_or_calls`, and the grammars of their arguments. Calls
+are written as the model's own chat template writes a call that it shows again.
 
-Arguments in JSON follow the tool's schema. In Qwen's XML, properties come in the schema's order, those that
-are no strings follow their schemas, and of a string's only `enum` and `const` count: there it is bare text.
+Arguments in JSON follow the tool's schema. In Qwen's XML, properties come in the schema's order; those that
+are no strings follow their schemas, and of a string's only `enum` and `const` count, since it is bare text.
 """
 
 import json
@@ -61,9 +61,8 @@ def call_rules(
     several: bool,
     beside_json: bool,
 ) -> tuple[Rules, Named]:
-    """`several` calls may follow one another. `beside_json` says that the answer may be other JSON as well.
-    Raises InvalidRequest.
-    """
+    """Write the rules; `several` calls may follow one another. `beside_json`: the answer may be other JSON as
+    well. Raises InvalidRequest."""
     if syntax is ToolSyntax.LLAMA:
         tag = f"{PYTHON_TAG}?" if is_special(PYTHON_TAG, special_tokens) else ""
         frame = _BARE % {"more": ' ("; " body)*' if several else "", "tag": tag}
@@ -152,7 +151,7 @@ def _xml_value(schema: Any, root: Any) -> str | None:
 
 
 def _by_itself(schema: Any, root: Any) -> Any:
-    """Without a reference to what does not come with it."""
+    """Remove references to what is not included."""
     reference = schema.get("$ref") if isinstance(schema, dict) else None
     comes_with_it = isinstance(reference, str) and reference.startswith(("#/$defs/", "#/definitions/"))
     return schema if reference is None or comes_with_it else followed(schema, root)

@@ -1,8 +1,8 @@
 """EarlyCalls: calls that a model begins before it has ended its reasoning.
 
-Owns what has been said since the first one's mark, until it is known what that is. A model that forgets to
-end its reasoning calls and says no more; one that thinks of a call goes on thinking, or ends its reasoning
-and answers. So it is calls if nothing else follows, and reasoning if anything does: nothing is called twice.
+Owns the text since the first call's mark, until its kind is known. A model that forgets to end its reasoning
+calls and says no more; one that thinks of a call continues to think, or ends its reasoning and answers. So it
+is calls if nothing else follows, and reasoning otherwise: nothing is called twice.
 """
 
 import enum
@@ -34,8 +34,8 @@ class Finding(enum.Enum):
 
 
 class EarlyCalls:
-    """`feed` until there is a finding; `finish` where the answer ends before. `prefix` is the mark and the
-    blanks before it."""
+    """`feed` until there is a result; `finish` if the answer ends before. `prefix` is the mark and the blanks
+    before it."""
 
     def __init__(self, prefix: str, mark: str, parser: CallsParser, end_mark: str) -> None:
         self.prefix = prefix
@@ -76,7 +76,7 @@ class EarlyCalls:
         return Finding.THOUGHT if self.rest else None
 
     def finish(self, *, is_whole: bool) -> list[Part]:
-        """The calls; nothing if what was said is no call, or was cut off."""
+        """Return the calls; none if the text is no call, or was cut off."""
         if not self._is_closed:
             self._read(self._held)
             self._take(self._parser.finish(is_whole=is_whole))

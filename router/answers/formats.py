@@ -19,8 +19,8 @@ class ToolSyntax(enum.StrEnum):
     """`<tool_call>\\n{"name": …, "arguments": {…}}\\n</tool_call>`, once for each call: Hermes, Qwen 2.5 and
     Qwen 3."""
     LLAMA = "llama"
-    """`{"name": …, "parameters": {…}}` and nothing else, perhaps after `<|python_tag|>`; several are parted
-    by `;`: Llama 3.1 to 3.3."""
+    """`{"name": …, "parameters": {…}}` and nothing else, perhaps after `<|python_tag|>`; several are
+    separated by `;`: Llama 3.1 to 3.3."""
     QWEN_XML = "qwen_xml"
     """`<tool_call>\\n<function=…>\\n<parameter=…>\\n…\\n</parameter>\\n</function>\\n</tool_call>`, once for
     each call; values are text, which the tool's schema gives a type: Qwen3-Coder, Qwen 3.5."""

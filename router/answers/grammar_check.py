@@ -43,7 +43,7 @@ _COUNTS = re.compile(
 
 
 class FollowedGrammar(NamedTuple):
-    """`num_bytes` is the memory that following it takes: as measured when built, and what answers may add."""
+    """`num_bytes` is the memory for following it: measured when built, plus the most that answers add."""
 
     text: str
     num_bytes: int
@@ -221,7 +221,7 @@ def byte_vocabulary(special_tokens: tuple[str, ...]) -> LLTokenizer:
 
 
 class WishedGrammar(NamedTuple):
-    """An answer's grammar as it was asked for, "" for none, and the fields that asked."""
+    """An answer's requested grammar, "" for none, and the fields that requested it."""
 
     text: str
     parameter: str = ""

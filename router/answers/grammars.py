@@ -1,17 +1,16 @@
-"""Grammars: what an engine holds an answer to, out of what the client wants and how the model says it.
+"""Grammars: the rules for an answer, from the client's wishes and the model's syntax.
 
-Owns the texts of these grammars, in llguidance's notation. Whether llguidance can follow what a client has
-put into one is found by `grammar_check.py`.
+Owns the texts of these grammars, in llguidance's notation. `grammar_check.py` finds whether llguidance can
+follow a client's part.
 
-A grammar is a list: the first entry is the whole answer in Lark's notation, the others stand in it by name:
-`text` for what the answer's text must be, `strict_N` and `loose_N` for the arguments of tool N, or, with
-another number behind it, for one of them.
+A grammar is a list: the first entry is the whole answer in Lark's notation, the others have names in it:
+`text` for the answer's text, `strict_N` and `loose_N` for the arguments of tool N, or, with another number
+after it, for one of them.
 
     reasoning up to its end, if the model reasons ─▶ the text, or calls in the model's own syntax
 
-Nothing is held to a grammar where nothing is asked: no format, and tools that may be called or not, all of
-them, with whatever arguments. Otherwise a call, once begun, is one of a tool that may be called, with
-arguments that follow its schema.
+Without a wish there is no grammar: no format, and all tools optional with any arguments. Otherwise a call,
+once begun, is one of an allowed tool, with arguments that follow its schema.
 """
 
 import json

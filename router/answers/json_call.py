@@ -39,10 +39,10 @@ State = Callable[[str, int], int]
 
 
 class JsonCall:
-    """`feed` until `is_done`; `finish` where the text ends before.
+    """`feed` until `is_done`; `finish` if the text ends before.
 
-    `prefix` is the text that led to the object, which remains text if this is no call. An object that no mark
-    led to is a bare one: it may have no keys but a call's, and `is_bare_tool` says if its name is a tool's.
+    `prefix` is the text that led to the object, which remains text if this is no call. An object without a
+    mark is a bare one: it may have only a call's keys, and `is_bare_tool` tells whether its name is a tool's.
     It may be the first of a list, if it `may_be_listed`; `is_listed` says that it is.
     """
 
@@ -78,7 +78,7 @@ class JsonCall:
         self._raw_escape = ""
 
     def feed(self, text: str, out: list[Part]) -> str:
-        """Appends parts to `out`; returns what follows the object, once it is done."""
+        """Append parts to `out`; returns the text after the object, once it is done."""
         self._out = out
         while text:
             end = len(text) if self.is_announced else MAX_UNSAID_CHARACTERS - self._num_unsaid
@@ -118,7 +118,8 @@ class JsonCall:
             self._out.append(CallEnd(self._position, is_whole=False))
 
     def _say_unsaid(self) -> str:
-        """All but the blanks at its end, which it returns: they may stand before another call."""
+        """Emit held-back text except the blanks at its end, which it returns: they may precede another
+        call."""
         unsaid = "".join(self._unsaid)
         text = unsaid.rstrip()
         if text:

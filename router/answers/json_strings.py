@@ -1,6 +1,6 @@
-"""JSON as models write it: with raw line breaks and other control characters in its strings.
+"""Repairs JSON as models write it, with raw line breaks and other control characters in strings.
 
-Owns how these are escaped, piece by piece, and what counts as a JSON object.
+Owns the incremental escaping, and the definition of a JSON object.
 """
 
 import json
@@ -11,7 +11,7 @@ _token = re.compile(r'\\.|\\\Z|["\x00-\x1f]', re.DOTALL)
 
 
 class ControlEscaper:
-    """`feed` it JSON in any pieces: control characters in strings come out as escapes, all else as it is."""
+    """`feed` it JSON in any pieces: it escapes control characters in strings and keeps all else."""
 
     __slots__ = ("_is_escaped", "_is_in_string")
 

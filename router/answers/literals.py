@@ -1,7 +1,4 @@
-"""Texts and special tokens in a grammar.
-
-Owns how they are quoted, whatever they contain.
-"""
+"""Quotes texts and special tokens in a grammar."""
 
 import json
 import re
@@ -24,22 +21,23 @@ def literal(text: str) -> str:
 
 
 def slashed(regex: str) -> str:
-    """Between slashes: a bare slash or line break in it is escaped, what is escaped already stays."""
+    """Write a regular expression between slashes: bare slashes and line breaks are escaped, escaped ones
+    stay."""
     named = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
     inside = re.sub(r"(?s)\\.|[/\n\r]", lambda found: named.get(found[0], found[0]), regex)
     return f"/{inside}/"
 
 
 def with_ascii_classes(regex: str) -> str:
-    r"""With `\d`, `\w` and `\s` written out as the digits, letters and blanks of ASCII, also within brackets.
+    r"""Replace `\d`, `\w` and `\s` by the digits, letters and blanks of ASCII, also within brackets.
 
-    So they are meant by those who ask for numbers and identifiers, and in the patterns of JSON schemas.
+    That is what clients mean who ask for numbers and identifiers, and what JSON schemas' patterns mean.
     """
     return re.sub(r"(?s)\\.", lambda found: _ASCII_CLASSES.get(found[0], found[0]), regex)
 
 
 def is_special(mark: str, special_tokens: Collection[str]) -> bool:
-    """Whether a mark stands in a grammar as a token of its own name, which no text matches."""
+    """Whether a grammar names the mark as a token of its own, which no text matches."""
     return mark in special_tokens and _SPECIAL_NAME.fullmatch(mark) is not None
 
 

@@ -1,6 +1,6 @@
-"""ObjectPrefix: how far a text that comes in pieces is the beginning of one JSON object.
+"""ObjectPrefix: how far an incremental text is the beginning of one JSON object.
 
-Owns where such a text stops being JSON, and what of the object is complete up to there. Pure.
+Owns the point where the text stops being JSON, and the complete part of the object up to there. Pure.
 """
 
 import re
@@ -43,21 +43,21 @@ _ENDS = frozenset({_Next.KEY_OR_END, _Next.VALUE_OR_END, _Next.COMMA_OR_END})
 
 
 class ObjectPrefix:
-    """`feed` it the text. It takes nothing from the first character on that cannot stand there in JSON."""
+    """`feed` it the text. It takes nothing from the first character on that is invalid in JSON."""
 
     __slots__ = ("_closing", "_is_broken", "_is_key", "_next", "_num_complete", "_num_taken", "_token")
 
     def __init__(self) -> None:
         self._next = _Next.OBJECT
         self._closing: list[str] = []
-        """The brackets that end what has begun, the innermost last."""
+        """Brackets that close the open ones, innermost last."""
         self._token = ""
         """A scalar that may go on. Of a string only its quote, and an escape that has begun."""
         self._is_key = False
         self._is_broken = False
         self._num_taken = 0
         self._num_complete = 0
-        """Characters up to where all that has begun could end: behind a value, or a bracket that opens."""
+        """Characters up to a possible end of all open values: after a value, or an opening bracket."""
 
     def feed(self, text: str) -> str:
         """Take the leading text that continues an object."""
@@ -73,7 +73,7 @@ class ObjectPrefix:
         return text[:at]
 
     def completed(self, text: str) -> str:
-        """The object of all values that are complete. `text` is what was fed."""
+        """Return the object of all complete values. `text` is the text fed."""
         if self._next is _Next.OBJECT:
             return "{}"
         num_complete = self._num_taken if _scalar.fullmatch(self._token) else self._num_complete

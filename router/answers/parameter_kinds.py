@@ -13,7 +13,7 @@ from urllib.parse import unquote
 from router.answers.json_strings import refuse_constant, with_escapes
 
 Kinds = frozenset[str] | None
-"""JSON Schema's names of types; None where a schema does not say."""
+"""JSON Schema's type names; None if a schema does not say."""
 
 STRING_ONLY = frozenset({"string"})
 
@@ -48,7 +48,7 @@ def has_parameter(arguments: Any, name: str) -> bool:
 
 
 def may_have_parameter(arguments: Any, name: str) -> bool:
-    """Whether it describes one of this name, or does not say which parameters there are."""
+    """Whether the schema has a parameter of this name, or does not list its parameters."""
     finder = _Finder(arguments)
     try:
         is_described = finder.parameter(arguments, name) is not None
@@ -91,7 +91,7 @@ class _Finder:
         self._root = root
         self._num_looks = 0
         self.has_names = False
-        """Parameters have been seen, of whatever name."""
+        """Whether any parameter has been seen."""
 
     def kinds(self, schema: Any) -> Kinds:
         schema = self.followed(schema)
@@ -113,7 +113,7 @@ class _Finder:
         return kinds
 
     def parameter(self, arguments: Any, name: str) -> Any:
-        """Its schema; None where there is none."""
+        """Return the parameter's schema, or None."""
         arguments = self.followed(arguments)
         if not isinstance(arguments, Mapping):
             return None
@@ -150,7 +150,7 @@ class _Finder:
         yield from _listed(schema.get("allOf"))
 
     def _any_kinds(self, alternatives: Any) -> Kinds:
-        """None if one of them does not say, or there are none."""
+        """Combine alternatives; None if one does not say, or there are none."""
         kinds: frozenset[str] = frozenset()
         for alternative in _listed(alternatives):
             its_kinds = self.kinds(alternative)
@@ -166,7 +166,7 @@ class _Finder:
 
 
 _SAYING = frozenset({"type", "const", "enum", "anyOf", "oneOf", "properties"})
-"""Keywords that say something of a value's kind, beside references."""
+"""Keywords that determine a value's kind, besides references."""
 
 
 def _listed(value: Any) -> list[Any]:

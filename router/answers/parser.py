@@ -37,13 +37,13 @@ Tools = Sequence[Mapping[str, Any]]
 """Tools in the form of chat templates: `{"type": "function", "function": {"name": …, "parameters": {…}}}`."""
 
 State = Callable[[str, list[Part]], str]
-"""Takes what it can of the text and holds back what it must; returns what the next state is to see."""
+"""Takes what it can of the text, holds back what it must, and returns the rest for the next state."""
 
 
 def new_parser(
     answer_format: AnswerFormat, *, wants_calls: bool, starts_in_reasoning: bool, tools: Tools = ()
 ) -> "AnswerParser | None":
-    """None where every answer is text and nothing else."""
+    """Return a parser; None if every answer is plain text."""
     if answer_format.reasoning is None and (answer_format.tools is None or not wants_calls):
         return None
     return AnswerParser(
@@ -52,10 +52,10 @@ def new_parser(
 
 
 class AnswerParser:
-    """`feed` what the detokenizer says, `finish` when it is done. For one answer.
+    """`feed` the detokenizer's text, `finish` when it is done. For one answer.
 
-    `starts_in_reasoning` says that the prompt has opened the mark already. `tools` name a bare object as a
-    call (Llama) and give values their types (Qwen's XML).
+    `starts_in_reasoning`: the prompt has opened the mark already. `tools` identify a bare object as a call
+    (Llama) and give values their types (Qwen's XML).
     """
 
     def __init__(
@@ -82,18 +82,18 @@ class AnswerParser:
 
     @property
     def num_calls(self) -> int:
-        """Announced so far."""
+        """Calls announced so far."""
         return self._num_ended_calls + (self._call is not None and self._call.is_announced)
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether what comes next is taken for reasoning. A token counts as reasoning if this is so before or
-        after it was fed."""
+        """Whether the next text counts as reasoning. A token counts if this is true before or after it was
+        fed."""
         return self._is_reasoning
 
     def reason(self, text: str, out: list[Part], *, is_last: bool = False) -> str:
-        """Takes what comes before the answer, and appends its parts. Returns the text from the answer's first
-        character on, which is to be fed; with `is_last` also what might have led to reasoning."""
+        """Take the text before the answer, and append its parts. Returns the text from the answer's first
+        character on, which must be fed; with `is_last` also what might have led to reasoning."""
         if self._has_begun:
             return text
         text, self._held = self._held + text, ""
@@ -218,8 +218,8 @@ class AnswerParser:
         return ""
 
     def _marked(self, text: str, out: list[Part]) -> str:
-        """After a call the block that it stood in is still to be closed, perhaps behind text. A function
-        without a block around it is a call of a tool that there is."""
+        """Read after a call, whose block is still open, perhaps after text. A function without a block is a
+        call if it is a known tool's."""
         is_xml = self._syntax is ToolSyntax.QWEN_XML
         marks = (CALL_BEGIN, FUNCTION_BEGIN) if is_xml else (CALL_BEGIN,)
         found = self._flow(text, Text, (*marks, CALL_END) if self._num_ended_calls else marks, out)
@@ -236,7 +236,7 @@ class AnswerParser:
         return self._begin_json_call(blanks + mark, rest, is_bare=False, may_be_listed=True)
 
     def _in_block(self, text: str, out: list[Part]) -> str:
-        """Behind a JSON call, where another one of the same block or list may stand."""
+        """Read after a JSON call, where another one of the same block or list may follow."""
         text = text.lstrip()
         start = _end_of_separator(text)
         begun = text[start:]
@@ -335,8 +335,8 @@ class AnswerParser:
     def _flow(
         self, text: str, kind: type[Text] | type[Reasoning], marks: Sequence[str], out: list[Part]
     ) -> tuple[str, str, str] | None:
-        """Says the text up to the first mark; returns the blanks before it, the mark and what follows. None,
-        holding back what may lead to a mark, where there is none yet."""
+        """Emit the text up to the first mark; returns the blanks before it, the mark and the text after.
+        None, holding back the possible beginning of a mark, if there is none yet."""
         if self._skips_blanks:
             text = text.lstrip()
             self._skips_blanks = not text

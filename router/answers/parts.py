@@ -1,7 +1,7 @@
-"""Parts: what an answer consists of, in the order in which the model says it.
+"""Parts: the pieces of an answer, in the model's order.
 
-Plain data, of a kind that is quickly made: there is one for each token. Every dialect writes these out in its
-own frames; none adds to them.
+Plain data, cheap to make, since there is one per token. Every dialect writes these in its own frames, and
+none adds to them.
 """
 
 import msgspec
@@ -14,7 +14,7 @@ class Text(msgspec.Struct, frozen=True, gc=False):
 
 
 class Reasoning(msgspec.Struct, frozen=True, gc=False):
-    """More of what the model thinks before it answers."""
+    """A piece of the model's reasoning before it answers."""
 
     text: str
 
@@ -34,10 +34,10 @@ class CallArguments(msgspec.Struct, frozen=True, gc=False):
 
 
 class CallEnd(msgspec.Struct, frozen=True, gc=False):
-    """Nothing more of this call. It comes before anything else does.
+    """End of a call, before any other part.
 
-    A call is whole if its arguments joined are a JSON object. One that broke off, or that the model has
-    written badly, is none that a client may run.
+    A call is whole if its joined arguments are a JSON object. A client must not run one that broke off or is
+    malformed.
     """
 
     position: int

@@ -1,14 +1,13 @@
-"""JSON schemas of clients, as llguidance takes them.
+"""Converts clients' JSON schemas for llguidance.
 
-Owns the bounds on what a client may send, how JSON that follows a schema is spaced, and which keywords are
-taken out: those that say nothing of what is valid here.
+Owns the bounds on schemas, the spacing of JSON, and which keywords are dropped because they do not affect
+validity here.
 
-llguidance bounds most of what a schema may cost by itself. Not so the number of entries that an array must or
-may have, whose rules it writes out, and how far references lead from one to the next, which it follows on
-the machine's stack.
+llguidance bounds most costs of a schema itself. Exceptions are the number of entries of an array, whose rules
+it writes out, and the length of chains of references, which it follows on the machine's stack.
 
-JSON has no space in it but one after a comma or colon, so an answer cannot go on in spaces for ever. What a
-chat template makes of a call's arguments has that space, so arguments that are generated have it, too.
+JSON has no spaces except one after a comma or colon, so an answer cannot continue in spaces forever. Chat
+templates write a call's arguments with that space, so generated arguments have it too.
 """
 
 import json
@@ -22,7 +21,7 @@ MAX_SCHEMA_CHARACTERS = 128 * 1024
 MAX_SCHEMA_DEPTH = 100
 """Objects and lists within one another; llguidance reads somewhat more."""
 MAX_FOLLOWED_DEPTH = 1_000
-"""The depths of the schema and of all that it refers to, together; llguidance bears twice as much."""
+"""Total depth of the schema and all that it refers to; llguidance bears twice as much."""
 MAX_ARRAY_ENTRIES = 2_000
 """A larger `maxItems` is taken for this many."""
 MAX_COUNTED_ENTRIES = 10_000
@@ -53,15 +52,13 @@ def arguments_schema(schema: Any, parameter: str, *, strict: bool) -> dict[str, 
 
 
 def argument_schema(schema: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """For one argument by itself, of a schema that `arguments_schema` has made: what it refers to in there
-    comes with it.
-    """
+    """Extract one argument's schema from a result of `arguments_schema`, with its references."""
     shared = {name: arguments[name] for name in ("$defs", "definitions", "x-guidance") if name in arguments}
     return {**(schema if isinstance(schema, dict) else {}), **shared}
 
 
 def _checked(schema: Any, parameter: str) -> dict[str, Any]:
-    """The schema as an object, with what is enforced only. Raises InvalidRequest."""
+    """Return the schema as an object with enforced keywords only. Raises InvalidRequest."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
@@ -76,7 +73,7 @@ def _checked(schema: Any, parameter: str) -> dict[str, Any]:
 
 
 class _Reader:
-    """Copies one schema, counting what may cost too much in it."""
+    """Copies one schema, counting its costly parts."""
 
     def __init__(self, parameter: str) -> None:
         self._parameter = parameter
@@ -157,7 +154,7 @@ def _depth(value: Any) -> int:
 
 
 def _counts(keyword: str, value: Any) -> bool:
-    """Whether it says anything of what is valid. `x-guidance` is llguidance's own, and none of a client's."""
+    """Whether a keyword affects validity. `x-guidance` is llguidance's own, not a client's."""
     if isinstance(value, str):
         return keyword not in _REMARKS and (keyword != "format" or value in _ENFORCED_FORMATS)
     return keyword != "x-guidance"

@@ -1,7 +1,7 @@
-"""StopStrings: an answer's text up to the first stop string, as it comes.
+"""StopStrings: passes an answer's text up to the first stop string, incrementally.
 
-Owns the possible beginning of a stop string, which is not yet safe to say. Text that is no answer's, such as
-reasoning, is not for it.
+Owns the possible beginning of a stop string, which cannot be emitted yet. Not for other text, such as
+reasoning.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,8 @@ from router.shared.literals import num_begun
 
 
 class StopStrings:
-    """`add` the text of each token, be it none; `finish` where nothing follows. What comes out, joined, ends
-    before the first stop string, or with it where it `is_shown`. Text of the first `min_tokens` tokens stops
-    nothing.
-    """
+    """`add` the text of each token, even empty; `finish` at the end. The joined output ends before the first
+    stop string, or with it if it `is_shown`. Text of the first `min_tokens` tokens stops nothing."""
 
     __slots__ = ("_held", "_is_shown", "_min_tokens", "_num_tokens", "_strings", "found")
 

@@ -1,9 +1,9 @@
-"""ValueEnd: where a bare value between Qwen's marks ends, although the model may leave out its end mark.
+"""ValueEnd: finds the end of a bare value between Qwen's marks, even if the model omits its end mark.
 
-Owns which marks are text of the value. `</parameter>` always ends it. Any other mark has to stand where the
-chat template would write it: at the beginning of a line, unless the value began on the line of its own mark.
-Even so it is text where it closes what the value itself has opened, as an example of a call does, or where
-something follows it that follows no end of a call. Elsewhere in a line only the answer's last marks end it.
+Owns which marks are part of the value. `</parameter>` always ends it. Any other mark must be where the chat
+template would write it: at the beginning of a line, unless the value began on the line of its own mark. Even
+so it is text if it closes what the value itself has opened, as in an example of a call, or if text follows it
+that cannot follow a call. Elsewhere in a line only the answer's last marks end it.
 """
 
 import re
@@ -30,7 +30,7 @@ IsNextParameter = Callable[[str], bool | None]
 
 
 class ValueEnd:
-    """`begin` for each value, then `find` in what comes of it."""
+    """`begin` for each value, then `find` in its text."""
 
     def __init__(self, is_next_parameter: IsNextParameter) -> None:
         self._is_next_parameter = is_next_parameter
@@ -43,8 +43,8 @@ class ValueEnd:
         self._num_open = dict.fromkeys(_OPENED_BY.values(), 0)
 
     def find(self, text: str, *, is_over: bool) -> tuple[str, str | None, str]:
-        """More of the value; what follows it, None while it goes on; and what has to come again with more
-        text. Nothing has to if the answer `is_over`."""
+        """Return more of the value; the text after it, None while it continues; and text that must be fed
+        again with more. There is none of that if the answer `is_over`."""
         if "<" not in text and not is_over:
             return self._split(text, len(text.removesuffix("\n")))
         num_read = 0
@@ -82,7 +82,7 @@ class ValueEnd:
         return is_over or None
 
     def _is_end(self, mark: str, text: str, at: int, *, is_over: bool) -> bool | None:
-        """None if that cannot be told yet."""
+        """Whether the mark ends the value; None if unknown yet."""
         if mark == PARAMETER:
             return self._is_next_parameter(text[at:])
         if mark in self._num_open:

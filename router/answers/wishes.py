@@ -11,7 +11,7 @@ from msgspec import Struct
 
 class ToolMode(enum.StrEnum):
     NONE = "none"
-    """The tools stand in the prompt, and none may be called."""
+    """The tools are in the prompt, and none may be called."""
     AUTO = "auto"
     REQUIRED = "required"
     """At least one call, and nothing else."""

@@ -49,10 +49,10 @@ _begun_head = re.compile(r"<parameter[^<>\n]{0,300}")
 _around_name = " \t\"'"
 
 FindSchema = Callable[[str], Any]
-"""A tool's name → the schema of its arguments; None of a tool that there is not."""
+"""Tool name → schema of its arguments; None for an unknown tool."""
 
 State = Callable[[str, list[Part]], str]
-"""Takes what it can of the text; returns what the next state is to see."""
+"""Takes what it can of the text; returns the rest for the next state."""
 
 
 class XmlCall:
@@ -92,7 +92,7 @@ class XmlCall:
         self._state: State = self._in_function_name if is_bare else self._before_function
 
     def feed(self, text: str, out: list[Part]) -> str:
-        """Appends parts to `out`; returns what follows the function, once it is done."""
+        """Append parts to `out`; returns the text after the function, once it is done."""
         text, self._held = self._held + text, ""
         while text and not self.is_done:
             text = self._state(text, out)
@@ -121,7 +121,7 @@ class XmlCall:
         return ""
 
     def _say(self, text: str, out: list[Part]) -> None:
-        """Marks and values come apart; what comes of one text is one part."""
+        """Emit text. Marks and values arrive separately; one text gives one part."""
         last = out[-1] if out else None
         if isinstance(last, CallArguments) and last.position == self._position:
             out[-1] = CallArguments(self._position, last.text + text)
@@ -300,7 +300,8 @@ class XmlCall:
         return value
 
     def _until_end(self, text: str) -> tuple[str, str | None]:
-        """More of the value, and what follows it; None, holding what may be its end, while it goes on."""
+        """Return more of the value, and the text after it; None, holding its possible end, while it
+        continues."""
         value, rest, held = self._end.find(text, is_over=self._is_over)
         self._held = held
         return value, rest

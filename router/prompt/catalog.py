@@ -1,7 +1,7 @@
-"""ModelCatalog: the models and adapters that can be asked for, each with its text side and its namespaces.
+"""ModelCatalog: the available models and adapters, each with its text side and its namespaces.
 
 Owns the cluster secret, and so every namespace root and every user's tag. Membership adds a model when its
-first replica is described, and says which adapters can be had.
+first replica is described, and reports available adapters.
 """
 
 import copy
@@ -124,8 +124,8 @@ class ServedModel:
         return known
 
     def within(self, namespace: str | None, salt: str | None = None) -> "ServedModel":
-        """The same for prompts of this namespace and salt: how soon they are encoded tells nothing of what
-        others have sent. The same one each time."""
+        """Return it for prompts of this namespace and salt, whose encoding times reveal nothing about others'
+        prompts; the same object each time."""
         if namespace is None and salt is None:
             return self
         return self._within(namespace, salt)
@@ -173,7 +173,7 @@ class _TextSide:
 
 
 class ModelCatalog:
-    """`chains` hashes the prompts of all models: what one may find there is rooted in its namespace."""
+    """`chains` hashes the prompts of all models: its entries are rooted in their namespaces."""
 
     def __init__(
         self,
@@ -306,8 +306,8 @@ class ModelCatalog:
         return _Within(self, namespace)
 
     def user_tag(self, user: str | None, owner: str | None = None) -> UserTag:
-        """How replicas tell users apart without learning who they are; alike for all routers of a cluster.
-        Equal names of users of two owners are two users."""
+        """Return a tag by which replicas distinguish users without learning who they are; alike for all
+        routers of a cluster. Equal names of users of two owners are two users."""
         if not user:
             return NO_USER
         name = user.encode("utf-8", "surrogatepass")
@@ -317,7 +317,7 @@ class ModelCatalog:
         return UserTag(digest.digest())
 
     def tenant_tag(self, owner: str | None) -> bytes:
-        """How replicas tell tenants apart, in the same way; empty where there are no keys."""
+        """Return a tag by which replicas distinguish tenants; empty without keys."""
         if owner is None:
             return b""
         digest = hashlib.blake2b(
@@ -326,7 +326,7 @@ class ModelCatalog:
         return digest.digest()
 
     def _complain(self, complaint: str) -> None:
-        """Once: what the replicas say, they say again with every heartbeat."""
+        """Log once: replicas repeat the cause with every heartbeat."""
         if complaint not in self._complaints:
             self._complaints.add(complaint)
             logger.warning("%s", complaint)

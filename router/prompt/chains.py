@@ -1,19 +1,19 @@
 """ChainHasher: block hashes of prompts, looked up where an earlier prompt began alike.
 
-Owns what is remembered, bounded in bytes, least recently used goes first. Knows no model and no namespace:
-its answers are those of `hash_blocks`, and never depend on what it has seen.
+Owns its cache, bounded in bytes, LRU. Knows no model and no namespace: its answers equal those of
+`hash_blocks`, and never depend on what it has seen.
 
-A chain is cut into runs of blocks, and a run's hashes are found by a digest of what they follow from::
+A chain is cut into runs of blocks, and a run's hashes are found by a digest of their inputs::
 
     block   0 .. 15                 16 .. 31                                32 .. 47    48 .. 52
     key     SHA-256(root | tokens)  SHA-256(root | hash of 15 | tokens)     ...         too short: hashed
 
-Equal digests mean equal parents, equal tokens and equal media, however hard an attacker tries; and since the
-namespace's root is in each, no request finds what another namespace has left here.
+Equal digests mean equal parents, equal tokens and equal media, even under attack; and since the namespace's
+root is in each, no request finds another namespace's entries.
 
-Of an unknown chain only the first run is remembered, and each time it comes back as much again as was
-known, and one more: a prefix that many share is known whole after a few of them, while a prompt that
-never returns costs one digest and one entry.
+Only the first run of an unknown chain is stored. Each time it returns, as much again as was known is stored,
+and one more: a shared prefix is stored whole after a few prompts, while a prompt that never returns costs one
+digest and one entry.
 """
 
 import hashlib
@@ -108,8 +108,8 @@ class ChainHasher:
         )
 
     def _remember(self, keys: Sequence[bytes], num_known: int, hashes: Sequence[BlockHash]) -> None:
-        """The keys' runs, of which the first are known. The last is used first, so that it is forgotten
-        first: without its beginning a chain is not found again."""
+        """Store the keys' runs, the first of which are known. The last is used first, so that it is evicted
+        first: without its beginning a chain is not found."""
         runs = self._runs
         for run in range(len(keys) - 1, num_known - 1, -1):
             runs[keys[run]] = tuple(hashes[run * BLOCKS_PER_RUN : (run + 1) * BLOCKS_PER_RUN])

@@ -1,11 +1,11 @@
-"""ContentForm: in which form a chat template reads what messages say, as text or as a list of parts.
+"""ContentForm: the form in which a chat template reads content, as text or as a list of parts.
 
-Owns the change from one to the other. A template that reads parts alone shows nothing of a text, and says
-nothing of it: the model would be asked an empty question. vLLM looks for this in the template's syntax tree
-(vllm/renderers/hf.py); here the template is tried out.
+Owns the conversion. A template that reads only parts silently ignores plain text: the model would get an
+empty question. vLLM looks for this in the template's syntax tree (vllm/renderers/hf.py); here the template is
+tried out.
 
-It owns the same for the arguments of calls. Those that are no JSON object are a text, as when a model's
-answer was cut off. A template that walks over arguments refuses a text, which would end the conversation.
+It also handles the arguments of calls. Arguments that are no JSON object are a text, as when a model's answer
+was cut off. A template that iterates over arguments refuses a text, which would end the conversation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ class ContentForm(msgspec.Struct, frozen=True):
     reads_text: bool = True
     reads_parts: bool = False
     walks_arguments: bool = False
-    """It shows the arguments of calls one by one, and nothing of arguments that are a text."""
+    """It iterates over the arguments of calls, and ignores arguments that are a text."""
 
     def of_messages(self, messages: Messages) -> Messages:
         """The same, as this template reads them."""
@@ -45,7 +45,7 @@ class ContentForm(msgspec.Struct, frozen=True):
 
 
 def find_content_form(show: Callable[[Messages], str]) -> ContentForm:
-    """`show` gives the text of a conversation, or nothing where the template refuses it."""
+    """Find the form; `show` renders a conversation, or returns nothing if the template refuses it."""
     as_text = show([{"role": role, "content": said} for role, said in zip(_ROLES, _SAID, strict=True)])
     as_parts = show(
         [{"role": role, "content": _parts(said)} for role, said in zip(_ROLES, _SAID, strict=True)]

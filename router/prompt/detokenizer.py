@@ -1,9 +1,8 @@
-"""Detokenizer: one choice's token ids → text, as they come.
+"""Detokenizer: turns one choice's token ids into text, incrementally.
 
-Owns what is not yet safe to say: an unfinished character. Why a generation ended is for its caller.
+Owns an unfinished character, which cannot be emitted yet. The caller knows why a generation ended.
 
-The text that comes out, joined, is what decoding all tokens at once would give, however the tokens were
-grouped on their way here.
+The joined text equals decoding all tokens at once, however they were grouped.
 """
 
 import codecs
@@ -35,7 +34,7 @@ class TokenBytes:
 
 
 class Detokenizer(Protocol):
-    """`add` what the engine made; `finish` when the engine is done."""
+    """`add` the engine's tokens; `finish` at its end."""
 
     def add(self, token_ids: Sequence[int], /) -> str:
         """The text that is now certain."""
@@ -52,8 +51,8 @@ def new_detokenizer(
     *,
     hidden: frozenset[int] = frozenset(),
 ) -> Detokenizer:
-    """`token_bytes` says what each token of a byte-level vocabulary shows; with any other, `hidden` ones show
-    nothing."""
+    """Return a detokenizer. `token_bytes` are the bytes of each token of a byte-level vocabulary; with any
+    other, `hidden` ones show nothing."""
     return _WindowPieces(tokenizer, hidden) if token_bytes is None else _BytePieces(token_bytes)
 
 
@@ -78,7 +77,7 @@ class _BytePieces:
 
 
 class _WindowPieces:
-    """Any other decoder: decode a short window of tokens again and emit what is new at its end."""
+    """Any other decoder: decodes a short window of tokens again and emits what is new at its end."""
 
     __slots__ = ("_end_said", "_hidden", "_tokenizer", "_window")
 

@@ -1,10 +1,10 @@
-"""The two engines that render chat templates: jinja2's sandbox, the reference, and minijinja, the fast one.
+"""Renders chat templates with two engines: jinja2's sandbox, the reference, and minijinja, the fast one.
 
-Owns what templates may call, and how much the fast engine may do before it gives up.
+Owns what templates may call, and the fast engine's budget.
 
-minijinja counts its instructions, so a loop without end costs it a few milliseconds. One instruction may
-still do a lot: `"x" * 10**9`, or a filter that pads. Templates with such instructions are not *bounded*, nor
-is anything that jinja2 renders: those are for a process that can be ended (`router/large_bodies/offload.py`).
+minijinja counts its instructions, so an endless loop costs it a few milliseconds. One instruction may still
+do a lot: `"x" * 10**9`, or a filter that pads. Templates with such instructions are not *bounded*, nor is
+anything that jinja2 renders: those need a process that can be killed (`router/large_bodies/offload.py`).
 """
 
 import json
@@ -30,7 +30,7 @@ FUEL = 500_000
 """Instructions that one conversation may take where others wait for it: 20 ms. A message takes dozens."""
 
 _GROWING_FILTERS = frozenset({"batch", "slice", "format", "indent", "center", "wordwrap", "xmlattr"})
-"""Their output can be any size, whatever goes in."""
+"""Filters whose output can be any size, for any input."""
 
 
 class TooMuchWork(Exception):
@@ -69,7 +69,7 @@ class FastEngine:
         return self._render(None, variables, watch)
 
     def render_within(self, fuel: int, variables: Mapping[str, Any], watch: Watch | None = None) -> str:
-        """Raises TooMuchWork for whatever else than a Refusal goes wrong."""
+        """Render within the budget. Raises TooMuchWork for every failure except a Refusal."""
         try:
             return self._render(fuel, variables, watch)
         except TemplateRefusal:
@@ -191,7 +191,7 @@ def _outcome(render: Render, variables: Mapping[str, Any]) -> str | None:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks what a trainer learns from; for serving it is its content."""
+    """`{% generation %}` marks text for training; when serving, only its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it this way)
 

@@ -1,7 +1,7 @@
-"""Images of a prompt: as they came, with the tokens that stand for them, and with their names.
+"""Images of a prompt: as received, with their tokens, and with their names.
 
-Plain data, which travels to the process that prepares large bodies and back, and the way from the first form
-to the second.
+Plain data, which travels to the process that prepares large bodies and back, and the conversions between the
+forms.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ Content = Annotated[bytes, Meta(max_length=MAX_MEDIA_BYTES)]
 
 
 class SentImage(Struct, frozen=True, array_like=True):
-    """An image in a client's body, at `path`. `digest` is `media_digest` of the content as it came; the size
-    is that of the image as it is shown."""
+    """An image in a client's body, at `path`. `digest` is `media_digest` of the received content; the size is
+    that of the displayed image."""
 
     content: Content
     digest: bytes
@@ -38,7 +38,7 @@ class SentImage(Struct, frozen=True, array_like=True):
 
 
 class PromptImage(Struct, frozen=True, array_like=True):
-    """Tokens `[start, start + length)` stand for it."""
+    """Tokens `[start, start + length)` represent it."""
 
     content: Content
     digest: bytes
@@ -48,7 +48,7 @@ class PromptImage(Struct, frozen=True, array_like=True):
 
 
 class Media(NamedTuple):
-    """An image, its name under the root that its prompt has, and where it stands in the client's body."""
+    """An image, its name under its prompt's root, and its path in the client's body."""
 
     content_hash: bytes
     content: bytes

@@ -1,8 +1,8 @@
-"""Likeness: which templates and values the fast engine writes as the reference does.
+"""Likeness: which templates and values the fast engine renders like the reference.
 
-Owns what is known of where they differ: filters and methods, odd numbers, and separators that only Python
-takes for blanks. Odd numbers are whole fractions (`tojson` of 1.0 writes 1), those that Python writes with an
-exponent, and integers beyond 64 bits. They do no harm in a dictionary that is written as a whole.
+Owns the known differences: filters and methods, odd numbers, and separators that only Python treats as
+blanks. Odd numbers are whole fractions (`tojson` of 1.0 writes 1), those that Python writes with an exponent,
+and integers beyond 64 bits. They do no harm in a dictionary that is written as a whole.
 """
 
 import math
@@ -23,7 +23,7 @@ UNLIKE_METHODS = frozenset(
     """append clear copy extend insert isalnum isalpha islower isupper pop popitem remove reverse setdefault
     sort splitlines title update""".split()
 )
-"""Some tell characters apart in another way, and the reference lets no template change what it is given."""
+"""Methods that classify characters differently, or that change a value, which the reference forbids."""
 
 _SEPARATORS = "\x1c\x1d\x1e\x1f"
 """Python strips them as blanks and splits at them."""
@@ -92,7 +92,7 @@ def _filters(tree: jinja2.nodes.Template) -> Iterator[str]:
 
 
 def may_have_odd_values(values: Any) -> bool:
-    """Quick where there is none."""
+    """Whether there may be odd values; fast if there are none."""
     try:
         return _FLOAT_IN_MSGPACK in _encode(values)
     except (OverflowError, UnicodeEncodeError):  # an integer beyond 64 bits; half a surrogate pair
@@ -100,9 +100,8 @@ def may_have_odd_values(values: Any) -> bool:
 
 
 class Watch:
-    """Notes whether a template takes an odd number out of what it stands in: `has_seen`. What `tojson` reads
-    does not count. Half a surrogate pair counts wherever it stands. For one rendering of what `over` returns.
-    """
+    """Notes whether a template takes an odd number out of its container: `has_seen`. Reads by `tojson` do not
+    count. Half a surrogate pair counts anywhere. For one rendering of the result of `over`."""
 
     __slots__ = ("has_seen",)
 
@@ -110,7 +109,7 @@ class Watch:
         self.has_seen = False
 
     def over(self, value: Any) -> Any:
-        """The same value. A number that stands in nothing counts as seen."""
+        """Wrap a value. A number without a container counts as seen."""
         if isinstance(value, Mapping):
             found = {self.over(key): self._inside(item) for key, item in value.items()}
             return _WatchedDict(self, found) if any(map(_is_odd, value.values())) else found

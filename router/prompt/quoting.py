@@ -1,11 +1,11 @@
-"""Quoter: special tokens that a client has written out stay text.
+"""Quoter: keeps special tokens that a client has written out as text.
 
-Owns the mark that tells them from those of the template.
+Owns the mark that distinguishes them from those of the template.
 
-A conversation becomes one text before it becomes tokens, and in that text a `<|im_end|>` of the client's
-looks like one of the template's. So each special token in the client's strings is broken by a mark after
-its first character before the template sees it, and the mark is taken out again once the text has been
-split at its special tokens: what was still whole there was the template's.
+A conversation becomes one text before it becomes tokens, and in that text a client's `<|im_end|>` looks like
+the template's. So each special token in the client's strings is broken by a mark after its first character
+before the template sees it, and the mark is removed once the text has been split at its special tokens: those
+still whole were the template's.
 """
 
 import re
@@ -17,16 +17,16 @@ import msgspec
 from router.shared.literals import first_characters_of
 
 MARK = "\ufdd0"
-"""A noncharacter, which Unicode keeps out of texts. Where there is one in a quoted text it is doubled."""
+"""A noncharacter, which Unicode excludes from texts. One in a quoted text is doubled."""
 
 MAX_LEADS = 8
 
 _encode = msgspec.msgpack.Encoder().encode
-"""It leaves texts as they are, and takes a fifth of the time of JSON."""
+"""Keeps texts as they are, in a fifth of the time of JSON."""
 
 
 class Quoter:
-    """Works on JSON values: strings, keys of objects and whatever is nested."""
+    """Works on JSON values: strings, keys of objects, and nested ones."""
 
     def __init__(self, special_tokens: Iterable[str]) -> None:
         tokens = [token for token in special_tokens if len(token) > 1]  # else there is no inside
@@ -34,7 +34,7 @@ class Quoter:
         self._beginning = re.compile(first_characters_of(tokens)) if tokens else None
 
     def is_needed(self, value: Any) -> bool:
-        """Whether there may be a special token in `value`. Quick where there is none."""
+        """Whether `value` may contain a special token. Fast if it does not."""
         try:
             # One look at the whole costs a tenth of a walk through its strings.
             written = _encode(value)
@@ -60,7 +60,7 @@ def _broken(beginning: re.Match[str]) -> str:
 
 
 def unquote(text: str, *, gap: str = "") -> str:
-    """The text as it was. A `gap` is left where a special token was broken, so that it stays broken."""
+    """Return the original text. A `gap` is left where a special token was broken, so that it stays broken."""
     return MARK.join([part.replace(MARK, gap) for part in text.split(MARK + MARK)])
 
 

@@ -1,7 +1,7 @@
-"""SegmentCache: token ids by text, bounded in bytes, least recently used goes first.
+"""SegmentCache: an LRU cache of token ids by text, bounded in bytes.
 
-Owns its entries and its counters. What one owner has put in, no other finds: how soon a text is encoded would
-tell that somebody has sent it before.
+Owns its entries and its counters. Entries are per owner: how soon a text is encoded would tell that another
+has sent it before.
 """
 
 import sys
@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from router.shared.bounded_cache import BoundedCache
 
 BYTES_PER_TOKEN = 36
-"""A slot and the integer behind it. Tuples of integers, unlike lists, cost the garbage collector nothing."""
+"""A slot and its integer. Tuples of integers, unlike lists, cost the garbage collector nothing."""
 
 ENTRY_BYTES = 200
 

@@ -1,11 +1,10 @@
-"""ChatTemplate: a conversation → the one text that the model was trained to continue.
+"""ChatTemplate: renders a conversation to the text that the model was trained to continue.
 
-Owns the choice of engine, for a template and for a request: minijinja where it provably renders what jinja2
-does, else jinja2's sandbox. Does not know tokens, of HTTP or which fields a dialect has.
+Owns the choice of engine, for a template and for a request: minijinja where it provably renders like jinja2,
+else jinja2's sandbox. Does not know tokens, HTTP, or the fields of dialects.
 
-Templates come with checkpoints and are foreign code: they only ever see plain JSON values, and may never come
-to an end. To try one out, or to `render`, is for a process that can be ended; where others wait there is
-`render_bounded`.
+Templates come with checkpoints and are foreign code: they see only plain JSON values, and may never end.
+Trying one out, and `render`, need a process that can be killed; elsewhere use `render_bounded`.
 """
 
 import contextlib
@@ -77,7 +76,7 @@ class TemplateVerdict(msgspec.Struct, frozen=True):
 
 
 class ChatTemplate:
-    """The templates of one model: `default`, and `tool_use` where there is one.
+    """The templates of one model: `default`, and `tool_use` if there is one.
 
     With a verdict nothing is tried out: not even compiled, if there is a complaint.
     """

@@ -1,6 +1,6 @@
-"""TextModel: what checking, rendering and encoding a prompt needs of a model.
+"""TextModel: the part of a model for checking, rendering and encoding a prompt.
 
-Two things are one: a router's ServedModel, and what the process that prepares large bodies has of it.
+Two classes implement it: a router's ServedModel, and the model in the process that prepares large bodies.
 """
 
 from collections.abc import Sequence

@@ -26,8 +26,8 @@ def stands_before(
     special_ids: Collection[int],
     num_characters: int,
 ) -> Stand:
-    """The piece between special tokens in which token `num_tokens` stands. `marks` are where the text has
-    special tokens; if tokens have more or fewer of them, they are counted from the nearer end."""
+    """Return the piece between special tokens that contains token `num_tokens`. `marks` are the text's
+    special tokens; if the tokens have more or fewer of them, they are counted from the nearer end."""
     places = [place for place, token_id in enumerate(token_ids) if token_id in special_ids]
     passed = bisect_left(places, num_tokens)
     number = passed

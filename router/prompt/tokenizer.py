@@ -1,12 +1,12 @@
-"""Tokenizer: one model's text ⇄ token ids, from the files that its replicas hand out.
+"""Tokenizer: one model's text ⇄ token ids, from the files that its replicas serve.
 
-Owns the choice of backend (fastokens where it provably equals the reference, else Hugging Face
-tokenizers) and the cache of encoded segments.
+Owns the choice of backend (fastokens where it provably equals the reference, else Hugging Face tokenizers)
+and the cache of encoded segments.
 
-A rendered chat is split at its special tokens, which byte-pair merges never cross, and each piece
-between them is looked up by its text: a conversation of twenty turns encodes only its newest. Whether
-that is true of a tokenizer is not assumed but tried, on probe texts, when it is loaded. What lies between
-is text and nothing else: no special token comes of it, even if a quoted text spells one out.
+A rendered chat is split at its special tokens, which byte-pair merges never cross, and each piece between
+them is looked up by its text: a conversation of twenty turns encodes only its newest. Whether a tokenizer
+allows that is tested on probe texts when it is loaded. Text between special tokens yields no special token,
+even if a quoted text spells one out.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ class Tokenizer:
         self._splitter = _splitter(self._reference, backend, self.special_tokens)
         self._affixes = _affixes(self._reference)
         self.longest_token = _longest_token(self._reference, backend, self._token_bytes)
-        """No token stands for more characters of a text; None where that is not known."""
+        """Most characters of a text per token; None if unknown."""
 
     def within(self, owner: Hashable) -> "Tokenizer":
         """The same, that finds no text of another owner's in its cache."""
@@ -115,10 +115,10 @@ class Tokenizer:
         return self._splitter is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = False, is_quoted: bool = False) -> list[int]:
-        """Token ids of `text`; special tokens written out in it are recognised, quoted ones are not.
+        """Encode `text`; special tokens written out in it are recognised, quoted ones are not.
 
-        `add_special_tokens` applies the tokenizer's own post-processor (a leading BOS, say): for
-        plain prompts. A chat template writes what it needs by itself.
+        `add_special_tokens` applies the tokenizer's own post-processor (a leading BOS, for example): for
+        plain prompts. A chat template writes what it needs itself.
         """
         if add_special_tokens:
             if self._affixes is None:
@@ -201,7 +201,7 @@ class Tokenizer:
     def characters_before(
         self, text: str, token_ids: Sequence[int], num_tokens: int, *, is_quoted: bool = False
     ) -> int:
-        """How many characters of `text`, unquoted, its first `num_tokens` tokens stand for."""
+        """Count the characters of `text`, unquoted, in its first `num_tokens` tokens."""
         if self._splitter is None or self._token_bytes is None:
             return min(len(self.decode(token_ids[:num_tokens])), len(unquote(text) if is_quoted else text))
         marks = [(mark.start(), mark.end()) for mark in self._splitter.finditer(text)]
@@ -246,12 +246,14 @@ class Tokenizer:
         return [self._reference.id_to_token(token_id) or "" for token_id in token_ids]
 
     def new_detokenizer(self, shown: frozenset[str] = frozenset()) -> Detokenizer:
-        """Special tokens stand for nothing, but those to be `shown`, which stand for their names."""
+        """Return a detokenizer. Special tokens show nothing, except those in `shown`, which show their
+        names."""
         token_bytes, hidden = self._showing(shown)
         return new_detokenizer(self._reference, token_bytes, hidden=hidden)
 
     def _showing(self, shown: frozenset[str]) -> _Showing:
-        """A model's answers show the same few tokens each time, so there are few tables to remember."""
+        """Return the table for `shown`. A model's answers show the same few tokens each time, so there are
+        few tables."""
         known = self._tables.get(shown)
         if known is None:
             special = {name: token_id for name, token_id in self.special_tokens.items() if name in shown}
@@ -379,7 +381,8 @@ def _affixes(reference: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | N
 def _longest_token(
     reference: tokenizers.Tokenizer, backend: _Backend, token_bytes: TokenBytes | None
 ) -> int | None:
-    """None unless every byte of a text, as it is or composed, comes back from its tokens."""
+    """Return the longest token; None unless every byte of a text, as it is or composed, comes back from its
+    tokens."""
     if token_bytes is None:
         return None
     longest = max(map(len, token_bytes.with_special), default=0)
