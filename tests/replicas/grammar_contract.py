@@ -16,6 +16,7 @@ from replicas.toy_model import toy_model_path
 from router.answers.formats import AnswerFormat
 from router.answers.grammars import grammar_for
 from router.answers.wishes import FormatKind, OutputFormat, ToolChoice
+from tests.examples import examples
 from tests.json_schemas import random_schema
 from tests.replicas.engine_run import EngineRun, prompt_of
 
@@ -38,7 +39,7 @@ def grammar_of(schema: dict[str, Any]) -> str:
 
 
 class GrammarContract:
-    num_schemas = 100
+    num_schemas = examples(100)
     resumes_samples = True
     """Whether a resumed request that samples yields the tokens that it would have had."""
 

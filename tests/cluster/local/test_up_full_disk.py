@@ -45,6 +45,7 @@ def num_ready(url: str) -> int:
         return -1
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_nothing_and_is_said_once_and_then_made_good(small_disk: Path) -> None:
     command = KvasirCommand(small_disk / "run")
     # What `up` says goes to the full disk too.

@@ -50,7 +50,7 @@ def load(url: str, output: Path, replica_metrics: list[str], *, seed: int, proce
     )
 
 
-@pytest.mark.parametrize(("seed", "processes"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("seed", "processes"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2)])
 def test_documents_are_cached_for_the_users_of_a_tenant_and_for_no_other(
     seed: int, processes: int, cluster: tuple[LocalStack, list[str]], tmp_path: Path
 ) -> None:

@@ -44,7 +44,10 @@ def load(
     )
 
 
-@pytest.mark.parametrize(("workload", "seed", "processes"), [("cross-user", 1, 2), ("mixed", 3, 1)])
+@pytest.mark.parametrize(
+    ("workload", "seed", "processes"),
+    [("cross-user", 1, 2), pytest.param("mixed", 3, 1, marks=pytest.mark.slow)],
+)
 def test_the_hits_of_the_records_are_those_of_the_engines_to_the_token(
     workload: str, seed: int, processes: int, cluster: tuple[LocalStack, list[str]], tmp_path: Path
 ) -> None:
