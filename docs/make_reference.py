@@ -5,7 +5,6 @@ a page is stale.
 """
 
 import argparse
-import dataclasses
 import os
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from cluster.cli import _parser
 from replicas.config import ReplicaConfig
+from replicas.process.settings import old_settings_of, settings_of
 from router.config import RouterConfig
 from tests.metric_catalog import described
 
@@ -27,6 +27,11 @@ the environment, and the environment wins over the file. Unknown settings are er
 `./kvasir up --set NAME=VALUE` sets any setting of its replicas, except those that it chooses itself.
 [Commands](commands.md#kvasir-up) has its own options, and those of the other commands. `deploy/fleet.yaml`
 explains the fields of a fleet file, and `helm/README.md` the values of the chart.
+"""
+
+OLD_NAMES = """\
+These settings still count, over those that replace them, and the router warns of each in its log. The next
+version does not know them.
 """
 
 METRICS = """\
@@ -46,6 +51,7 @@ def settings_page() -> str:
         *(NOTE, "# Settings\n", SETTINGS),
         *("## A replica\n", "`python -m replicas`\n", replica),
         *("## A router\n", "`python -m router`\n", router),
+        *("### Old names\n", OLD_NAMES, _old_names_table(RouterConfig)),
     )
     return "\n".join(parts)
 
@@ -54,8 +60,14 @@ def _settings_table(config_class: type) -> str:
     rows = ["| setting | default | |", "|---|---|---|"]
     rows += [
         f"| `{field.name}` | `{field.default}` | {_cell(field.metadata['help'])} |"
-        for field in dataclasses.fields(config_class)
+        for field in settings_of(config_class).values()
     ]
+    return "\n".join(rows) + "\n"
+
+
+def _old_names_table(config_class: type) -> str:
+    rows = ["| old name | instead |", "|---|---|"]
+    rows += [f"| `{name}` | {_cell(instead)} |" for name, instead in old_settings_of(config_class).items()]
     return "\n".join(rows) + "\n"
 
 

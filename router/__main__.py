@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 
 import replicas.process.lean_redis  # noqa: F401
 from replicas.process.logs import TEXT_FORMAT, set_up_logs
-from replicas.process.settings import SettingsError, load_settings
+from replicas.process.settings import SettingsError, load_settings, old_setting_warnings
 from router.assembly import Router
 from router.config import ENVIRONMENT_PREFIX, RouterConfig
 from router.http_protocol import protocol_of
@@ -66,6 +66,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             description="Serve OpenAI's API from the replicas that hold the prompts' KV blocks.",
         )
         set_up_logs(config.log_format, config.log_level, fields={"service": "router"})
+        for warning in old_setting_warnings(config):
+            logger.warning(warning)
         allow_connections(config.max_connections)
         with listening(config) as listeners:
             if config.processes == 1:

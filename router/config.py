@@ -3,6 +3,7 @@
 Knows no environment and no file: `replicas/process/settings.py` reads those.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from replicas.process.settings import (
@@ -10,6 +11,8 @@ from replicas.process.settings import (
     check_log_settings,
     check_secret_settings,
     check_trace_settings,
+    fill_old_settings,
+    old_setting,
     secret_setting,
     setting,
 )
@@ -42,6 +45,8 @@ FROM_ZERO = (
 )
 
 AT_LEAST_ONE = (
+    "memory_bytes",
+    "redis_bytes",
     "processes",
     "max_body_bytes",
     "max_in_flight",
@@ -55,6 +60,24 @@ AT_LEAST_ONE = (
     "max_cache_bytes",
 )
 ADMIN_ACCESS = ("loopback", "everyone", "nobody")
+CAN_BE_OFF = ("caches", "responses", "history", "shared_history", "explain", "tool_gaps")
+
+MEMORY = "set memory_bytes"
+REDIS = "set redis_bytes"
+IN_FLIGHT = "set max_in_flight, which it follows"
+
+
+def _memory(num_64ths: int) -> "Callable[[RouterConfig], int]":
+    """Return the share of `memory_bytes`, of which six 64ths are left for tokenizers of more models."""
+    return lambda config: config.memory_bytes * num_64ths // 64
+
+
+def _redis(divisor: int) -> "Callable[[RouterConfig], int]":
+    return lambda config: config.redis_bytes // divisor
+
+
+def _unless_off(feature: str, default: "Callable[[RouterConfig], int]") -> "Callable[[RouterConfig], int]":
+    return lambda config: 0 if feature in config.off else default(config)
 
 
 @dataclass(frozen=True)
@@ -95,15 +118,9 @@ class RouterConfig:
         3.0,
         help="price of computing a prompt into a full cache, as a multiple of that computation; 0 ignores it",
     )
-    delay_price: float = setting(
-        0.05,
-        help="price of a prompt's computation for each request that it delays, as a share of the "
-        "computation; 0 ignores it",
-    )
     index_stride: int = setting(
         128, help="the index keeps one block hash per this many tokens; must be the same as the replicas'"
     )
-    poll_seconds: float = setting(0.5, help="time between two reads of the registry of replicas")
     replica_tls_ca: str | None = setting(
         None,
         help="PEM file with the CA of the replicas' certificates; with it, connections to replicas use TLS",
@@ -118,58 +135,35 @@ class RouterConfig:
         "kvasir-replica", help="DNS name in the replicas' certificates, wherever the replicas run"
     )
 
+    memory_bytes: int = setting(
+        2 * 2**30,
+        help="memory of a router process: a half for the images of requests, an eighth for bodies that are "
+        "read, an eighth for prompts that wait, the rest for caches, answered conversations, responses yet "
+        "to be stored and explanations; requests beyond one of the first three get 503",
+    )
+    redis_bytes: int = setting(
+        192 * 2**20,
+        help="room in Redis for what all routers keep: a third for named caches, a third for the tokens of "
+        "answers, a third for the stored responses of each tenant",
+    )
+    off: tuple[str, ...] = setting(
+        (),
+        help="features to do without: caches (named ones), responses (stored ones), history (continuing "
+        "conversations from their tokens), shared_history (at any router), explain, tool_gaps (keeping "
+        "prompts while tools run)",
+    )
     max_body_bytes: int = setting(8 * 2**20, help="maximum size of a request body; larger ones get 413")
     upload_seconds: float = setting(60.0, help="maximum time for a request to arrive; slower bodies get 408")
-    upload_bytes_per_second: int = setting(
-        1024, help="minimum pace of a request body after its first five seconds; slower ones get 408"
-    )
-    body_memory_bytes: int = setting(
-        256 * 2**20,
-        help="memory for all request bodies that are being read or prepared; beyond it, requests get 503",
-    )
-    image_memory_bytes: int = setting(
-        2**30,
-        help="memory for the images of all requests being served, which are kept until these end, since "
-        "another replica may need them; beyond it, requests with images get 503",
-    )
-    stream_comment_seconds: float = setting(
-        15.0,
-        help="maximum silence of a stream; then the router sends a comment, which clients "
-        "skip and proxies see",
-    )
     max_in_flight: int = setting(4096, help="maximum number of requests in flight; more get 429")
-    max_sequences: int = setting(
-        8192, help="maximum number of sequences (prompts times n) in flight, over all requests; more get 429"
-    )
-    max_tokens_in_flight: int = setting(
-        16 * 2**20,
-        help="maximum number of tokens in flight: of prompts, and up to 1,024 of each answer; more get 429",
-    )
     wait_seconds: float = setting(
         15.0,
         help="maximum wait while a model has no ready replica but some are starting; then requests get 503",
-    )
-    overdue_seconds: float = setting(
-        60.0,
-        help="a request moves to another replica if its replica computes nothing for this long, or "
-        "for twenty of its steps, whichever is longer",
-    )
-    max_waiting: int = setting(2048, help="maximum number of requests that wait for a replica; more get 503")
-    max_waiting_bytes: int = setting(
-        256 * 2**20,
-        help="memory for the prompts of requests that wait for a replica; beyond it, requests get 503",
-    )
-    queue_target_seconds: float = setting(
-        0.25,
-        help="in an overload, prompts that a replica may have and still get more; what it could not begin "
-        "soon is held until then, in fair order over tenants",
     )
     queue_seconds: float = setting(
         1.0,
         help="maximum time for which a request without a deadline is held in an overload, unless its own "
         "prompt takes longer; then, or if more is expected, it gets 429",
     )
-    max_queued: int = setting(4096, help="maximum number of requests that are held; more get 429")
     max_connections: int = setting(8192, help="maximum number of client connections; more get 503")
     address_share: float = setting(
         0.5,
@@ -177,34 +171,7 @@ class RouterConfig:
         "that one client address may use; 1 if all clients come from one address, as behind a "
         "load balancer",
     )
-    head_seconds: float = setting(
-        10.0,
-        help="maximum time for a request's headers to arrive, and for a new connection to "
-        "send its first ones",
-    )
-    write_seconds: float = setting(
-        30.0, help="maximum time for which a client may read nothing of its answer; then it is disconnected"
-    )
     max_choices: int = setting(16, help="maximum number of choices (n) per prompt")
-    max_prompts: int = setting(128, help="maximum number of prompts in one completions request")
-    max_caches: int = setting(1024, help="maximum number of named caches in the cluster; 0 refuses them")
-    max_cache_bytes: int = setting(2**20, help="maximum size of what a named cache begins with, as JSON")
-    all_caches_bytes: int = setting(
-        64 * 2**20, help="room in Redis for all named caches; beyond it, new ones get 429"
-    )
-    cache_memory_bytes: int = setting(
-        32 * 2**20, help="memory for the named caches that were used lately, per router"
-    )
-    max_responses: int = setting(
-        4096, help="maximum number of stored responses per tenant, the oldest go first; 0 stores none"
-    )
-    all_responses_bytes: int = setting(
-        64 * 2**20,
-        help="room in Redis for the stored responses of a tenant; one may have a 64th of it",
-    )
-    response_memory_bytes: int = setting(
-        64 * 2**20, help="memory for responses that have yet to be stored, per router"
-    )
     response_seconds: float = setting(86_400.0, help="time for which a response is stored")
     usage_hours: int = setting(
         744, help="hours for which it is kept in Redis what each tenant and key has used; 0 counts nothing"
@@ -219,45 +186,13 @@ class RouterConfig:
         help="file to which request bodies are appended for `kvasir lint`, as clients have written them; "
         "for this user alone",
     )
-    record_bodies_bytes: int = setting(
-        2**30, help="maximum size of that file; beyond it, bodies are not recorded"
-    )
     client_priority: bool = setting(
         False,
         help="whether a request's priority counts (lower goes first); by default it is ignored, "
         "because any client could go before all others",
     )
-    tokenizer_cache_bytes: int = setting(64 * 2**20, help="memory for encoded text, per model")
-    hash_cache_bytes: int = setting(
-        32 * 2**20, help="memory for block hashes of earlier prompts, for all models"
-    )
-    history_bytes: int = setting(
-        64 * 2**20,
-        help="memory for the tokens of answered conversations, so that their next turns go on from them; 0 "
-        "remembers none",
-    )
-    all_history_bytes: int = setting(
-        64 * 2**20,
-        help="room in Redis for the tokens of all answers, from which conversations go on at any router; "
-        "the oldest of those tenants that hold most go first; 0 leaves them to each router's memory",
-    )
     history_seconds: float = setting(
         3600.0, help="time after a conversation's last turn for which its answers' tokens are in Redis"
-    )
-    history_wait_seconds: float = setting(
-        0.02,
-        help="maximum wait of a request for what other routers have answered in its conversation; while "
-        "Redis is slower, none waits",
-    )
-    explain_bytes: int = setting(
-        64 * 2**20,
-        help="memory for what is kept of requests to explain their misses: hashes, counts and "
-        "positions, some KiB for each; 0 keeps nothing",
-    )
-    tool_gap_seconds: int = setting(
-        300,
-        help="longest time for which a prompt is kept while the tools run that its answer is likely to call, "
-        "as long as such calls have taken so far; 0 keeps none for that",
     )
     drain_seconds: int = setting(30, help="maximum wait for running requests on SIGTERM")
     allowed_hosts: tuple[str, ...] = setting(
@@ -297,6 +232,59 @@ class RouterConfig:
         1.0, help="share of requests that are traced, unless the caller's traceparent decides"
     )
 
+    # Shares of the two budgets.
+    image_memory_bytes: int = old_setting(_memory(32), instead=MEMORY)
+    body_memory_bytes: int = old_setting(_memory(8), instead=MEMORY)
+    max_waiting_bytes: int = old_setting(_memory(8), instead=MEMORY)
+    tokenizer_cache_bytes: int = old_setting(_memory(2), instead=MEMORY)
+    hash_cache_bytes: int = old_setting(_memory(1), instead=MEMORY)
+    cache_memory_bytes: int = old_setting(_memory(1), instead=MEMORY)
+    response_memory_bytes: int = old_setting(_memory(2), instead=MEMORY)
+    history_bytes: int = old_setting(
+        _unless_off("history", _memory(2)), instead="set memory_bytes, or off=history for none"
+    )
+    explain_bytes: int = old_setting(
+        _unless_off("explain", _memory(2)), instead="set memory_bytes, or off=explain for none"
+    )
+    all_caches_bytes: int = old_setting(_redis(3), instead=REDIS)
+    all_responses_bytes: int = old_setting(_redis(3), instead=REDIS)
+    all_history_bytes: int = old_setting(
+        _unless_off("shared_history", _redis(3)), instead="set redis_bytes, or off=shared_history for none"
+    )
+    max_cache_bytes: int = old_setting(_redis(192), instead="set redis_bytes; a named cache has a 192nd")
+
+    # Bounds that follow from max_in_flight: a request has some sequences and tokens, and may wait.
+    max_sequences: int = old_setting(lambda config: max(8192, 2 * config.max_in_flight), instead=IN_FLIGHT)
+    max_tokens_in_flight: int = old_setting(
+        lambda config: max(2**24, 4096 * config.max_in_flight), instead=IN_FLIGHT
+    )
+    max_queued: int = old_setting(lambda config: max(4096, config.max_in_flight), instead=IN_FLIGHT)
+    max_waiting: int = old_setting(lambda config: max(2048, config.max_in_flight // 2), instead=IN_FLIGHT)
+
+    # What no operator had a reason to turn.
+    max_prompts: int = old_setting(128, instead="then fixed at 128")
+    max_caches: int = old_setting(
+        _unless_off("caches", lambda config: 1024), instead="set redis_bytes, or off=caches for none"
+    )
+    max_responses: int = old_setting(
+        _unless_off("responses", lambda config: 4096), instead="set redis_bytes, or off=responses for none"
+    )
+    tool_gap_seconds: int = old_setting(
+        _unless_off("tool_gaps", lambda config: 300), instead="then fixed at 300; set off=tool_gaps for none"
+    )
+    delay_price: float = old_setting(0.05, instead="then fixed at 0.05")
+    queue_target_seconds: float = old_setting(0.25, instead="then fixed at 0.25")
+    overdue_seconds: float = old_setting(60.0, instead="then fixed at 60, or twenty of a replica's steps")
+    poll_seconds: float = old_setting(0.5, instead="then fixed at 0.5")
+    upload_bytes_per_second: int = old_setting(1024, instead="then fixed at 1024")
+    head_seconds: float = old_setting(10.0, instead="then fixed at 10")
+    write_seconds: float = old_setting(30.0, instead="then fixed at 30")
+    stream_comment_seconds: float = old_setting(
+        15.0, instead="then fixed at 15, less than proxies wait for a silent stream"
+    )
+    history_wait_seconds: float = old_setting(0.02, instead="then fixed at 0.02")
+    record_bodies_bytes: int = old_setting(2**30, instead="then fixed at 1 GiB")
+
     @property
     def has_admin_listener(self) -> bool:
         """Several processes always have one: what the port that they share answered would be anyone's."""
@@ -308,7 +296,11 @@ class RouterConfig:
         return self.keys_file is not None or self.keys_in_redis
 
     def __post_init__(self) -> None:
+        fill_old_settings(self)
         self._check_keys()
+        for name in self.off:
+            if name not in CAN_BE_OFF:
+                raise SettingsError(f"setting off takes any of {', '.join(CAN_BE_OFF)}, not {name!r}")
         if not 0 <= self.port < 2**16:
             raise SettingsError(f"setting port must be between 0 and 65535, not {self.port}")
         if self.admin_port is not None and not 0 <= self.admin_port < 2**16:
@@ -339,9 +331,15 @@ class RouterConfig:
                 f"setting address_share must be above 0 and at most 1, not {self.address_share}"
             )
         if self.body_memory_bytes * self.address_share < self.max_body_bytes:
-            raise SettingsError("setting body_memory_bytes, times address_share, must allow max_body_bytes")
+            raise SettingsError(
+                f"setting memory_bytes, an eighth of which is for bodies ({self.body_memory_bytes}), times "
+                "address_share, must allow max_body_bytes"
+            )
         if self.image_memory_bytes * self.address_share < self.max_body_bytes:
-            raise SettingsError("setting image_memory_bytes, times address_share, must allow max_body_bytes")
+            raise SettingsError(
+                f"setting memory_bytes, half of which is for images ({self.image_memory_bytes}), times "
+                "address_share, must allow max_body_bytes"
+            )
         if (self.replica_tls_certificate is None) != (self.replica_tls_key is None):
             raise SettingsError("settings replica_tls_certificate and replica_tls_key go together")
         if self.replica_tls_certificate is not None and self.replica_tls_ca is None:

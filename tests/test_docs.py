@@ -16,7 +16,7 @@ import pytest
 from cluster.cli import _parser
 from replicas.config import ENVIRONMENT_PREFIX as REPLICA_PREFIX
 from replicas.config import ReplicaConfig
-from replicas.process.settings import load_settings
+from replicas.process.settings import load_settings, old_settings_of, settings_of
 from router.config import ENVIRONMENT_PREFIX as ROUTER_PREFIX
 from router.config import RouterConfig
 
@@ -138,6 +138,13 @@ def test_every_router_and_replica_is_started_with_settings_that_exist() -> None:
                     config, arguments=arguments, environment={}, prefix=prefix, program=page, description=""
                 )
     assert number >= 4
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/settings.md"])
+def test_old_names_of_settings_are_only_in_their_table(page: str) -> None:
+    others = {"max_sequences", *settings_of(ReplicaConfig)}  # a limit of tenants has the first name
+    old = old_settings_of(RouterConfig).keys() - others
+    assert not old & set(re.findall(r"`(\w+)`", text_of(page)))
 
 
 def test_every_module_and_script_that_is_run_exists_and_has_its_options() -> None:

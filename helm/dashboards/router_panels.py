@@ -27,8 +27,8 @@ TRAFFIC = (
     ),
     Panel(
         title="Sequences in flight",
-        description="Prompts times n of the requests being served, by router. At max_sequences, or at "
-        "max_tokens_in_flight, a router answers 429: refused.",
+        description="Prompts times n of the requests being served, by router. At the bounds that "
+        "follow from max_in_flight, a router answers 429: refused.",
         queries=(
             Query("router_admitted_sequences{ROUTER}", "{{router}}"),
             Query("sum(" + rate("router_admission_refusals_total", "ROUTER") + ")", "refused per second"),
@@ -300,7 +300,7 @@ DOOR = (
     ),
     Panel(
         title="Memory of those in line",
-        description="Of the prompts of generations that wait for a replica; bounded by max_waiting_bytes.",
+        description="Of the prompts that wait for a replica; bounded by a share of memory_bytes.",
         unit="bytes",
         queries=(Query("router_waiting_bytes{ROUTER}", "{{router}}"),),
     ),
@@ -393,7 +393,7 @@ ITSELF = (
     Panel(
         title="Token cache, hit rate",
         description="Share of the text segments that were found encoded. Low with a full cache: raise "
-        "tokenizer_cache_bytes.",
+        "memory_bytes.",
         unit="percentunit",
         maximum=1,
         queries=(
@@ -419,14 +419,14 @@ ITSELF = (
     ),
     Panel(
         title="Token cache, memory",
-        description="Bounded by tokenizer_cache_bytes, for each model and router.",
+        description="Bounded by a share of memory_bytes, for each model and router.",
         unit="bytes",
         queries=(Query("router_token_cache_bytes{MODEL}", "{{router}} {{model}}"),),
     ),
     Panel(
         title="Hash cache, hit rate",
         description="Share of the prompt blocks whose hash was known. Low while prompts begin alike and the "
-        "cache is full: raise hash_cache_bytes.",
+        "cache is full: raise memory_bytes.",
         unit="percentunit",
         maximum=1,
         queries=(
@@ -443,36 +443,36 @@ ITSELF = (
     ),
     Panel(
         title="Hash cache, memory",
-        description="Bounded by hash_cache_bytes, for each router.",
+        description="Bounded by a share of memory_bytes, for each router.",
         unit="bytes",
         queries=(Query("router_hash_cache_bytes{ROUTER}", "{{router}}"),),
     ),
     Panel(
         title="Conversations that go on, by outcome",
         description="Prompts with an earlier answer in them. Drifted ones would have missed the cache from "
-        "that answer on, had their template written it. Many unknown: raise history_bytes and "
-        "all_history_bytes, and see what becomes of looks for answers of other routers.",
+        "that answer on, had their template written it. Many unknown: raise memory_bytes and "
+        "redis_bytes, and see what becomes of looks for answers of other routers.",
         unit="reqps",
         queries=(Query(rate("router_history_prompts_total", "ROUTER", "outcome"), "{{outcome}}"),),
     ),
     Panel(
         title="Remembered conversations, memory",
-        description="Bounded by history_bytes, for each router.",
+        description="Bounded by a share of memory_bytes, for each router.",
         unit="bytes",
         queries=(Query("router_history_bytes{ROUTER}", "{{router}}"),),
     ),
     Panel(
         title="Looks for answers of other routers, by outcome",
         description="Conversations whose last answer this router does not know. Missing: no router gave that "
-        "answer, or it was evicted (all_history_bytes). Late, failed and resting: Redis does not answer "
-        "within history_wait_seconds, and requests continue without it.",
+        "answer, or it was evicted (redis_bytes). Late, failed and resting: Redis does not answer "
+        "within 20 ms, and requests continue without it.",
         unit="reqps",
         queries=(Query(rate("router_history_lookups_total", "ROUTER", "outcome"), "{{outcome}}"),),
     ),
     Panel(
         title="Answers told to other routers, by outcome",
         description="Written to Redis after they have ended. Let go: removed again for want of room "
-        "(all_history_bytes). Wrong: found there and not believed, which is normal only while the cluster "
+        "(redis_bytes). Wrong: found there and not believed, which is normal only while the cluster "
         "secret or the version changes.",
         unit="reqps",
         queries=(
@@ -483,14 +483,14 @@ ITSELF = (
     ),
     Panel(
         title="Answers of all routers, in Redis",
-        description="Bounded by all_history_bytes, for all routers together. Each shows what it saw last.",
+        description="Bounded by a third of redis_bytes, for all routers. Each shows what it saw last.",
         unit="bytes",
         queries=(Query("router_history_redis_bytes{ROUTER}", "{{router}}"),),
     ),
     Panel(
         title="Answers that wait to be told",
         description="Bounded by 4,096 and 16 MiB, for each router. They wait while Redis is away. Resting is "
-        "1 while a router does not ask Redis, since it has not answered within history_wait_seconds.",
+        "1 while a router does not ask Redis, since it has not answered within 20 ms.",
         queries=(
             Query("router_history_untold{ROUTER}", "{{router}}"),
             Query("router_history_resting{ROUTER}", "{{router}} resting"),

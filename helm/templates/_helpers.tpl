@@ -82,7 +82,10 @@ and the reserve that leases are kept apart by.
 {{- else -}}{{- max 1 (div $number 1048576) -}}
 {{- end -}}
 {{- else -}}
-{{- $total := add 256 (div (dig "all_history_bytes" 67108864 .Values.router.settings | int64) 1048576) -}}
+{{- $settings := .Values.router.settings -}}
+{{- $isShared := not (regexMatch "(^|,) *(shared_)?history *(,|$)" (dig "off" "" $settings)) -}}
+{{- $share := ternary (div (dig "redis_bytes" 201326592 $settings | int64) 3) 0 $isShared -}}
+{{- $total := add 256 (div (dig "all_history_bytes" $share $settings | int64) 1048576) -}}
 {{- range $pool := include "kvasir.pools" . | fromYaml -}}
 {{- $replicas := ternary $pool.autoscaling.maxReplicas $pool.replicas $pool.autoscaling.enabled | int64 -}}
 {{- $stream := div (default 67108864 $pool.settings.events_stream_bytes | int64) 1048576 -}}

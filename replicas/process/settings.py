@@ -29,6 +29,50 @@ def setting(default: Any = dataclasses.MISSING, *, help: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help})
 
 
+def old_setting(default: Any, *, instead: str) -> Any:
+    """A dataclass field that goes with the next version; `instead` says what to do about it.
+
+    `default` is a value, or a function of the configuration. `fill_old_settings` puts it in where none is
+    given. No help shows such a field.
+    """
+    return dataclasses.field(default=None, repr=False, metadata={"default": default, "instead": instead})
+
+
+def settings_of(config_class: type) -> "dict[str, dataclasses.Field[Any]]":
+    """Return the fields of the settings that are not old, by name."""
+    fields = dataclasses.fields(config_class)
+    return {field.name: field for field in fields if "instead" not in field.metadata}
+
+
+def old_settings_of(config_class: type) -> dict[str, str]:
+    """Return what to do instead of setting each old name."""
+    fields = dataclasses.fields(config_class)
+    return {field.name: field.metadata["instead"] for field in fields if "instead" in field.metadata}
+
+
+def fill_old_settings(config: Any) -> None:
+    """Give old settings their defaults, and remember which were given. For `__post_init__`."""
+    given = []
+    for field in dataclasses.fields(config):
+        if "instead" not in field.metadata:
+            continue
+        if getattr(config, field.name) is not None:
+            given.append(field.name)
+            continue
+        default = field.metadata["default"]
+        object.__setattr__(config, field.name, default(config) if callable(default) else default)
+    object.__setattr__(config, "_old_settings_given", tuple(given))
+
+
+def old_setting_warnings(config: Any) -> list[str]:
+    """Return a sentence for each old setting that was given."""
+    instead = old_settings_of(type(config))
+    return [
+        f"setting {name} still counts, and goes with the next version: {instead[name]}"
+        for name in config._old_settings_given
+    ]
+
+
 def secret_setting(help: str) -> Any:
     """A text that no representation of its configuration shows, and that is None unless it is set."""
     return dataclasses.field(default=None, repr=False, metadata={"help": help})
@@ -51,8 +95,9 @@ def load_settings(
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags and environment win")
     fields = {field.name: field for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
     for name, field in fields.items():
+        text = argparse.SUPPRESS if "instead" in field.metadata else _help_text(field)
         parser.add_argument(
-            "--" + name.replace("_", "-"), dest=name, default=None, help=_help_text(field), metavar="VALUE"
+            "--" + name.replace("_", "-"), dest=name, default=None, help=text, metavar="VALUE"
         )
     flags = vars(parser.parse_args(list(arguments)))
     config_file = flags.pop("config") or environment.get(prefix + "CONFIG")
@@ -109,7 +154,8 @@ def _from_file(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_known(name: str, fields: Mapping[str, Any], what: str) -> None:
     if name not in fields:
-        near = difflib.get_close_matches(name, fields, n=1)
+        known = [known for known, field in fields.items() if "instead" not in field.metadata]
+        near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise SettingsError(f"unknown {what}{hint}")
 

@@ -44,7 +44,7 @@ def open_caches(context: ApiContext) -> NamedCaches:
     """Raises InvalidRequest where there are none."""
     if context.caches is None:
         raise InvalidRequest(
-            "There are no named caches here: they need a cluster secret (secret_file), and max_caches.",
+            "There are no named caches here: they need a cluster secret (secret_file), and are not off.",
             parameter="cache",
             code="caches_not_available",
         )

@@ -104,6 +104,15 @@ def test_the_memory_of_redis_follows_from_the_fleet_and_the_containers_from_that
         {"router": {"settings": {"all_history_bytes": 0}}, "pools": {"a": {"replicas": 1}}}
     )
     assert answers == small + 1024 - 64 and without == small - 64
+    budget, _ = redis_memory(
+        {"router": {"settings": {"redis_bytes": 3 * 2**30}}, "pools": {"a": {"replicas": 1}}}
+    )
+    assert budget == answers
+    for off in ("shared_history", "explain, history", "history,caches"):
+        off_values = {"router": {"settings": {"off": off}}, "pools": {"a": {"replicas": 1}}}
+        assert redis_memory(off_values)[0] == without
+    others_off = {"router": {"settings": {"off": "caches,explain"}}, "pools": {"a": {"replicas": 1}}}
+    assert redis_memory(others_off)[0] == small
     assert redis_memory({"redis": {"builtin": {"maxMemory": "3gb"}}}) == (3072, "6208Mi")
     own = {"redis": {"builtin": {"maxMemory": "300mb", "resources": {"limits": {"memory": "1Gi"}}}}}
     assert redis_memory(own) == (300, "1Gi")

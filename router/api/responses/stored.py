@@ -132,7 +132,7 @@ def _stored(
 def _open_store(context: ApiContext) -> ResponseStore:
     if context.responses is None:
         raise InvalidRequest(
-            "No responses are stored here (max_responses is 0): send the whole input.",
+            "No responses are stored here (they are off): send the whole input.",
             parameter="previous_response_id",
             code="responses_not_stored",
         )
@@ -202,7 +202,7 @@ class ResponseRoutes:
     def _store(self) -> ResponseStore:
         store = self._context.responses
         if store is None:
-            raise ResponseGone("No responses are stored here (max_responses is 0).")
+            raise ResponseGone("No responses are stored here (they are off).")
         return store
 
     def _in_flight(self, request: Request) -> contextlib.AbstractContextManager[Any]:

@@ -8,7 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicas.config import ENVIRONMENT_PREFIX, ReplicaConfig
-from replicas.process.settings import SettingsError, build, load_settings, setting, without_password
+from replicas.process.settings import (
+    SettingsError,
+    build,
+    fill_old_settings,
+    load_settings,
+    old_setting,
+    old_setting_warnings,
+    old_settings_of,
+    setting,
+    settings_of,
+    without_password,
+)
 
 
 @dataclass(frozen=True)
@@ -182,3 +193,51 @@ def test_engine_args_are_for_vllm_only() -> None:
 )
 def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
     assert without_password(url) == shown
+
+
+@dataclass(frozen=True)
+class Renamed:
+    memory: int = setting(64, help="memory")
+    cache: int = old_setting(lambda config: config.memory // 4, instead="set memory")
+    seconds: float = old_setting(1.5, instead="then fixed at 1.5")
+
+    def __post_init__(self) -> None:
+        fill_old_settings(self)
+
+
+def load_renamed(*arguments: str, **environment: str) -> Renamed:
+    return load_settings(
+        Renamed, arguments=arguments, environment=environment, prefix="T_", program="t", description="d"
+    )
+
+
+def test_an_old_setting_that_is_not_given_follows_the_new_one_and_warns_of_nothing() -> None:
+    config = load_renamed("--memory", "100")
+    assert (config.cache, config.seconds, old_setting_warnings(config)) == (25, 1.5, [])
+
+
+@pytest.mark.parametrize("way", ["flag", "environment", "file"])
+def test_an_old_setting_that_is_given_wins_with_a_warning(way: str, tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("memory: 100\ncache: 7\n" if way == "file" else "memory: 100\n")
+    flags = ("--cache", "7") if way == "flag" else ()
+    environment = {"T_CACHE": "7"} if way == "environment" else {}
+    config = load_renamed("--config", str(file), *flags, **environment)
+    assert (config.memory, config.cache) == (100, 7)
+    assert old_setting_warnings(config) == [
+        "setting cache still counts, and goes with the next version: set memory"
+    ]
+
+
+def test_an_old_setting_that_repeats_its_default_warns_too() -> None:
+    assert len(old_setting_warnings(load_renamed("--seconds", "1.5"))) == 1
+
+
+def test_an_old_setting_is_in_no_help_and_no_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(settings_of(Renamed)) == ["memory"]
+    assert old_settings_of(Renamed) == {"cache": "set memory", "seconds": "then fixed at 1.5"}
+    with pytest.raises(SystemExit):
+        load_renamed("--help")
+    assert "--memory" in (text := capsys.readouterr().out) and "--cache" not in text
+    with pytest.raises(SettingsError, match=r"unknown environment variable T_CACHES$"):
+        load_renamed(T_CACHES="7")
