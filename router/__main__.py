@@ -1,7 +1,7 @@
 """`python -m router`: a router as a process of its own, or several on one port.
 
-Owns signals, logging and exit codes. The first SIGTERM stops accepting and lets what runs finish, while
-operators may still look; a second SIGINT stops at once. How several are kept running is `processes.py`'s.
+Owns signals, logging and exit codes. The first SIGTERM stops accepting and lets running requests finish, with
+the operators' port still open; a second SIGINT stops at once. `processes.py` keeps several running.
 """
 
 import asyncio
@@ -48,13 +48,14 @@ LOOK_SECONDS = 0.05
 FIRST_LOOK_SECONDS = 5.0
 """How long one of several routers waits for replicas before it answers; longer while a sibling answers."""
 HELP_SECONDS = 0.05
-"""How long a connection waits for the router that it was meant for, before another one may take it."""
+"""Seconds that a connection waits for its own router before another may accept it."""
 STOP_SECONDS = 15.0
 """Seconds that a router may need to stop, besides its requests."""
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run until told to stop. 0: left in order; 1: died while serving; 2: did not start."""
+    """Run until told to stop. Returns 0 after an orderly end, 1 if it died while serving, 2 if it did not
+    start."""
     set_up_logs()
     try:
         config = load_settings(
@@ -109,7 +110,7 @@ def run_several(config: RouterConfig, listeners: AllListeners) -> int:
 
 
 class _Server(uvicorn.Server):
-    """A signal ends `serve`, not the process: what comes after serving is ours to do."""
+    """A server whose signals end `serve`, not the process."""
 
     def __init__(self, config: uvicorn.Config, others: Sequence[socket.socket]) -> None:
         super().__init__(config)
@@ -133,7 +134,8 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def help_others(self) -> None:
-        """Until it stops, take what waits at siblings that died, are frozen or do not accept yet."""
+        """Accept connections waiting at siblings that died, are frozen or do not accept yet, until it
+        stops."""
         loop = asyncio.get_running_loop()
         for other in self._others:
             other.setblocking(False)
@@ -155,7 +157,7 @@ class _Server(uvicorn.Server):
 
 
 class _AdminServer(uvicorn.Server):
-    """Ends after the clients' server, and when that says so."""
+    """A server that ends after the clients' server, when told."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -167,8 +169,8 @@ async def serve(
 ) -> None:
     """Answer requests until a signal comes. Fails if following the fleet does.
 
-    One of several accepts nothing before it has found replicas: what waits is better served by another, or
-    a moment later.
+    One of several routers accepts nothing before it has found replicas: another serves waiting connections
+    sooner.
     """
     router = Router(config, rng=random.Random(), own_secret=own_secret)
     served = _server_config(router.apps.main, router.connections, config.drain_seconds)

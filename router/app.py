@@ -1,7 +1,7 @@
-"""The router's ASGI application: which path goes where, and how errors of the control routes are answered.
+"""The router's ASGI application: its routes, and errors of the control routes.
 
-Owns the routes: which are the clients', and which the operators', who may have a listener of their own. The
-routes that generate bypass Starlette: they are raw endpoints and write by themselves.
+Owns the routes of clients, and those of operators, who may have a listener of their own. The routes that
+generate bypass Starlette: they are raw endpoints and write by themselves.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -84,9 +84,9 @@ class Router:
         own_secret: bytes | None = None,
         bounds: Bounds | None = None,
     ) -> None:
-        """`own_secret` is what several routers without a secret in their settings have made up together.
+        """`own_secret` is shared by several routers without a secret in their settings.
 
-        One of each router's own is fine for a single one: restarted, it finds nothing of what is cached.
+        A single router may make its own: after a restart it finds nothing of what is cached.
         """
         self._config, self._rng = config, rng
         self._tracing = _open_tracing(config)
@@ -190,7 +190,7 @@ class Router:
             self._context.stories.close()
 
     async def close(self) -> None:
-        """Send what is left to tell. Call it when the last request has ended."""
+        """Write what is left, after the last request has ended."""
         await asyncio.to_thread(self._tracing.close, FAREWELL_SECONDS)
         if self._context.recorder is not None:
             await asyncio.to_thread(self._context.recorder.close)

@@ -287,7 +287,8 @@ class RouterConfig:
 
     @property
     def has_admin_listener(self) -> bool:
-        """Several processes always have one: what the port that they share answered would be anyone's."""
+        """Whether there is an admin listener. Several processes always have one: on the shared port any of
+        them might answer."""
         return self.admin_port is not None or self.admin_socket is not None or self.processes > 1
 
     @property

@@ -32,7 +32,7 @@ from typing import ClassVar, NamedTuple
 
 
 class ErrorKind(enum.StrEnum):
-    """Why a request did not get its whole answer, for those who count."""
+    """Reason why a request did not get its whole answer, for metrics."""
 
     INVALID = "invalid"
     CONTEXT_LENGTH = "context_length"
@@ -42,7 +42,7 @@ class ErrorKind(enum.StrEnum):
     METHOD = "method"
     OVERLOADED = "overloaded"
     LIMITED = "limited"
-    """By what its tenant or its key may ask for."""
+    """A limit of its tenant or its key."""
     TOO_LATE = "too_late"
     """It could not have been served in time."""
     NO_REPLICA = "no_replica"
@@ -109,7 +109,7 @@ class InvalidRequest(RouterError):
 
 
 class Excess(NamedTuple):
-    """How many tokens there are, at least, and how many the context holds."""
+    """Least number of tokens, and the context's size."""
 
     num_tokens: int
     context_length: int
@@ -206,8 +206,8 @@ class RouterBusy(RouterError):
 
 
 class LimitReached(RouterError):
-    """`what` is a stable word: requests, tokens or sequences. Without `retry_after_seconds` no waiting
-    helps."""
+    """`what` is a stable word: requests, tokens or sequences. Without `retry_after_seconds` waiting does not
+    help."""
 
     kind = ErrorKind.LIMITED
 

@@ -1,16 +1,15 @@
 """ClientProtocol: one client's connection, on top of uvicorn's HTTP.
 
-Owns what a connection may take: the bytes and the time of a request's head, requests sent before their turn,
-the time in which an answer must be read; and its end, which a client may announce for its own side alone.
-When the router stops, no request that is on its way is met by a closed connection. A body is watched where it
-is read (`router/api/http.py`), idle time between requests by uvicorn.
+Owns a connection's bounds: bytes and time of a request's head, pipelined requests, and the time to read an
+answer; and its end, which a client may announce for its own side alone. A stopping router closes no
+connection with a request on its way. `router/api/http.py` watches bodies, uvicorn idle time between requests.
 
-A client that has ended its side may have left, or may wait for its answer: only writing tells. So until
-the answer begins it is sent `100 Continue` now and then, which clients skip; the system of one that has left
+A client that has closed its sending side may have left, or may wait for its answer: only writing tells. So
+until the answer begins it gets `100 Continue` now and then, which clients skip; the system of a departed one
 resets the connection.
 
-HTTP/1 is all that is spoken: an offer to go on in another protocol, which Java's client makes with every
-request, is passed over (RFC 9110, 7.8), and a tunnel is refused.
+Only HTTP/1 is spoken: an offer of another protocol, which Java's client makes with every request, is ignored
+(RFC 9110, 7.8), and a tunnel is refused.
 """
 
 import asyncio
@@ -34,7 +33,7 @@ MAX_QUEUED = 32
 """Requests that a client may send before its earlier ones are answered."""
 
 READ_AHEAD = 4
-"""While no more of them are queued the connection is read, and so its end is seen."""
+"""While at most this many are queued the connection is read, so that its end is noticed."""
 
 WRITE_BUFFER_BYTES = 16 * 1024
 """An answer pauses when this much of it waits in front of a full socket."""
@@ -43,11 +42,11 @@ FAREWELL_SECONDS = 1.0
 """To close a connection that still receives resets it, before its client has read the answer."""
 
 LINGER_SECONDS = 1
-"""How long a router that stops waits for a next request on an idle connection. The answer then says that it
-is the last one, so that the client sends its next request to another router."""
+"""Seconds that a stopping router waits for a next request on an idle connection. That answer says that it is
+the last, so that the client sends its next request to another router."""
 
 LEAVING_WRITE_SECONDS = 4.0
-"""In place of the setting once the router is to stop: it does not wait for clients that do not read."""
+"""Replaces the setting once the router is stopping: it does not wait for clients that do not read."""
 
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -218,9 +217,9 @@ class ClientProtocol(HttpToolsProtocol):
             self._start_deadline()
 
     def _parse(self, data: bytes) -> None:
-        """The parser takes what follows the head of an offer for the other protocol, no longer for a body. So
-        another parser reads that head, without the offer, and goes on from there. Raises HttpParserError;
-        HttpParserUpgrade for a tunnel."""
+        """Parse data. After the head of an upgrade offer the parser would not read a body. So another parser
+        reads that head without the offer, and continues from there. Raises HttpParserError; HttpParserUpgrade
+        for a tunnel."""
         rest: bytes | memoryview = data
         while rest and not self.transport.is_closing():
             try:
@@ -234,7 +233,7 @@ class ClientProtocol(HttpToolsProtocol):
             self.parser.feed_data(head)
 
     def send_400_response(self, msg: str) -> None:
-        """In the midst of an answer nothing else can be said."""
+        """Close in the middle of an answer, when nothing else can be sent."""
         cycle = self._answering
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             self.transport.abort()
@@ -336,7 +335,7 @@ class ClientProtocol(HttpToolsProtocol):
             self._write_watch = self.loop.call_later(self._write_seconds / 2, self._look_at_writes)
 
     def _look_at_writes(self) -> None:
-        """Twice without progress, nothing being added meanwhile, is the end."""
+        """Disconnect after two looks without progress and without new data."""
         self._write_watch = None
         num_bytes = self.transport.get_write_buffer_size()
         if not num_bytes:
@@ -358,7 +357,7 @@ class ClientProtocol(HttpToolsProtocol):
         self._probe = self.loop.call_later(sign_seconds(number), self._send_signs, number + 1)
 
     def _refuse(self, reason: Ended) -> None:
-        """Say why and close; what still arrives is not looked at."""
+        """Send the reason and close; later data is ignored."""
         self.peers.count(reason)
         if self._is_answering() or self.peers.num_farewells >= MAX_FAREWELLS:
             self.transport.abort()
@@ -384,7 +383,7 @@ def protocol_of(connections: Connections) -> type[asyncio.Protocol]:
 
 
 def _until_close(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
-    """For HTTP/1.0, which knows no chunks: what has no length ends with the connection."""
+    """Delimit an answer without a length by the connection's end, for HTTP/1.0, which has no chunks."""
 
     async def unframed(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         has_length = False

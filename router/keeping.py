@@ -1,6 +1,6 @@
-"""Keep: the wish of a client that the beginning of a prompt stay cached, the same for every dialect.
+"""Keep: a client's request that the beginning of a prompt stay cached, common to all dialects.
 
-Owns the way from there to the leases that a replica is asked for, and back to what a client is told.
+Owns the conversion to leases for a replica, and of the outcome for the client.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from replicas.protocol.prefix_leases import MAX_LEASES, LeaseAnswer, PrefixLease
 
 GRANTED = "granted"
 NO_ANSWER = "no_answer"
-"""The word for a replica that says nothing of leases."""
+"""Reason if a replica reports nothing about leases."""
 
 
 class Keep(NamedTuple):
@@ -30,7 +30,7 @@ class Kept(NamedTuple):
 
 
 def leases_of(keeps: Sequence[Keep], num_prompt_tokens: int, block_size: int) -> tuple[PrefixLease, ...]:
-    """Down to whole blocks; what is less than one is asked for as one, and refused as too short."""
+    """Convert to leases on whole blocks; less than one is requested as one, and refused as too short."""
     leases: list[PrefixLease] = []
     for keep in keeps[:MAX_LEASES]:
         wanted = num_prompt_tokens if keep.num_tokens is None else keep.num_tokens

@@ -1,8 +1,8 @@
-"""The sockets that a router listens on: the clients' port, and the operators' ports or Unix sockets.
+"""The sockets of a router: the clients' port, and the operators' ports or Unix sockets.
 
-Of several router processes each has a socket of its own at the clients' port, over which the kernel spreads
-connections, and all have all of them open: what waits at one that does not accept, others can take. Each
-has a socket for operators to itself. Owns how they are bound and removed.
+Each of several router processes has a socket of its own at the clients' port, over which the kernel spreads
+connections, and all have all of them open: connections at one that does not accept can be taken by others.
+Each has an operators' socket to itself. Owns binding and removal.
 """
 
 import contextlib
@@ -103,7 +103,8 @@ def _at_port(host: str, port: int, *, is_shared: bool = False) -> Iterator[socke
 
 @contextlib.contextmanager
 def _at_path(path: Path) -> Iterator[socket.socket]:
-    """Only this user may open it: before `listen` no process can connect, and by then it has its mode."""
+    """Bind a socket for this user alone: before `listen` no process can connect, and by then it has its
+    mode."""
     with contextlib.ExitStack() as stack:
         try:
             _remove_left_over(path)

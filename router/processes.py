@@ -1,8 +1,7 @@
 """RouterProcesses: several routers that accept from one port, each a process of its own.
 
-Owns their start by fork, their restart, and the signals between. The parent has the listening sockets open
-and accepts nothing, so connections that wait when a process dies are taken by the others, or by the one
-that follows.
+Owns their start by fork, their restart, and the signals between. The parent holds the listening sockets and
+accepts nothing, so connections that wait when a process dies are taken by the others, or by its successor.
 """
 
 import contextlib
@@ -32,14 +31,14 @@ _PR_SET_NAME = 15
 
 
 class Place:
-    """One process among its siblings: its number, and who of them accepts connections."""
+    """One process among its siblings: its number, and which of them accept connections."""
 
     def __init__(self, number: int, accepting: mmap.mmap) -> None:
         self.number = number
         self._accepting = accepting
 
     def accept(self) -> None:
-        """Say that this process accepts from now on."""
+        """Announce that this process accepts from now on."""
         self._accepting[self.number] = 1
 
     @property
@@ -60,7 +59,7 @@ class _Process:
 
 
 class RouterProcesses:
-    """`run_one` is what each process does; what it returns is the exit code of that process.
+    """`run_one` is each process's work; its result is the exit code.
 
     `patience_seconds` is how long a process that was told to stop may take; then it is killed.
     """
@@ -128,7 +127,7 @@ class RouterProcesses:
             os._exit(code)  # what the parent has open is the parent's to close
 
     def _stop(self, number: signal.Signals) -> None:
-        """A second SIGINT, and what comes when patience is at its end, are for those that did not stop."""
+        """Signal the processes that did not stop: at a second SIGINT, and when patience is over."""
         if number == signal.SIGKILL:
             logger.error("killing routers that did not stop in time number=%d", len(self._living()))
         if self._kill_at is None or number == signal.SIGKILL:

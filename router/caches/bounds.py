@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 MAX_TTL_SECONDS = 86_400
 DEFAULT_TTL_SECONDS = 3600
 GONE_SECONDS = 86_400
-"""How long a record outlives its cache, to say when and why it went."""
+"""Seconds that a record outlives its cache, to say when and why it went."""
 MAX_NAME_CHARACTERS = 128
 MAX_PAGE = 100
 DEFAULT_PAGE = 20

@@ -223,8 +223,7 @@ class NamedCaches:
         return self._clock() - known.checked_at < RECHECK_SECONDS or self._health.is_resting
 
     async def _look_again(self, cache_id: str, tenant: str) -> Remembered:
-        """Read it from Redis, one caller at a time for each cache; the others find what the first has
-        read."""
+        """Read it from Redis, one caller at a time per cache; the others share the result."""
         if self._health.is_resting:
             raise self._unavailable()
         is_known = self._memory.get(cache_id) is not None

@@ -77,7 +77,7 @@ class CacheContent(Struct, frozen=True):
 
 
 class Gone(enum.StrEnum):
-    """Why there is no cache of that id."""
+    """Reason why there is no cache of that id."""
 
     NOT_FOUND = "not_found"
     """It never existed, belongs to another tenant, or went long ago."""
@@ -92,7 +92,7 @@ def is_cache_id(text: str) -> bool:
 
 
 def gone_words(cache_id: str, record: CacheRecord | None, now: float) -> tuple[Gone, str]:
-    """Why it is gone, and the message that says so. If the record is not gone, its content was lost."""
+    """Return the reason and its message. If the record is not gone, its content was lost."""
     shown = cache_id[:60]
     if record is None:
         return Gone.NOT_FOUND, f"There is no cache '{shown}'."

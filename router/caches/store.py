@@ -89,7 +89,7 @@ class CacheStore(SealedStore):
     async def change(
         self, cache_id: str, change: Callable[[CacheRecord], CacheRecord], now: float
     ) -> CacheRecord | None:
-        """None if there is no such record. `change` may raise, and may be called again."""
+        """Change a record; None if there is none. `change` may raise, and may run again."""
         records, contents = record_key(cache_id), content_key(cache_id)
 
         async def put(pipeline: Any) -> CacheRecord | None:

@@ -1,6 +1,6 @@
 """AccessLog: one line for each request to a route that generates, at its end.
 
-Owns what the line says: ids, names of ours, times and numbers; never what a client has written.
+Owns the line's content: ids, our own names, times and numbers; never a client's text.
 """
 
 import logging

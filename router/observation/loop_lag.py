@@ -1,6 +1,6 @@
-"""LoopLag: how late the event loop comes to what is due.
+"""LoopLag: how late the event loop runs due work.
 
-Owns one small task. It measures that the loop is late, not what keeps it busy.
+Owns one small task. It measures the lateness, not the cause.
 """
 
 import asyncio

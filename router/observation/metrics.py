@@ -1,8 +1,8 @@
-"""RouterMetrics: what a router tells Prometheus of the requests that it has served.
+"""RouterMetrics: a router's metrics on served requests, for Prometheus.
 
 Owns names, labels and buckets. Label values come from closed sets (served models, our own routes, status
 codes, reasons, kinds of errors, a bounded number of tenants), never from a client's text. The router's parts
-declare what they count for themselves; `add` takes it in.
+declare their own instruments; `add` exports them.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ LATENCY_BUCKETS = (
 )
 
 OWN_WORK_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
-"""For what the router itself does with a request."""
+"""For the router's own work on a request."""
 
 DECISION_BUCKETS = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01)
 
@@ -139,7 +139,7 @@ class RouterMetrics(Collector):
         self._unknown_fields.of(dialect).value += number
 
     def add(self, instruments: Iterable[Instrument]) -> None:
-        """Export what a part counts for itself, as read at each scrape on the event loop."""
+        """Export a part's own instruments, read at each scrape on the event loop."""
         self._added += instruments
 
     def render(self) -> bytes:

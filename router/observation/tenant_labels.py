@@ -1,6 +1,6 @@
 """TenantLabels: which tenants have metrics of their own.
 
-Owns that choice. A tenant comes as a label that tells nothing about its salt.
+Owns that choice. A tenant comes as a label that reveals nothing about its salt.
 """
 
 from router.caller import DEFAULT_TENANT
@@ -9,10 +9,9 @@ OTHER_TENANTS = "other"
 
 
 class TenantLabels:
-    """The default tenant and the first others, `most` in all, keep their labels; who comes later shares one.
+    """The default tenant and the first others, `most` in all, keep their labels; later ones share one.
 
-    A place is never given to another tenant: a counter that goes back to zero, or that ends, is an
-    outage to those who read it.
+    A label is never given to another tenant: a counter that returns to zero, or ends, looks like an outage.
     """
 
     def __init__(self, most: int) -> None:

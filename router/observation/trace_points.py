@@ -1,7 +1,7 @@
 """The moments of a request in a router, for tracing.
 
-Owns the moments, and where a trace goes on: its parent in the next process. These classes do nothing but
-hand on what the client sent; `tracing.py` makes spans of the same moments.
+Owns the moments, and a trace's parent in the next process. These classes only pass on what the client sent;
+`tracing.py` makes spans of the same moments.
 """
 
 from collections.abc import Iterator
@@ -95,4 +95,4 @@ class Tracing:
         )
 
     def close(self, timeout_seconds: float) -> None:
-        """Send what is left. Blocks for as long as that."""
+        """Send the rest; blocks for at most `timeout_seconds`."""

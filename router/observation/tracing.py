@@ -73,7 +73,7 @@ class _RequestSpans(RequestTrace):
         ended_at = time.time_ns()
 
         def moment(seconds: float) -> int:
-            """In nanoseconds since 1970, counted back from the end: what was a part of it ended before."""
+            """Convert to nanoseconds since 1970, counted back from the end: parts ended before."""
             return ended_at - int((served.ended_seconds - seconds) * 1e9)
 
         self._tell_preparation(served, moment)

@@ -1,7 +1,7 @@
-"""UnknownFields: fields of bodies that were passed over without being known are counted, the first named.
+"""UnknownFields: counts ignored unknown fields of bodies, and logs the first names.
 
-Owns which have been named. A name is a client's text, so it is no label of a metric, and there are bounds on
-how many the log has and on how long they are.
+Owns which have been named. A name is a client's text, so it is no label of a metric, and its length and the
+number in the log are bounded.
 """
 
 import logging

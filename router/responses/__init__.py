@@ -1,1 +1,1 @@
-"""Stored responses: what was asked and answered, kept for a while so that requests can go on."""
+"""Stored responses: questions and answers, kept for a while so that requests can continue from them."""

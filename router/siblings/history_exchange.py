@@ -63,8 +63,8 @@ class Look(enum.StrEnum):
 
 
 class HistoryExchange(Feature):
-    """For one event loop: have `run()` run, and `close()` when no request is left. `lost_at` is when a record
-    was last lost; those that were told before may be gone."""
+    """For one event loop: run `run()`, and `close()` when no request is left. `lost_at` is when Redis last
+    lost a record; those written before may be gone."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""RedisHistory: the answers that routers tell each other of, sealed in Redis; replicas may not read them.
+"""RedisHistory: answers that routers share, sealed in Redis; replicas may not read them.
 
 Owns the keys and their bound in bytes. A tenant's routers write one log, counted in bytes; a sorted set holds
 the byte at which each record begins, oldest first::
@@ -91,7 +91,7 @@ class RedisHistory(SealedStore):
         return await self._read_all([record_key(tag, key) for key in keys], _decode)
 
     async def write(self, tellings: Sequence[Telling]) -> bool:
-        """False if Redis has lost what was written before."""
+        """Write records; False if Redis has lost earlier ones."""
         kept_ms = self.bounds.kept_ms
         tags = [self._tags.of(each.tenant) for each in tellings]
         names = [record_key(tag, each.key) for tag, each in zip(tags, tellings, strict=True)]
