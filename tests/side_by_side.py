@@ -7,6 +7,7 @@ The `--dist loadgroup` of xdist does not share out: it writes groups into the na
 ignores without a word. So groups are made of the names that tests have anyway.
 """
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,9 @@ from xdist.scheduler import LoadScopeScheduling
 
 CLIENTS = "tests/clients/"
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
+MARKS = ("images", "vllm", "slow", "cluster")
+"""Of what takes longest, in that order."""
+
 FILES_WITH_IMAGES = ("test_images.py", "test_compose_runs.py", "test_cuda_image.py")
 
 
@@ -138,7 +142,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if lazy:
         items.clear()
         yield
-        items[:] = _longest_first(lazy)
+        items[:] = _in_turns(lazy)
         return
     yield
     if not _is_worker() and not config.getoption("--alone"):
@@ -151,12 +155,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 raise pytest.UsageError(f"{item.nodeid} is marked {mark}, and its name does not say so")
 
 
-def _longest_first(files: list[LazyTests]) -> list[LazyTests]:
+def _in_turns(files: list[LazyTests]) -> list[LazyTests]:
+    """What takes longest first, and after each two that take a moment: long ones wait more than they work."""
     turns: dict[str, int] = {}
     for file in files:
         group, turn = group_of(file.nodeid), _turn(file.path.read_text())
         turns[group] = min(turn, turns.get(group, turn))
-    return sorted(files, key=lambda file: turns[group_of(file.nodeid)])
+    ordered = sorted(files, key=lambda file: turns[group_of(file.nodeid)])
+    num_long = sum(turns[group_of(file.nodeid)] < len(MARKS) for file in files)
+    short = iter(ordered[num_long:])
+    mixed = [each for long in ordered[:num_long] for each in (long, *itertools.islice(short, 2))]
+    return [*mixed, *short]
 
 
 def _wanted_files(config: pytest.Config) -> set[Path] | None:
@@ -165,8 +174,7 @@ def _wanted_files(config: pytest.Config) -> set[Path] | None:
 
 
 def _turn(text: str) -> int:
-    marks = ("images", "vllm", "slow", "cluster")
-    return next((turn for turn, mark in enumerate(marks) if f"mark.{mark}" in text), len(marks))
+    return next((turn for turn, mark in enumerate(MARKS) if f"mark.{mark}" in text), len(MARKS))
 
 
 def _is_worker() -> bool:

@@ -5,7 +5,7 @@ import pytest
 from loadtests.benches.causes import SCENES, what_is_said
 
 EACH = 4
-AT_ONCE = ("expired", "lost_in_transfer")
+AT_ONCE = ("lost_in_transfer",)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

@@ -128,7 +128,7 @@ def send_everything(stack: LocalStack, receiver: Collector) -> None:
         assert client.post(COMPLETIONS, json=completion()).status_code in (500, 503)
 
 
-@pytest.mark.parametrize("log_format", ["text", "json"])
+@pytest.mark.parametrize("log_format", [pytest.param("text", marks=pytest.mark.slow), "json"])
 def test_no_word_of_a_client_is_in_a_log_or_a_span(log_format: str) -> None:
     with collector() as receiver:
         shared = {"log_format": log_format, "otlp_endpoint": receiver.url}

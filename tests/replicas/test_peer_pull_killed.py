@@ -100,6 +100,7 @@ async def test_a_peer_that_is_killed_while_it_sends_costs_time_only(redis_url: s
         assert here.process.returncode is None
 
 
+@pytest.mark.slow
 async def test_a_replica_that_is_killed_while_it_pulls_harms_nobody(redis_url: str) -> None:
     async with process(redis_url, 0) as there:
         expected = [answer for number in range(NUM_PROMPTS) for answer, _ in await there.ask(number)]
