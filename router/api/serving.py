@@ -220,26 +220,29 @@ class _Exchange:
         connection, writer = self._connection, request.writer
         if prompt.outputs[0].may_stop_early or (request.stream and connection is None):
             return
+        stream = connection if request.stream else None
 
         def take(delta: TokenDelta) -> bool:
             output = prompt.outputs[delta.key.choice]
-            if not output.num_tokens or output.has_finished():
+            if not output.num_tokens or output.finish_reason is not None:
                 return False
-            if request.stream:
-                assert connection is not None
-                if not connection.takes_parts:
-                    return False
+            if stream is not None and not stream.takes_parts:
+                return False
             if self._gaps is not None and delta.token_ids:
                 self._gaps.arrived(self._context.clock())
-            if not request.stream:
+            if stream is None:
                 output.hold(delta)
-                output.logprobs.extend(delta.logprobs or ())
+                if delta.logprobs:
+                    output.logprobs.extend(delta.logprobs)
                 return True
-            event = _events_of(writer, prompt, delta, output.add(delta))
+            parts = output.add(delta)
+            if len(parts) == 1 and not delta.logprobs:  # nearly all of them
+                event = writer.part(prompt, delta.key.choice, parts[0], ())
+            else:
+                event = _events_of(writer, prompt, delta, parts)
             if event:
                 self._num_sent += 1
-                assert connection is not None
-                connection.write_part(event)
+                stream.write_part(event)
             return True
 
         run.listen(take)

@@ -209,9 +209,11 @@ class GenerationRun:
         except Exception as error:  # it is this request's, and the frame is everybody's
             self._error = error
             return False
-        self._choices[index].token_ids.extend(delta.token_ids)
-        if self._placement.charge is not None:
-            self._placement.charge.produces(len(delta.token_ids))
+        token_ids = delta.token_ids
+        self._choices[index].token_ids += token_ids
+        charge = self._placement.charge
+        if charge is not None:
+            charge.produces(len(token_ids))
         return True
 
     def _close_choice(self, choice: Choice) -> None:

@@ -5,8 +5,8 @@ Owns an unfinished character, which cannot be emitted yet. The caller knows why 
 The joined text equals decoding all tokens at once, however they were grouped.
 """
 
-import codecs
 import json
+from codecs import utf_8_decode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,21 +59,27 @@ def new_detokenizer(
 class _BytePieces:
     """Byte-level vocabularies: every token is some bytes, and UTF-8 decodes incrementally."""
 
-    __slots__ = ("_decode", "_token_bytes")
+    __slots__ = ("_token_bytes", "_unfinished")
 
     def __init__(self, token_bytes: tuple[bytes, ...]) -> None:
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._token_bytes = token_bytes
+        self._unfinished = b""
 
     def add(self, token_ids: Sequence[int]) -> str:
         token_bytes = self._token_bytes
         if len(token_ids) == 1 and token_ids[0] < len(token_bytes):
-            return self._decode(token_bytes[token_ids[0]])
-        # Models are padded beyond their vocabulary; such ids stand for nothing.
-        return self._decode(b"".join([token_bytes[i] for i in token_ids if i < len(token_bytes)]))
+            data = token_bytes[token_ids[0]]
+        else:  # models are padded beyond their vocabulary; such ids stand for nothing
+            data = b"".join([token_bytes[i] for i in token_ids if i < len(token_bytes)])
+        if self._unfinished:
+            data = self._unfinished + data
+        text, num_read = utf_8_decode(data, "replace")
+        self._unfinished = data[num_read:]
+        return text
 
     def finish(self) -> str:
-        return self._decode(b"", True)
+        text, self._unfinished = self._unfinished.decode("utf-8", "replace"), b""
+        return text
 
 
 class _WindowPieces:
