@@ -40,7 +40,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
     "instructions": Tolerance(0.02),
 }
 """By a figure's last word. Times are in seconds, goodput is requests a second. Counts of instructions differ
-by less than 0.1 % from run to run, and by more between versions of libraries.
+by up to 0.2 % from run to run, and by more between versions of libraries.
 """
 
 MEAN_SHARE = 0.02
