@@ -9,6 +9,7 @@ from typing import Any
 
 from replicas.process.settings import (
     SettingsError,
+    check_bounds,
     check_log_settings,
     check_secret_settings,
     check_trace_settings,
@@ -75,6 +76,7 @@ class ReplicaConfig:
     block_size: int | None = setting(
         None,
         help="tokens per KV block; none means 16, and 32 with vllm, which needs a multiple of 32 on a CPU",
+        minimum=1,
     )
     num_blocks: int | None = setting(None, help="KV blocks; none means as many as kv_cache_bytes holds")
     kv_cache_bytes: int | None = setting(
@@ -86,65 +88,76 @@ class ReplicaConfig:
         None,
         help="maximum number of tokens computed in one step (longer prefills are split into "
         "chunks); none means 2048, or with simulated, what its hardware computes",
+        minimum=1,
     )
-    max_running: int = setting(DEFAULT_MAX_RUNNING, help="maximum number of requests in one batch")
+    max_running: int = setting(DEFAULT_MAX_RUNNING, help="maximum number of requests in one batch", minimum=1)
     max_waiting: int = setting(
-        1024, help="maximum number of waiting sequences (requests times n); more are refused as overloaded"
+        1024,
+        help="maximum number of waiting sequences (requests times n); more are refused as overloaded",
+        minimum=1,
     )
     max_open_tokens: int | None = setting(
         None,
         help="maximum number of tokens of requests that run or wait (prompts once, up to 1,024 of "
         "each answer); more are refused as overloaded; none means 16 times what the KV cache "
         "holds",
+        minimum=1,
     )
     host_kv_bytes: int | None = setting(
         None,
         help="host memory for KV below the device, in bytes, taken beside everything else; none means that "
         "what the device forgets is computed anew; torch and vllm only",
+        minimum=1,
     )
     disk_kv_bytes: int | None = setting(
         None,
         help="disk for KV below the host memory, in bytes; it outlives the replica; needs kv_folder and "
         "host_kv_bytes",
+        minimum=1,
     )
     kv_folder: str | None = setting(
         None,
         help="folder of this replica alone for its KV on disk, from which its prompts could be told",
     )
     disk_reserve_bytes: int = setting(
-        2**30, help="free space of the disk's file system that KV leaves to others, in bytes"
+        2**30, help="free space of the disk's file system that KV leaves to others, in bytes", minimum=0
     )
     disk_write_bytes_per_second: float | None = setting(
-        None, help="maximum rate at which KV is written to the disk, on average; none means no limit"
+        None, help="maximum rate at which KV is written to the disk, on average; none means no limit", above=0
     )
     disk_write_bytes_per_day: float | None = setting(
         None,
         help="maximum number of bytes of KV that are written to the disk in a day, on average, since "
         "SSDs wear out; none means no limit",
+        above=0,
     )
     spill_seconds: float = setting(
-        10.0, help="maximum time at the end for writing to the disk what only host memory has"
+        10.0, help="maximum time at the end for writing to the disk what only host memory has", minimum=0
     )
     pull_bytes_per_second: float | None = setting(
         None,
         help="what the network between replicas carries, in bytes per second: KV that another replica has in "
         "host memory is pulled from there where that should be sooner than computing it; none means that "
         "this replica neither pulls nor lets others pull; needs host_kv_bytes",
+        above=0,
     )
     hand_over_bytes: int | None = setting(
         None,
         help="maximum number of bytes of leased KV that other replicas are asked to keep when this one "
         "drains; none means all that is leased, 0 hands nothing over; needs pull_bytes_per_second",
+        minimum=0,
     )
     image_bytes: int = setting(
         2**30,
         help="memory for images, as prepared for the model, that prompts refer to or may refer to again, in "
         "bytes; 0 serves every model for text only",
+        minimum=0,
     )
     chunk_tokens: int | None = setting(
         None,
         help="tokens of KV that move between the tiers together: a multiple of block_size of which "
         "index_stride is a multiple; none means 128, or a block where that is more",
+        minimum=1,
     )
     lease_share: float = setting(
         0.5,
@@ -155,6 +168,7 @@ class ReplicaConfig:
         10.0,
         help="maximum time that a request waits until the schema or grammar its answer must follow is "
         "worked out; then it is refused",
+        above=0,
     )
     attention: str = setting(
         "auto",
@@ -181,11 +195,13 @@ class ReplicaConfig:
         3600.0,
         help="maximum time until the engine is ready, with its model loaded and its hashes "
         "verified; then the replica ends and is started again",
+        above=0,
     )
     standstill_seconds: float = setting(
         120.0,
         help="a replica whose event loop has not run for this long ends at once and logs where its "
         "threads stood; an engine that holds Python's lock causes this",
+        above=0,
     )
 
     simulated_hardware: str = setting(
@@ -201,12 +217,16 @@ class ReplicaConfig:
         "arbitrary words",
     )
 
-    index_stride: int = setting(128, help="the index keeps one block hash per this many tokens of a prompt")
+    index_stride: int = setting(
+        128, help="the index keeps one block hash per this many tokens of a prompt", minimum=1
+    )
     events_stream_length: int = setting(
         100_000, help="number of entries that the stream of index changes keeps"
     )
     events_stream_bytes: int = setting(
-        64 * 2**20, help="memory in Redis that the stream of index changes may take, for each model"
+        64 * 2**20,
+        help="memory in Redis that the stream of index changes may take, for each model",
+        minimum=1,
     )
     lease_seconds: float = setting(
         3.0, help="a replica that has sent no heartbeat for this long counts as dead"
@@ -218,6 +238,7 @@ class ReplicaConfig:
         help="an engine that has work but finishes no step for this long is considered hung, and "
         "the replica ends; the limit is at least five times the longest step that can be "
         "expected",
+        above=0,
     )
     metrics_port: int | None = setting(
         None,
@@ -244,32 +265,10 @@ class ReplicaConfig:
         for name in ("engine_args", "adapters", "trust_code"):
             if getattr(self, name) and self.engine != "vllm":
                 raise SettingsError(f"setting {name} is for the engine vllm, not for {self.engine}")
-        for name in (
-            "block_size",
-            "max_batched_tokens",
-            "max_running",
-            "max_waiting",
-            "max_open_tokens",
-            "host_kv_bytes",
-            "disk_kv_bytes",
-            "chunk_tokens",
-            "index_stride",
-            "events_stream_bytes",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SettingsError(f"setting {name} must be at least 1")
+        check_bounds(self)
         self._check_tiers()
-        if self.image_bytes < 0:
-            raise SettingsError("setting image_bytes must not be below 0")
         if not self.heartbeat_seconds * 2 <= self.lease_seconds:
             raise SettingsError("setting lease_seconds must be at least twice heartbeat_seconds")
-        if not self.engine_hang_seconds > 0:
-            raise SettingsError("setting engine_hang_seconds must be above 0")
-        if not self.grammar_seconds > 0:
-            raise SettingsError("setting grammar_seconds must be above 0")
-        if not (self.build_seconds > 0 and self.standstill_seconds > 0):
-            raise SettingsError("settings build_seconds and standstill_seconds must be above 0")
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise SettingsError("settings tls_certificate and tls_key go together")
         if self.tls_client_ca is not None and self.tls_certificate is None:
@@ -285,14 +284,6 @@ class ReplicaConfig:
             raise SettingsError("setting pull_bytes_per_second needs host_kv_bytes")
         if self.pull_bytes_per_second is not None and self.tls_certificate and not self.tls_client_ca:
             raise SettingsError("setting pull_bytes_per_second needs tls_client_ca where replicas speak TLS")
-        for name in ("disk_write_bytes_per_second", "disk_write_bytes_per_day", "pull_bytes_per_second"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise SettingsError(f"setting {name} must be above 0")
-        if self.disk_reserve_bytes < 0 or not self.spill_seconds >= 0:
-            raise SettingsError("settings disk_reserve_bytes and spill_seconds must not be below 0")
-        if self.hand_over_bytes is not None and self.hand_over_bytes < 0:
-            raise SettingsError("setting hand_over_bytes must not be below 0")
         if not 0 <= self.lease_share <= 1:
             raise SettingsError("setting lease_share must lie between 0 and 1")
         if self.host_kv_bytes is None:

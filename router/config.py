@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from replicas.process.settings import (
     SettingsError,
+    check_bounds,
     check_log_settings,
     check_secret_settings,
     check_trace_settings,
@@ -19,46 +20,6 @@ from replicas.process.settings import (
 from router.shared.origins import may_be_origin, means_loopback
 
 ENVIRONMENT_PREFIX = "KVASIR_ROUTER_"
-FROM_ZERO = (
-    "room_price",
-    "delay_price",
-    "wait_seconds",
-    "queue_target_seconds",
-    "queue_seconds",
-    "max_queued",
-    "max_waiting",
-    "max_waiting_bytes",
-    "tokenizer_cache_bytes",
-    "hash_cache_bytes",
-    "history_bytes",
-    "all_history_bytes",
-    "explain_bytes",
-    "tool_gap_seconds",
-    "max_caches",
-    "all_caches_bytes",
-    "cache_memory_bytes",
-    "max_responses",
-    "all_responses_bytes",
-    "response_memory_bytes",
-    "usage_hours",
-    "drain_seconds",
-)
-
-AT_LEAST_ONE = (
-    "memory_bytes",
-    "redis_bytes",
-    "processes",
-    "max_body_bytes",
-    "max_in_flight",
-    "max_sequences",
-    "max_tokens_in_flight",
-    "max_connections",
-    "upload_bytes_per_second",
-    "max_choices",
-    "max_prompts",
-    "index_stride",
-    "max_cache_bytes",
-)
 ADMIN_ACCESS = ("loopback", "everyone", "nobody")
 CAN_BE_OFF = ("caches", "responses", "history", "shared_history", "explain", "tool_gaps")
 
@@ -85,7 +46,7 @@ class RouterConfig:
     host: str = setting("127.0.0.1", help="address to listen on for HTTP")
     port: int = setting(8000, help="HTTP port; 0 takes a free one")
     processes: int = setting(
-        1, help="number of router processes that share the port; limits apply to each of them"
+        1, help="number of router processes that share the port; limits apply to each of them", minimum=1
     )
     redis_url: str = setting(
         "redis://127.0.0.1:6379/0", help="Redis that holds the registry and the block index"
@@ -117,9 +78,12 @@ class RouterConfig:
     room_price: float = setting(
         3.0,
         help="price of computing a prompt into a full cache, as a multiple of that computation; 0 ignores it",
+        minimum=0,
     )
     index_stride: int = setting(
-        128, help="the index keeps one block hash per this many tokens; must be the same as the replicas'"
+        128,
+        help="the index keeps one block hash per this many tokens; must be the same as the replicas'",
+        minimum=1,
     )
     replica_tls_ca: str | None = setting(
         None,
@@ -140,11 +104,13 @@ class RouterConfig:
         help="memory of a router process: a half for the images of requests, an eighth for bodies that are "
         "read, an eighth for prompts that wait, the rest for caches, answered conversations, responses yet "
         "to be stored and explanations; requests beyond one of the first three get 503",
+        minimum=1,
     )
     redis_bytes: int = setting(
         192 * 2**20,
         help="room in Redis for what all routers keep: a third for named caches, a third for the tokens of "
         "answers, a third for the stored responses of each tenant",
+        minimum=2**20,
     )
     off: tuple[str, ...] = setting(
         (),
@@ -152,29 +118,37 @@ class RouterConfig:
         "conversations from their tokens), shared_history (at any router), explain, tool_gaps (keeping "
         "prompts while tools run)",
     )
-    max_body_bytes: int = setting(8 * 2**20, help="maximum size of a request body; larger ones get 413")
-    upload_seconds: float = setting(60.0, help="maximum time for a request to arrive; slower bodies get 408")
-    max_in_flight: int = setting(4096, help="maximum number of requests in flight; more get 429")
+    max_body_bytes: int = setting(
+        8 * 2**20, help="maximum size of a request body; larger ones get 413", minimum=1
+    )
+    upload_seconds: float = setting(
+        60.0, help="maximum time for a request to arrive; slower bodies get 408", above=0
+    )
+    max_in_flight: int = setting(4096, help="maximum number of requests in flight; more get 429", minimum=1)
     wait_seconds: float = setting(
         15.0,
         help="maximum wait while a model has no ready replica but some are starting; then requests get 503",
+        minimum=0,
     )
     queue_seconds: float = setting(
         1.0,
         help="maximum time for which a request without a deadline is held in an overload, unless its own "
         "prompt takes longer; then, or if more is expected, it gets 429",
+        minimum=0,
     )
-    max_connections: int = setting(8192, help="maximum number of client connections; more get 503")
+    max_connections: int = setting(8192, help="maximum number of client connections; more get 503", minimum=1)
     address_share: float = setting(
         0.5,
         help="share of the connections, of the requests in flight, and of the memory for bodies "
         "that one client address may use; 1 if all clients come from one address, as behind a "
         "load balancer",
     )
-    max_choices: int = setting(16, help="maximum number of choices (n) per prompt")
-    response_seconds: float = setting(86_400.0, help="time for which a response is stored")
+    max_choices: int = setting(16, help="maximum number of choices (n) per prompt", minimum=1)
+    response_seconds: float = setting(86_400.0, help="time for which a response is stored", above=0)
     usage_hours: int = setting(
-        744, help="hours for which it is kept in Redis what each tenant and key has used; 0 counts nothing"
+        744,
+        help="hours for which it is kept in Redis what each tenant and key has used; 0 counts nothing",
+        minimum=0,
     )
     usage_ratios: tuple[str, ...] = setting(
         (),
@@ -192,9 +166,11 @@ class RouterConfig:
         "because any client could go before all others",
     )
     history_seconds: float = setting(
-        3600.0, help="time after a conversation's last turn for which its answers' tokens are in Redis"
+        3600.0,
+        help="time after a conversation's last turn for which its answers' tokens are in Redis",
+        above=0,
     )
-    drain_seconds: int = setting(30, help="maximum wait for running requests on SIGTERM")
+    drain_seconds: int = setting(30, help="maximum wait for running requests on SIGTERM", minimum=0)
     allowed_hosts: tuple[str, ...] = setting(
         (),
         help="host names that clients may call the router by, on whichever address, besides localhost and "
@@ -235,54 +211,72 @@ class RouterConfig:
     # Shares of the two budgets.
     image_memory_bytes: int = old_setting(_memory(32), instead=MEMORY)
     body_memory_bytes: int = old_setting(_memory(8), instead=MEMORY)
-    max_waiting_bytes: int = old_setting(_memory(8), instead=MEMORY)
-    tokenizer_cache_bytes: int = old_setting(_memory(2), instead=MEMORY)
-    hash_cache_bytes: int = old_setting(_memory(1), instead=MEMORY)
-    cache_memory_bytes: int = old_setting(_memory(1), instead=MEMORY)
-    response_memory_bytes: int = old_setting(_memory(2), instead=MEMORY)
+    max_waiting_bytes: int = old_setting(_memory(8), instead=MEMORY, minimum=0)
+    tokenizer_cache_bytes: int = old_setting(_memory(2), instead=MEMORY, minimum=0)
+    hash_cache_bytes: int = old_setting(_memory(1), instead=MEMORY, minimum=0)
+    cache_memory_bytes: int = old_setting(_memory(1), instead=MEMORY, minimum=0)
+    response_memory_bytes: int = old_setting(_memory(2), instead=MEMORY, minimum=0)
     history_bytes: int = old_setting(
-        _unless_off("history", _memory(2)), instead="set memory_bytes, or off=history for none"
+        _unless_off("history", _memory(2)), instead="set memory_bytes, or off=history for none", minimum=0
     )
     explain_bytes: int = old_setting(
-        _unless_off("explain", _memory(2)), instead="set memory_bytes, or off=explain for none"
+        _unless_off("explain", _memory(2)), instead="set memory_bytes, or off=explain for none", minimum=0
     )
-    all_caches_bytes: int = old_setting(_redis(3), instead=REDIS)
-    all_responses_bytes: int = old_setting(_redis(3), instead=REDIS)
+    all_caches_bytes: int = old_setting(_redis(3), instead=REDIS, minimum=0)
+    all_responses_bytes: int = old_setting(_redis(3), instead=REDIS, minimum=0)
     all_history_bytes: int = old_setting(
-        _unless_off("shared_history", _redis(3)), instead="set redis_bytes, or off=shared_history for none"
+        _unless_off("shared_history", _redis(3)),
+        instead="set redis_bytes, or off=shared_history for none",
+        minimum=0,
     )
-    max_cache_bytes: int = old_setting(_redis(192), instead="set redis_bytes; a named cache has a 192nd")
+    max_cache_bytes: int = old_setting(
+        _redis(192), instead="set redis_bytes; a named cache has a 192nd", minimum=1
+    )
 
     # Bounds that follow from max_in_flight: a request has some sequences and tokens, and may wait.
-    max_sequences: int = old_setting(lambda config: max(8192, 2 * config.max_in_flight), instead=IN_FLIGHT)
-    max_tokens_in_flight: int = old_setting(
-        lambda config: max(2**24, 4096 * config.max_in_flight), instead=IN_FLIGHT
+    max_sequences: int = old_setting(
+        lambda config: max(8192, 2 * config.max_in_flight), instead=IN_FLIGHT, minimum=1
     )
-    max_queued: int = old_setting(lambda config: max(4096, config.max_in_flight), instead=IN_FLIGHT)
-    max_waiting: int = old_setting(lambda config: max(2048, config.max_in_flight // 2), instead=IN_FLIGHT)
+    max_tokens_in_flight: int = old_setting(
+        lambda config: max(2**24, 4096 * config.max_in_flight), instead=IN_FLIGHT, minimum=1
+    )
+    max_queued: int = old_setting(
+        lambda config: max(4096, config.max_in_flight), instead=IN_FLIGHT, minimum=0
+    )
+    max_waiting: int = old_setting(
+        lambda config: max(2048, config.max_in_flight // 2), instead=IN_FLIGHT, minimum=0
+    )
 
     # What no operator had a reason to turn.
-    max_prompts: int = old_setting(128, instead="then fixed at 128")
+    max_prompts: int = old_setting(128, instead="then fixed at 128", minimum=1)
     max_caches: int = old_setting(
-        _unless_off("caches", lambda config: 1024), instead="set redis_bytes, or off=caches for none"
+        _unless_off("caches", lambda config: 1024),
+        instead="set redis_bytes, or off=caches for none",
+        minimum=0,
     )
     max_responses: int = old_setting(
-        _unless_off("responses", lambda config: 4096), instead="set redis_bytes, or off=responses for none"
+        _unless_off("responses", lambda config: 4096),
+        instead="set redis_bytes, or off=responses for none",
+        minimum=0,
     )
     tool_gap_seconds: int = old_setting(
-        _unless_off("tool_gaps", lambda config: 300), instead="then fixed at 300; set off=tool_gaps for none"
+        _unless_off("tool_gaps", lambda config: 300),
+        instead="then fixed at 300; set off=tool_gaps for none",
+        minimum=0,
     )
-    delay_price: float = old_setting(0.05, instead="then fixed at 0.05")
-    queue_target_seconds: float = old_setting(0.25, instead="then fixed at 0.25")
-    overdue_seconds: float = old_setting(60.0, instead="then fixed at 60, or twenty of a replica's steps")
-    poll_seconds: float = old_setting(0.5, instead="then fixed at 0.5")
-    upload_bytes_per_second: int = old_setting(1024, instead="then fixed at 1024")
-    head_seconds: float = old_setting(10.0, instead="then fixed at 10")
-    write_seconds: float = old_setting(30.0, instead="then fixed at 30")
+    delay_price: float = old_setting(0.05, instead="then fixed at 0.05", minimum=0)
+    queue_target_seconds: float = old_setting(0.25, instead="then fixed at 0.25", minimum=0)
+    overdue_seconds: float = old_setting(
+        60.0, instead="then fixed at 60, or twenty of a replica's steps", above=0
+    )
+    poll_seconds: float = old_setting(0.5, instead="then fixed at 0.5", above=0)
+    upload_bytes_per_second: int = old_setting(1024, instead="then fixed at 1024", minimum=1)
+    head_seconds: float = old_setting(10.0, instead="then fixed at 10", above=0)
+    write_seconds: float = old_setting(30.0, instead="then fixed at 30", above=0)
     stream_comment_seconds: float = old_setting(
-        15.0, instead="then fixed at 15, less than proxies wait for a silent stream"
+        15.0, instead="then fixed at 15, less than proxies wait for a silent stream", above=0
     )
-    history_wait_seconds: float = old_setting(0.02, instead="then fixed at 0.02")
+    history_wait_seconds: float = old_setting(0.02, instead="then fixed at 0.02", above=0)
     record_bodies_bytes: int = old_setting(2**30, instead="then fixed at 1 GiB")
 
     @property
@@ -308,25 +302,7 @@ class RouterConfig:
             raise SettingsError(f"setting admin_port must be between 0 and 65535, not {self.admin_port}")
         if self.admin_port is not None and self.admin_socket is not None:
             raise SettingsError("settings admin_port and admin_socket cannot be used together")
-        for name in AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise SettingsError(f"setting {name} must be at least 1")
-        for name in FROM_ZERO:
-            if getattr(self, name) < 0:
-                raise SettingsError(f"setting {name} must not be negative")
-        for name in (
-            "poll_seconds",
-            "overdue_seconds",
-            "upload_seconds",
-            "head_seconds",
-            "write_seconds",
-            "stream_comment_seconds",
-            "response_seconds",
-            "history_seconds",
-            "history_wait_seconds",
-        ):
-            if not getattr(self, name) > 0:
-                raise SettingsError(f"setting {name} must be positive")
+        check_bounds(self)
         if not 0 < self.address_share <= 1:
             raise SettingsError(
                 f"setting address_share must be above 0 and at most 1, not {self.address_share}"

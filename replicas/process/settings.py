@@ -24,18 +24,37 @@ class SettingsError(ValueError):
     """A setting is unknown or unreadable. The message is one sentence for its user."""
 
 
-def setting(default: Any = dataclasses.MISSING, *, help: str) -> Any:
-    """A dataclass field with the sentence that documents it in `--help`."""
-    return dataclasses.field(default=default, metadata={"help": help})
+def setting(
+    default: Any = dataclasses.MISSING, *, help: str, minimum: float | None = None, above: float | None = None
+) -> Any:
+    """A dataclass field with the sentence that documents it in `--help`, and bounds for `check_bounds`."""
+    return dataclasses.field(default=default, metadata={"help": help, "minimum": minimum, "above": above})
 
 
-def old_setting(default: Any, *, instead: str) -> Any:
+def old_setting(
+    default: Any, *, instead: str, minimum: float | None = None, above: float | None = None
+) -> Any:
     """A dataclass field that goes with the next version; `instead` says what to do about it.
 
     `default` is a value, or a function of the configuration. `fill_old_settings` puts it in where none is
     given. No help shows such a field.
     """
-    return dataclasses.field(default=None, repr=False, metadata={"default": default, "instead": instead})
+    metadata = {"default": default, "instead": instead, "minimum": minimum, "above": above}
+    return dataclasses.field(default=None, repr=False, metadata=metadata)
+
+
+def check_bounds(config: Any) -> None:
+    """Raises SettingsError for the first value below its `minimum`, or not above its `above`."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        minimum, above = field.metadata.get("minimum"), field.metadata.get("above")
+        if value is None:
+            continue
+        # Written so that nan is within no bounds.
+        if minimum is not None and not value >= minimum:
+            raise SettingsError(f"setting {field.name} must be at least {minimum}")
+        if above is not None and not value > above:
+            raise SettingsError(f"setting {field.name} must be above {above}")
 
 
 def settings_of(config_class: type) -> "dict[str, dataclasses.Field[Any]]":

@@ -98,12 +98,12 @@ def test_a_router_logs_what_replaces_an_old_name(capsys: pytest.CaptureFixture[s
     ("settings", "sentence"),
     [
         ({"memory_bytes": 0}, "memory_bytes must be at least 1"),
-        ({"redis_bytes": 0}, "redis_bytes must be at least 1"),
+        ({"redis_bytes": 191}, "redis_bytes must be at least 1048576"),
         ({"memory_bytes": 64 * MIB}, r"memory_bytes, an eighth of which is for bodies \(8388608\), times"),
         ({"body_memory_bytes": MIB}, r"memory_bytes, .* for bodies \(1048576\), times address_share, must"),
         ({"image_memory_bytes": MIB}, r"memory_bytes, .* for images \(1048576\), times address_share, must"),
-        ({"history_bytes": -1}, "history_bytes must not be negative"),
-        ({"head_seconds": "nan"}, "head_seconds must be positive"),
+        ({"history_bytes": -1}, "history_bytes must be at least 0"),
+        ({"head_seconds": "nan"}, "head_seconds must be above 0"),
     ],
 )
 def test_what_a_router_cannot_do_with_is_one_sentence(settings: dict[str, object], sentence: str) -> None:

@@ -11,6 +11,7 @@ from replicas.config import ENVIRONMENT_PREFIX, ReplicaConfig
 from replicas.process.settings import (
     SettingsError,
     build,
+    check_bounds,
     fill_old_settings,
     load_settings,
     old_setting,
@@ -241,3 +242,33 @@ def test_an_old_setting_is_in_no_help_and_no_hint(capsys: pytest.CaptureFixture[
     assert "--memory" in (text := capsys.readouterr().out) and "--cache" not in text
     with pytest.raises(SettingsError, match=r"unknown environment variable T_CACHES$"):
         load_renamed(T_CACHES="7")
+
+
+@dataclass(frozen=True)
+class Bounded:
+    count: int | None = setting(1, help="a count", minimum=1)
+    seconds: float = setting(0.5, help="a time", above=0)
+    share: float = old_setting(0.5, instead="set count", minimum=0)
+
+    def __post_init__(self) -> None:
+        fill_old_settings(self)
+        check_bounds(self)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"count": 0}, "setting count must be at least 1"),
+        ({"seconds": 0}, "setting seconds must be above 0"),
+        ({"seconds": "nan"}, "setting seconds must be above 0"),
+        ({"share": -0.1}, "setting share must be at least 0"),
+        ({"share": "nan"}, "setting share must be at least 0"),
+    ],
+)
+def test_a_value_beyond_its_bound_is_one_sentence(values: dict[str, object], sentence: str) -> None:
+    with pytest.raises(SettingsError, match=sentence):
+        build(Bounded, values)
+
+
+def test_bounds_are_for_values_that_are_set() -> None:
+    assert build(Bounded, {"count": "none", "share": 0}).count is None
