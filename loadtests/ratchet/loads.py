@@ -29,6 +29,12 @@ class Load:
         """Return the parameters for `times` the rate."""
         return tuple((name, value * times if name in GROWING else value) for name, value in self.parameters)
 
+    @property
+    def seconds(self) -> float:
+        """For so long new sessions come, or requests where there are none. Old sessions go on for longer."""
+        found = dict(self.parameters)
+        return float(found.get("num_sessions") or found["num_requests"]) / float(found["qps"])
+
 
 def _load(
     generator: str,

@@ -19,9 +19,6 @@ from router.queue.held import QueueRules
 SEEDS = (1, 2)
 """A figure is the mean over them: one run's p99 moves by itself where a near tie is decided otherwise."""
 
-OVERLOAD_SEEDS = (1,)
-"""More requests, and figures that are no percentiles."""
-
 WARM_UP = 0.1
 SLO = Slo(ttft=2.0)
 
@@ -37,19 +34,23 @@ FIGURES = {
 longer or shorter by chance.
 """
 
-OVERLOADED = ("documents", "tool agents")
+OVERLOADED = ("conversations", "documents", "tool agents")
 OVERLOAD_FIGURES = ("hits", "goodput")
-"""Under overload a fleet has to refuse, and what counts is how many are served in time."""
+"""Under overload a fleet has to refuse, and what counts is how many are served in time, next to the same at
+the load that it carries. Only while new sessions come: afterwards an overload ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`times` is how many times the load's own rate arrives, for as long as that takes once."""
+    """`times` is how many times the load's own rate arrives, for as long as that takes once. With
+    `is_overload`, or next to one, what arrives when no new sessions come is left out.
+    """
 
     load: Load
     num_routers: int = 1
     has_queue: bool = True
     times: int = 1
+    is_overload: bool = False
     tiers: TierShape | None = None
 
     @property
@@ -66,32 +67,41 @@ def _rows() -> Iterator[tuple[str, Row]]:
         yield f"{name}, 1 router", Row(each)
         yield f"{name}, 4 routers", Row(each, num_routers=4)
     for name in OVERLOADED:
-        for times in (2, 4):
+        for times in (1, 2, 4):
             for num_routers, words in ((1, "1 router"), (4, "4 routers")):
-                yield f"{name} x{times}, {words}", Row(LOADS[name], num_routers, times=times)
+                yield (
+                    f"{name} x{times}, {words}",
+                    Row(LOADS[name], num_routers, times=times, is_overload=True),
+                )
     for name, each in TIER_LOADS.items():
         for way, tiers in WAYS.items():
             yield f"{name}, {way}", Row(each, tiers=tiers)
 
 
 ROWS = dict(_rows())
-CARRIED = {name: row for name, row in ROWS.items() if row.times == 1 and row.tiers is None}
+CARRIED = {name: row for name, row in ROWS.items() if not row.is_overload and row.tiers is None}
 """Rows whose load the fleet carries: the queue must not change these."""
 
 
 @functools.cache
 def _figures(row: Row) -> Mapping[str, float]:
-    seeds = SEEDS if row.times == 1 else OVERLOAD_SEEDS
-    summaries = run_all([_job(row, seed) for seed in seeds], num_processes=1)
+    summaries = run_all([_job(row, seed) for seed in SEEDS], num_processes=1)
     found: dict[str, float] = {}
-    for name in FIGURES if row.times == 1 else OVERLOAD_FIGURES:
+    for name in OVERLOAD_FIGURES if row.is_overload else FIGURES:
         values = [summary.figures[FIGURES[name]] for summary in summaries]
         found[name] = statistics.fmean(value for value in values if value is not None)
     return found
 
 
 def _job(row: Row, seed: int) -> Job:
-    source = Source(row.load.generator, seed, row.load.parameters_of(row.times), limit=None, speed=1.0)
+    source = Source(
+        row.load.generator,
+        seed,
+        row.load.parameters_of(row.times),
+        limit=None,
+        speed=1.0,
+        seconds=row.load.seconds if row.is_overload else None,
+    )
     block_size = load(source).block_tokens
     shape = ReplicaShape(
         H100.cost,

@@ -25,6 +25,7 @@ from loadtests.simulation.summary import Summary, summarise
 from loadtests.workloads import (
     Workload,
     first_requests,
+    first_seconds,
     ideal_hits,
     scale,
     with_tenants,
@@ -49,6 +50,8 @@ class Source:
     """None leaves them as they are."""
     flood: int = 1
     """Factor by which one of the tenants exceeds its own share."""
+    seconds: float | None = None
+    """What arrives later is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,8 @@ def load(source: Source) -> Workload:
         raise ClusterError(str(error)) from error
     if source.limit is not None:
         workload = first_requests(workload, source.limit)
+    if source.seconds is not None:
+        workload = first_seconds(workload, source.seconds)
     if not workload.requests:
         raise ClusterError(f"{source.name} has no requests")
     if not source.has_keys:

@@ -90,8 +90,8 @@ class FairQueue:
     def work_ahead(self, line: ReplicaId, tenant: str, *, weight: float, priority: int) -> float:
         """Return the work before a new request in fair order, if no other comes.
 
-        It counts its own tenant's requests, and for each other tenant the work until its counter reaches this
-        tenant's.
+        It counts its own tenant's more urgent requests, and for each other tenant the work until its counter
+        reaches this tenant's. Its own tenant's requests with less work are left out.
         """
         found = self._lines.get(line)
         if found is None:

@@ -68,7 +68,6 @@ class Held(Waiter):
             since=now,
             weight=asking.weight,
             priority=asking.priority,
-            prefix=asking.request.bucket,
             num_bytes=asking.num_bytes,
         )
         self.asking = asking

@@ -2,10 +2,10 @@
 
 Owns the waiters and their work. Knows no counters: its caller chooses the tenant.
 
-Within a tenant the lower priority goes first, then the newest: requests wait here only in an overload, where
-the oldest have the least time left ("Fail at Scale", ACM Queue 2015). A request with the same beginning as
-its tenant's last one passes a few newer ones, so that the two meet in the cache. Only a tenant's own requests
-are ordered so: order must not tell what others have asked.
+Within a tenant the lower priority goes first, then the least work. Requests wait here only in an overload,
+where not all can be served, and a prompt that is short or mostly cached leaves room for others. Refusing it
+saves little: the next turn of its conversation has the same tokens to compute. `PATIENT_SHARE` of the work is
+kept for the request that has waited longest, so that long prompts are served as well.
 """
 
 from bisect import bisect_left, insort
@@ -14,17 +14,14 @@ from operator import attrgetter
 
 from replicas.protocol.status import ReplicaId
 
-MAX_OVERTAKEN = 4
-"""Times that others of its tenant may overtake a request for their common beginning."""
-
-NUM_LOOKED_AT = 16
-"""Waiters that are searched for one with the same beginning."""
+PATIENT_SHARE = 0.2
+"""Part of a tenant's work in a line that is kept for its request that has waited longest."""
 
 
 class Waiter:
     """A waiting request. `work` is its charge; after `latest_start` it is too late to begin.
 
-    `prefix` identifies its prompt's beginning. `order` grows with arrival.
+    `order` grows with arrival.
     """
 
     __slots__ = (
@@ -32,9 +29,7 @@ class Waiter:
         "line",
         "num_bytes",
         "num_moves",
-        "num_overtaken",
         "order",
-        "prefix",
         "priority",
         "since",
         "tenant",
@@ -53,7 +48,6 @@ class Waiter:
         weight: float = 1.0,
         priority: int = 0,
         latest_start: float | None = None,
-        prefix: bytes = b"",
         num_bytes: int = 0,
     ) -> None:
         self.line = line
@@ -64,31 +58,33 @@ class Waiter:
         self.weight = weight
         self.priority = priority
         self.latest_start = latest_start
-        self.prefix = prefix
         self.num_bytes = num_bytes
         self.num_moves = 0
-        self.num_overtaken = 0
 
     @property
-    def key(self) -> tuple[int, int]:
-        return self.priority, -self.order
+    def key(self) -> tuple[int, float, int]:
+        return self.priority, self.work, -self.order
 
     def is_late(self, now: float) -> bool:
         return self.latest_start is not None and now > self.latest_start
 
 
 _key = attrgetter("key")
+_age = attrgetter("priority", "order")
 
 
 class _Own:
     """One tenant's part of a line, made anew once it is empty: sums of floats drift."""
 
-    __slots__ = ("last_prefix", "waiters", "work")
+    __slots__ = ("by_age", "by_work", "patient_work", "work")
 
     def __init__(self) -> None:
-        self.waiters: list[Waiter] = []
+        self.by_work: list[Waiter] = []
+        self.by_age: list[Waiter] = []
+        """Both have the lower priority first."""
         self.work = 0.0
-        self.last_prefix = b""
+        self.patient_work = 0.0
+        """Kept for the one that has waited longest, and not yet given to it."""
 
 
 class Line:
@@ -106,56 +102,50 @@ class Line:
         return 0.0 if own is None else own.work
 
     def work_before(self, tenant: str, priority: int) -> float:
-        """Return the tenant's own work before a new request of this priority."""
+        """Return the tenant's own work that is more urgent than a new request of this priority."""
         own = self._tenants.get(tenant)
         if own is None:
             return 0.0
-        if own.waiters[0].priority >= priority:
+        if own.by_work[0].priority >= priority:
             return 0.0
-        return sum(waiter.work for waiter in own.waiters if waiter.priority < priority)
+        return sum(waiter.work for waiter in own.by_work if waiter.priority < priority)
 
     def add(self, waiter: Waiter) -> None:
         own = self._tenants.get(waiter.tenant)
         if own is None:
             own = self._tenants[waiter.tenant] = _Own()
-        insort(own.waiters, waiter, key=_key)
+        insort(own.by_work, waiter, key=_key)
+        insort(own.by_age, waiter, key=_age)
         own.work += waiter.work
         self.num_waiting += 1
 
     def remove(self, waiter: Waiter) -> None:
         own = self._tenants[waiter.tenant]
-        place = bisect_left(own.waiters, waiter.key, key=_key)
-        assert own.waiters[place] is waiter
-        del own.waiters[place]
+        for waiters, key in ((own.by_work, _key), (own.by_age, _age)):
+            place = bisect_left(waiters, key(waiter), key=key)
+            assert waiters[place] is waiter
+            del waiters[place]
         own.work -= waiter.work
         self.num_waiting -= 1
-        if not own.waiters:
+        if not own.by_work:
             del self._tenants[waiter.tenant]
 
     def next_of(self, tenant: str) -> Waiter:
         """Return this tenant's next waiter."""
         own = self._tenants[tenant]
-        first = own.waiters[0]
-        if own.last_prefix and first.prefix != own.last_prefix and first.num_overtaken < MAX_OVERTAKEN:
-            for waiter in own.waiters[1:NUM_LOOKED_AT]:
-                if waiter.priority != first.priority:
-                    break
-                if waiter.prefix == own.last_prefix:
-                    return waiter
-        return first
+        patient = own.by_age[0]
+        return patient if patient.work <= own.patient_work else own.by_work[0]
 
     def goes(self, waiter: Waiter) -> None:
-        """It leaves the line to be served; those of its tenant that came before it have been overtaken."""
+        """It leaves the line to be served."""
         own = self._tenants[waiter.tenant]
-        own.last_prefix = waiter.prefix
-        for other in own.waiters:
-            if other is waiter:
-                break
-            other.num_overtaken += 1
+        own.patient_work += PATIENT_SHARE * waiter.work
+        if waiter is own.by_age[0]:
+            own.patient_work = max(0.0, own.patient_work - waiter.work)
         self.remove(waiter)
 
     def last_of(self, tenant: str) -> Waiter:
-        return self._tenants[tenant].waiters[-1]
+        return self._tenants[tenant].by_work[-1]
 
     def all(self) -> list[Waiter]:
-        return [waiter for own in self._tenants.values() for waiter in own.waiters]
+        return [waiter for own in self._tenants.values() for waiter in own.by_work]

@@ -6,6 +6,9 @@ Owns the rule. Knows neither waiters nor tenants.
     a place in its batch is free, or nearly so
     the prompt fits into the KV blocks that are not in use, or nothing runs there
 
+Several routers see room at the same moment, and each other's prompts only later. So a router adds a guess of
+what the others are sending: its own part that is on its way, times their requests over its own.
+
 In a shared fleet, a tenant above its share leaves some blocks free. Otherwise a flood of long answers would
 hold them all, and newcomers would wait until some end.
 """
@@ -55,7 +58,8 @@ class Room:
         """Whether there is no room for any prompt, however short."""
         if not self.table.load(replica_id).num_requests:
             return False
-        return self.wait_seconds(replica_id) > self.target_seconds or self.has_full_batch(replica_id)
+        seconds = self.wait_seconds(replica_id) + self._unseen_seconds(replica_id)
+        return seconds > self.target_seconds or self.has_full_batch(replica_id)
 
     def is_there(self, replica_id: ReplicaId, num_tokens: int, *, spared: float = 0.0) -> bool:
         """`spared` is the part of its KV blocks that is left free for others."""
@@ -74,3 +78,13 @@ class Room:
         num_free_tokens = (num_usable_blocks - snapshot.num_used_blocks) * card.block_size
         num_coming_tokens = load.num_context_tokens - snapshot.num_context_tokens
         return num_tokens + num_coming_tokens <= num_free_tokens
+
+    def _unseen_seconds(self, replica_id: ReplicaId) -> float:
+        """Guess the time of the prompts that other routers are sending there now."""
+        loads, load = self.table.loads, self.table.load(replica_id)
+        num_own, latest = loads.num_reserved_at(replica_id), loads.latest(replica_id)
+        if latest is None or not 0 < num_own < load.num_requests:
+            return 0.0
+        num_sent_tokens = load.num_pending_tokens - latest[0].num_pending_tokens
+        num_others = load.num_requests - num_own
+        return num_others / num_own * num_sent_tokens * self.token_seconds(replica_id)

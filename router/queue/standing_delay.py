@@ -13,8 +13,6 @@ TARGET_SECONDS = 2.0
 """Seconds of prompts at the idlest replica. Fleets that carry recorded and generated traffic exceed it only
 for fractions of a second (`loadtests/log/2026-11.md`)."""
 
-LEAST_INTERVAL_SECONDS = 1.0
-
 CALM_SECONDS = 10.0
 
 STANDING_SECONDS = 5.0
@@ -48,7 +46,7 @@ class StandingDelay:
             self._since = None
         elif self._since is None:
             self._since = now
-            self._interval_seconds = max(LEAST_INTERVAL_SECONDS, least_wait_seconds)
+            self._interval_seconds = least_wait_seconds
         elif now - self._since > self._interval_seconds:
             self.holds(now)
             self._began_at = now

@@ -196,6 +196,11 @@ class LoadBook:
         """Reservations that have not been given back, over all replicas in the book."""
         return sum(book.num_reserved for book in self._books.values())
 
+    def num_reserved_at(self, replica_id: ReplicaId) -> int:
+        """Requests of this router's that are at the replica or on their way."""
+        book = self._books.get(replica_id)
+        return 0 if book is None else book.num_reserved
+
     def update(self, replica_id: ReplicaId, snapshot: LoadSnapshot, num_counted_submits: int) -> None:
         """A snapshot in a frame of the replica's stream, and how many of the submits it counts."""
         self._book(replica_id).take(snapshot, num_counted_submits)

@@ -4,13 +4,14 @@ import dataclasses
 import itertools
 import math
 
+import pytest
 from hypothesis import settings, strategies
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from replicas.protocol.status import ReplicaId
 from router.queue.counters import SPARE_ENTRIES, LeastFirst, VirtualCounters
 from router.queue.fair_queue import FairQueue
-from router.queue.line import MAX_OVERTAKEN, NUM_LOOKED_AT, Waiter
+from router.queue.line import PATIENT_SHARE, Waiter
 from tests.examples import examples
 
 LINES = [ReplicaId("a"), ReplicaId("b")]
@@ -30,7 +31,6 @@ def waiter(
     line: ReplicaId = LINES[0],
     work: float = 1.0,
     priority: int = 0,
-    prefix: bytes = b"",
     num_bytes: int = 0,
 ) -> Waiter:
     return Waiter(
@@ -41,7 +41,6 @@ def waiter(
         since=0.0,
         weight=WEIGHTS[tenant],
         priority=priority,
-        prefix=prefix,
         num_bytes=num_bytes,
     )
 
@@ -82,7 +81,7 @@ class Model:
     def place_of(self, waiter: Waiter) -> int:
         """Among its tenant's in its line."""
         own = [each for each in self.in_line(waiter.line) if each.tenant == waiter.tenant]
-        return sorted(own, key=lambda each: (each.priority, -each.order)).index(waiter)
+        return sorted(own, key=lambda each: (each.priority, each.work, -each.order)).index(waiter)
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -101,16 +100,11 @@ class QueueMachine(RuleBasedStateMachine):
         line=strategies.sampled_from(LINES),
         work=works,
         priority=strategies.integers(-1, 1),
-        prefix=strategies.sampled_from([b"", b"x", b"y"]),
         num_bytes=strategies.integers(0, 15),
     )
-    def enter(
-        self, tenant: str, line: ReplicaId, work: float, priority: int, prefix: bytes, num_bytes: int
-    ) -> Waiter:
+    def enter(self, tenant: str, line: ReplicaId, work: float, priority: int, num_bytes: int) -> Waiter:
         self.num_made += 1
-        new = waiter(
-            tenant, self.num_made, line=line, work=work, priority=priority, prefix=prefix, num_bytes=num_bytes
-        )
+        new = waiter(tenant, self.num_made, line=line, work=work, priority=priority, num_bytes=num_bytes)
         counts = {name: self.model.count(name) / WEIGHTS[name] for name in TENANTS}
         lost = self.queue.enter(new)
         if lost is None:
@@ -149,13 +143,12 @@ class QueueMachine(RuleBasedStateMachine):
         assert chosen.order not in self.out, "nobody goes twice"
         assert self.model.counters[chosen.tenant] == min(self.model.counters[each.tenant] for each in there)
         own = [each for each in there if each.tenant == chosen.tenant]
-        assert chosen.priority == min(each.priority for each in own)
-        assert self.model.place_of(chosen) < NUM_LOOKED_AT
+        patient = min(own, key=lambda each: (each.priority, each.order))
+        assert chosen is patient or self.model.place_of(chosen) == 0
         self.queue.goes(chosen)
         self.model.counters[chosen.tenant] += chosen.work / WEIGHTS[chosen.tenant]
         self.model.remove(chosen)
         self.out.add(chosen.order)
-        assert all(each.num_overtaken <= MAX_OVERTAKEN for each in self.model.waiting)
 
     @rule(waiter=waiters, line=strategies.sampled_from(LINES))
     def move(self, waiter: Waiter, line: ReplicaId) -> None:
@@ -251,7 +244,7 @@ def test_one_request_of_another_waits_for_no_flood() -> None:
     assert chosen is not None
     queue.goes(chosen)
     assert queue.work_ahead(LINES[0], "grey", weight=1.0, priority=0) == 0.0
-    assert queue.work_ahead(LINES[0], "red", weight=1.0, priority=0) == 0.0, "the newest goes first"
+    assert queue.work_ahead(LINES[0], "red", weight=1.0, priority=0) == 0.0, "the least work goes first"
     assert queue.work_ahead(LINES[0], "red", weight=1.0, priority=1) == 9990.0
     queue.enter(waiter("grey", 1000, work=10.0))
     chosen = queue.next(LINES[0])
@@ -267,7 +260,7 @@ def test_the_work_ahead_is_what_goes_before() -> None:
                 order += 1
                 queue.enter(waiter(tenant, order, work=work))
         expected = queue.work_ahead(LINES[0], "blue", weight=0.5, priority=0)
-        queue.enter(last := waiter("blue", order + 1, work=2.0))
+        queue.enter(last := waiter("blue", order + 1, work=0.5))
         before = 0.0
         while (chosen := queue.next(LINES[0])) is not last:
             assert chosen is not None
@@ -276,46 +269,63 @@ def test_the_work_ahead_is_what_goes_before() -> None:
         assert math.isclose(before, expected, abs_tol=max(works_of_red)), "within a request"
 
 
-def test_requests_of_one_tenant_that_begin_alike_go_together_and_keep_nobody_for_long() -> None:
-    queue = FairQueue()
-    prefixes = [b"x", b"y"] * 10
-    for order, prefix in enumerate(prefixes):
-        queue.enter(waiter("red", order, prefix=prefix))
+def serve_all(queue: FairQueue) -> list[Waiter]:
     served = []
     while (chosen := queue.next(LINES[0])) is not None:
         queue.goes(chosen)
-        served.append(chosen.prefix)
-    num_changes = sum(one != other for one, other in itertools.pairwise(served))
-    assert num_changes <= len(served) // MAX_OVERTAKEN + 1
-    assert served[0] == b"y" and b"x" in served[: MAX_OVERTAKEN + 2]
+        served.append(chosen)
+    return served
 
 
-def test_of_one_tenants_requests_the_newest_of_the_most_urgent_goes_first() -> None:
+def test_of_one_tenants_requests_the_least_work_of_the_most_urgent_goes_first_then_the_newest() -> None:
     queue = FairQueue()
-    for order, priority in enumerate([1, 0, 0, 1]):
-        queue.enter(waiter("red", order, priority=priority))
-    served = []
-    while (chosen := queue.next(LINES[0])) is not None:
-        queue.goes(chosen)
-        served.append(chosen.order)
-    assert served == [2, 1, 3, 0]
+    requests = [(1, 5.0), (0, 100.0), (0, 5.0), (0, 5.0), (1, 4.0), (0, 7.0)]
+    for order, (priority, work) in enumerate(requests):
+        queue.enter(waiter("red", order, priority=priority, work=work))
+    assert [each.order for each in serve_all(queue)] == [3, 2, 5, 1, 4, 0]
 
 
 def test_what_others_have_asked_orders_nothing() -> None:
-    """The order of red's requests is the same, whatever the beginnings of grey's."""
+    """The order of red's requests is the same, whatever grey's are."""
     orders = []
-    for prefix in (b"x", b"y"):
-        queue, order = FairQueue(), 0
-        for _ in range(10):
-            for tenant, its in (("grey", prefix), ("red", b"x" if order % 3 else b"y")):
-                order += 1
-                queue.enter(waiter(tenant, order, prefix=its))
-        served = []
-        while (chosen := queue.next(LINES[0])) is not None:
-            queue.goes(chosen)
-            served.append((chosen.tenant, chosen.order))
-        orders.append([each for each in served if each[0] == "red"])
+    for work_of_grey in (1.0, 9.0):
+        queue = FairQueue()
+        for order in range(20):
+            queue.enter(waiter("grey", order, work=work_of_grey))
+            queue.enter(waiter("red", 100 + order, work=float(order * 7 % 10)))
+        orders.append([each.order for each in serve_all(queue) if each.tenant == "red"])
     assert orders[0] == orders[1]
+
+
+def test_a_long_prompt_gets_its_turn_while_ever_more_short_ones_come() -> None:
+    """Once the others had so much work that its own is the share of the patient. Ten others always wait."""
+    queue, long, given = FairQueue(), waiter("red", 0, work=50.0), 0.0
+    queue.enter(long)
+    for order in itertools.count(1):
+        queue.enter(waiter("red", order, work=1.0))
+        if order < 10:
+            continue
+        chosen = queue.next(LINES[0])
+        assert chosen is not None
+        queue.goes(chosen)
+        if chosen is long:
+            break
+        given += chosen.work
+    assert given == pytest.approx(long.work / PATIENT_SHARE, abs=2.0)
+
+
+def test_long_prompts_get_no_more_than_the_share_of_the_patient_while_short_ones_wait() -> None:
+    queue, orders, given = FairQueue(), itertools.count(), {50.0: 0.0, 1.0: 0.0}
+    for _ in range(20):
+        queue.enter(waiter("red", next(orders), work=50.0))
+    for _ in range(2000):
+        queue.enter(waiter("red", next(orders), work=1.0))
+        chosen = queue.next(LINES[0])
+        assert chosen is not None
+        queue.goes(chosen)
+        given[chosen.work] += chosen.work
+    total = sum(given.values())
+    assert PATIENT_SHARE * total - 50.0 <= given[50.0] <= PATIENT_SHARE * total + 50.0
 
 
 def test_an_order_keeps_no_more_than_twice_what_stands_in_it() -> None:

@@ -45,3 +45,16 @@ def test_images_take_their_time_where_any_of_them_is_computed(room: Room) -> Non
         assert taken == pytest.approx(num_uncached * 1e-3 + num_image_tokens * 1e-2), num_uncached
     room.table.update_load(A, replace(measured, num_pending_image_tokens=200))
     assert room.is_full(A)
+
+
+@pytest.mark.parametrize(("num_others", "is_full"), [(0, False), (2, False), (8, True)])
+def test_what_other_routers_may_be_sending_counts_by_their_part_of_the_requests(
+    room: Room, num_others: int, is_full: bool
+) -> None:
+    """One request of this router's is there, and another on its way with 0.3 s of prompt."""
+    room.table.loads.reserve(A, num_uncached_tokens=100, num_tokens=100).sent(1)
+    room.table.update_load(A, LoadSnapshot(num_running=1 + num_others, prefill_seconds_per_token=1e-3), 1)
+    assert not room.is_full(A), "nothing is on its way"
+    room.table.loads.reserve(A, num_uncached_tokens=300, num_tokens=300).sent(2)
+    assert room.is_full(A) == is_full
+    assert room.wait_seconds(A) == pytest.approx(0.3), "what is known alone tells an overload"
