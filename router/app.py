@@ -19,8 +19,6 @@ from router.api.anthropic.messages import prepare_message
 from router.api.anthropic.routes import AnthropicRoutes
 from router.api.asked import Prepare
 from router.api.cache_stories import OperatorStoryRoutes, StoryRoutes
-from router.api.cached_requests import with_caches
-from router.api.caches import CacheRoutes
 from router.api.context import ApiContext
 from router.api.control import ControlRoutes
 from router.api.cross_origin import CrossOrigin
@@ -28,17 +26,16 @@ from router.api.door import Door
 from router.api.error_shapes import REQUEST_ID, error_shape, with_request_id
 from router.api.explaining import ExplainRoutes
 from router.api.gate import Gate
-from router.api.gemini.caches import GeminiCacheRoutes, prepare_content
+from router.api.gemini.answers import prepare_content
 from router.api.gemini.models import GeminiRoutes
-from router.api.gemini.paths import COUNT, MODELS_PATHS, model_method
+from router.api.gemini.paths import COUNT, GENERATE_CONTENT, MODELS_PATHS, model_method
 from router.api.http import ClientGone
 from router.api.http_error import INTERNAL_ERROR, HttpError, http_error, method_not_allowed, unknown_route
 from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
 from router.api.page import PageRoutes
-from router.api.responses.stored import ResponseRoutes, prepare_response
+from router.api.responses.answers import prepare_plain_response
 from router.api.serving import GenerationEndpoint
-from router.caches.record import CacheKind
 from router.errors import RouterError
 from router.openapi.routes import docs_routes
 
@@ -52,12 +49,13 @@ class Apps:
 
 
 PREPARES: Mapping[str, Prepare] = {
-    "/v1/chat/completions": with_caches(CacheKind.CHAT, prepare_chat),
-    "/v1/completions": with_caches(CacheKind.COMPLETION, prepare_completion),
+    "/v1/chat/completions": prepare_chat,
+    "/v1/completions": prepare_completion,
     "/v1/messages": prepare_message,
-    "/v1/responses": prepare_response,
+    "/v1/responses": prepare_plain_response,
+    GENERATE_CONTENT: prepare_content,
 }
-"""Preparation of raw routes with one path each. Gemini's paths include the model."""
+"""Preparation by path. A feature may replace it. Gemini's paths include the model."""
 
 
 def client_routes(context: ApiContext) -> list[Route]:
@@ -66,29 +64,29 @@ def client_routes(context: ApiContext) -> list[Route]:
         *GeminiRoutes(context).routes(),
         *AnthropicRoutes(context).routes(),
         *ControlRoutes(context).routes(),
-        *CacheRoutes(context).routes(),
         *StoryRoutes(context).routes(),
-        *GeminiCacheRoutes(context).routes(),
-        *ResponseRoutes(context).routes(),
         *docs_routes(),
         *(route for feature in context.features for route in feature.client_routes()),
     ]
 
 
 def create_apps(context: ApiContext) -> Apps:
-    explained = {**PREPARES, "/v1beta/models/{model:path}:generateContent": prepare_content}
+    prepares = dict(PREPARES)
+    for feature in context.features:
+        prepares |= feature.prepares()
     access = admin_access(context.config)
     plain = ControlRoutes(context)
-    admin = [*plain.metrics_routes(), *ExplainRoutes(context, access, explained).routes()]
+    admin = [*plain.metrics_routes(), *ExplainRoutes(context, access, prepares).routes()]
     admin += OperatorStoryRoutes(context, access).routes()
     admin += PageRoutes(access, plain.index).routes()
     for feature in context.features:
         admin += feature.operator_routes()
     hot = {
         path: GenerationEndpoint(context, path.removeprefix("/v1/").replace("/", "_"), prepare)
-        for path, prepare in PREPARES.items()
+        for path, prepare in prepares.items()
+        if path != GENERATE_CONTENT
     }
-    generate_content = GenerationEndpoint(context, "generate_content", prepare_content)
+    generate_content = GenerationEndpoint(context, "generate_content", prepares[GENERATE_CONTENT])
 
     def endpoint_of(path: str) -> ASGIApp | None:
         endpoint = hot.get(path)

@@ -24,8 +24,6 @@ from replicas.protocol.lease_seal import LeaseSeal
 from replicas.protocol.status import ModelCard, ReplicaId, TokenizerBundle
 from router.api.context import ApiContext
 from router.app import Apps, create_apps
-from router.caches.bounds import CacheBounds
-from router.caches.named_caches import NamedCaches
 from router.caller import DEFAULT_TENANT
 from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
@@ -35,7 +33,9 @@ from router.dispatch.waiting_room import WaitingRoom
 from router.feature import Feature
 from router.features.live_page.fleet_source import FleetSource
 from router.features.live_page.routes import LivePage
+from router.features.named_caches.feature import NamedCacheFeature
 from router.features.published.routes import Published
+from router.features.responses.routes import StoredResponses
 from router.features.usage.routes import Usage
 from router.fleet.index_mirror import IndexMirror, mirror_instruments
 from router.fleet.membership import Membership
@@ -50,9 +50,6 @@ from router.prompt.catalog import ModelCatalog, bundle_digest
 from router.queue.fair_queue import FairQueue
 from router.queue.held import QueueRules
 from router.queue.holding import Holding
-from router.responses.record import ResponseBounds
-from router.responses.redis_responses import RedisResponses
-from router.responses.response_store import ResponseStore
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
 from router.shared.instruments import Instrument, gauge
@@ -117,8 +114,6 @@ class Router:
             rng=rng,
             keys=self._keys,
             index_of=self._table.index,
-            caches=_open_caches(config, secret),
-            responses=_open_responses(config, secret),
             history_exchange=_open_history(config, common_secret if has_common_secret else None),
             recorder=_open_recorder(config),
             tracing=self._tracing,
@@ -137,6 +132,8 @@ class Router:
         config, context = self._config, self._context
         yield Usage.open(context, secret)
         yield Published.open(context, secret)
+        yield NamedCacheFeature.open(context, secret)
+        yield StoredResponses.open(context, secret)
         name = f"{socket.gethostname()}, process {os.getpid()}"
         yield LivePage(context, FleetSource(name, self._membership, self._table, self._mirrors))
         if config.has_keys:  # without keys there are no limits
@@ -183,9 +180,6 @@ class Router:
         finally:
             for feature in self._context.features:
                 await feature.close()
-            for store in (self._context.caches, self._context.responses):
-                if store is not None:
-                    await store.close()
             await self._context.offload.close()
             self._context.stories.close()
 
@@ -306,33 +300,6 @@ def _open_seal(secret: ClusterSecret | None) -> LeaseSeal | None:
         )
         return None
     return LeaseSeal(secret)
-
-
-def _open_caches(config: RouterConfig, secret: ClusterSecret | None) -> NamedCaches | None:
-    """None without a secret: prompts lie in Redis encrypted or not at all."""
-    if secret is None or not config.max_caches:
-        return None
-    bounds = CacheBounds(
-        num_caches=config.max_caches,
-        bytes_per_cache=config.max_cache_bytes,
-        num_bytes=config.all_caches_bytes,
-        memory_bytes=config.cache_memory_bytes,
-    )
-    return NamedCaches(config.redis_url, secret, bounds)
-
-
-def _open_responses(config: RouterConfig, secret: ClusterSecret | None) -> ResponseStore | None:
-    """Without a secret each router has its own: conversations lie in Redis encrypted or not at all."""
-    if not config.max_responses:
-        return None
-    bounds = ResponseBounds(
-        num_responses=config.max_responses,
-        num_bytes=config.all_responses_bytes,
-        memory_bytes=config.response_memory_bytes,
-        seconds=config.response_seconds,
-    )
-    redis = None if secret is None else RedisResponses(config.redis_url, secret, bounds)
-    return ResponseStore(redis, bounds)
 
 
 def _open_history(config: RouterConfig, secret: ClusterSecret | None) -> HistoryExchange | None:

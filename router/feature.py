@@ -3,11 +3,15 @@
 Owns the contract: what such a part may add. By default it adds nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from starlette.routing import Route
 
 from router.shared.instruments import Instrument
+
+if TYPE_CHECKING:
+    from router.api.asked import Prepare
 
 
 class Feature:
@@ -18,6 +22,10 @@ class Feature:
 
     def client_routes(self) -> Iterable[Route]:
         return ()
+
+    def prepares(self) -> "Mapping[str, Prepare]":
+        """Ways to prepare requests, by the route's path, that replace the dialect's own."""
+        return {}
 
     def operator_routes(self) -> Iterable[Route]:
         """Routes of the operators' listener, where there is one."""

@@ -22,7 +22,6 @@ from router.api.grammar_checks import GrammarChecks
 from router.api.http import read_body
 from router.api.rate_limiting import RequestRates
 from router.api.stories import Stories
-from router.caches.named_caches import NamedCaches
 from router.caller import Caller, Right
 from router.config import RouterConfig
 from router.explain.witness import Witness
@@ -41,7 +40,6 @@ from router.observation.trace_points import GenerationTrace, Tracing
 from router.observation.unknown_fields import UnknownFields
 from router.prepared import Bounds
 from router.prompt.catalog import ModelCatalog, ServedModel
-from router.responses.response_store import ResponseStore
 from router.routing.decision import Decision
 from router.routing.overlap import PrefixIndex
 from router.routing.table import Preview
@@ -108,10 +106,6 @@ class ApiContext:
     )
     """Finds how much of a prompt, as packed tokens, every tenant shares."""
     features: list[Feature] = field(default_factory=list)
-    caches: NamedCaches | None = None
-    """To be closed with the router; None without a cluster secret."""
-    responses: ResponseStore | None = None
-    """To be closed with the router; None where none are stored."""
     recorder: BodyRecorder | None = None
     """To be closed with the router; None where no bodies are recorded."""
     tracing: Tracing = field(default_factory=Tracing)
@@ -187,8 +181,6 @@ class ApiContext:
             self.catalog,
             self.stories,
             self.history,
-            self.caches,
-            self.responses,
         )
         for part in parts:
             if part is not None:

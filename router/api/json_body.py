@@ -147,3 +147,17 @@ def check_salt(salt: str | None) -> str | None:
             parameter="cache_salt",
         )
     return salt
+
+
+def check_together(num_bytes: int, max_bytes: int, parameter: str) -> None:
+    """Check the size of the request and its kept beginning together. Raises InvalidRequest."""
+    if num_bytes > max_bytes:
+        raise InvalidRequest(
+            f"The request and what it begins with may have {max_bytes} bytes together, and have {num_bytes}.",
+            parameter=parameter,
+        )
+
+
+def with_fields(body: bytes, fields: bytes) -> bytes:
+    """Append fields; of two fields with one name the later counts."""
+    return body.rstrip()[:-1] + b"," + fields + b"}"

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 
 from router.api.anthropic.body import MessagesBody
-from router.api.cache_body import CacheChange, NewCache
 from router.api.gemini.fields import CachedContentChange, CountTokens, GenerateContent, NewCachedContent
 from router.api.json_body import encode_json
 from router.api.openai.chat_body import ChatBody, TokenizedChat
 from router.api.openai.completion_prompt import CompletionRequest
 from router.api.responses.body import ResponsesBody
 from router.api.token_counts import DetokenizedTokens, TokenizedText
+from router.features.named_caches.body import CacheChange, NewCache
 from router.features.published.routes import NewPrefix
 from router.openapi.answers import ANSWERS, Schema, ref
 

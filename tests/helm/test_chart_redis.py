@@ -21,17 +21,17 @@ from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.keys import MODELS_KEY, blocks_key, events_key, replica_key, replicas_key
 from replicas.protocol.status import Epoch
-from router.caches.named_caches import NamedCaches
-from router.caches.store import INDEX_KEY, content_key, record_key
 from router.caller import Caller, Limits, Tenant
+from router.features.named_caches.named_caches import NamedCaches
+from router.features.named_caches.store import INDEX_KEY, content_key, record_key
+from router.features.responses.record import ResponseBounds
+from router.features.responses.redis_responses import RedisResponses
+from router.features.responses.redis_responses import record_key as responses_key
 from router.features.usage.amounts import Amount
 from router.features.usage.redis_usage import tenants_key
 from router.features.usage.store import UsageStore
 from router.features.usage.sums import UsageQuery
 from router.fleet.registry_source import RegistrySource
-from router.responses.record import ResponseBounds
-from router.responses.redis_responses import RedisResponses
-from router.responses.redis_responses import record_key as responses_key
 from router.shared.tenant_tags import TenantTags
 from router.siblings.history_exchange import HistoryExchange
 from router.siblings.redis_history import HistoryBounds, RedisHistory
@@ -49,9 +49,9 @@ from tests.helm.chart import named, rendered
 from tests.redis_server import RedisServer
 from tests.replicas.mirror import connect
 from tests.replicas.whole_replica import MODEL, REPLICA, config
-from tests.router.caches.test_named_caches import CONTENT, record
+from tests.router.features.named_caches.test_named_caches import CONTENT, record
+from tests.router.features.responses.test_store import response
 from tests.router.features.usage.test_ledger import served
-from tests.router.responses.test_response_store import response
 from tests.router.scripted_replica import eventually
 from tests.router.siblings.test_redis_history import key as history_key
 from tests.router.siblings.test_redis_history import telling

@@ -15,11 +15,14 @@ from replicas.process.settings import build
 from router.api.context import ApiContext
 from router.api.gate import FindsCallers
 from router.app import create_apps
-from router.caches.named_caches import NamedCaches
 from router.config import RouterConfig
 from router.features.live_page.routes import LiveFleet, LivePage
+from router.features.named_caches.feature import NamedCacheFeature
+from router.features.named_caches.named_caches import NamedCaches
 from router.features.published.routes import Published
 from router.features.published.store import PublishedStore
+from router.features.responses.routes import StoredResponses
+from router.features.responses.store import ResponseStore
 from router.features.usage.routes import Usage
 from router.features.usage.store import UsageStore
 from router.http_protocol import protocol_of
@@ -28,7 +31,6 @@ from router.listeners import SEND_BUFFER_BYTES
 from router.observation.metrics import RouterMetrics
 from router.prepared import Bounds
 from router.prompt.catalog import ModelCatalog
-from router.responses.response_store import ResponseStore
 from router.siblings.history_exchange import HistoryExchange
 from tests.router import tiny_model
 from tests.router.scripted_dispatch import ScriptedDispatcher
@@ -87,13 +89,13 @@ async def http_server(
         num_replicas=lambda model: 1 if model == tiny_model.MODEL else 0,
         rng=random.Random(0),
         bounds=bounds or Bounds(),
-        caches=caches,
-        responses=responses,
         keys=keys,
         history_exchange=history,
     )
     context.add(Usage(context, usage))
     context.add(Published(context, published))
+    context.add(NamedCacheFeature(context, caches))
+    context.add(StoredResponses(context, responses))
     if fleet is not None:
         context.add(LivePage(context, fleet))
     if history is not None:

@@ -14,10 +14,11 @@ from starlette.datastructures import QueryParams
 from replicas.protocol.frames import FinishReason, TokenLogprobs
 from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 from router.api.answer_usage import AnswerUsage
-from router.api.api_request import Prompt
+from router.api.api_request import ApiRequest, Prompt
 from router.api.asked import Asked
 from router.api.chats import Chat, prepare_chats
 from router.api.choice_output import ChoiceOutput, Said, ToolCall
+from router.api.context import ApiContext
 from router.api.gemini.modalities import details
 from router.api.gemini.paths import STREAM, model_method, with_path_fields
 from router.api.json_body import encode_json
@@ -208,3 +209,8 @@ def with_path(asked: Asked) -> Asked:
 def _framing(asked: Asked) -> str | None:
     query = QueryParams(asked.scope.get("query_string", b""))
     return query.get("alt") or query.get("$alt")
+
+
+async def prepare_content(context: ApiContext, asked: Asked) -> ApiRequest:
+    """Prepare a request whose path names model and method."""
+    return await prepare_gemini(context, with_path(asked))

@@ -19,6 +19,8 @@ GENERATING_PATHS = tuple(
     f"{version}/models/{{model}}:{method}" for version in VERSIONS for method in (GENERATE, STREAM)
 )
 
+GENERATE_CONTENT = f"/v1beta/models/{{model:path}}:{GENERATE}"
+"""The route that generates, as features name it."""
 _METHOD = re.compile(rf"/v1(?:beta)?/models/(.+):({GENERATE}|{STREAM}|{COUNT})", re.DOTALL)
 MODELS_PATHS = ("/v1/models/", "/v1beta/models/")
 _SHARED = "/v1/models"

@@ -14,9 +14,9 @@ import pytest
 
 from replicas.protocol.frames import FinishReason
 from router.api.chat_history import Outcome
+from router.features.responses.record import ResponseBounds
+from router.features.responses.store import ResponseStore
 from router.prompt.catalog import ModelCatalog
-from router.responses.record import ResponseBounds
-from router.responses.response_store import ResponseStore
 from tests.router import chat_templates, tiny_model
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says

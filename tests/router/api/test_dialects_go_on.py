@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from router.api.chat_history import Outcome
-from router.responses.record import ResponseBounds
-from router.responses.response_store import ResponseStore
+from router.features.responses.record import ResponseBounds
+from router.features.responses.store import ResponseStore
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says
 from tests.router.thinking_model import MODEL, catalog, token_ids

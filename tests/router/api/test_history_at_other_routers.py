@@ -17,11 +17,11 @@ from router.api.chat_history import Outcome
 from router.api.chat_prompt import encode_chat, render_chat
 from router.api.chat_request import ChatRequest
 from router.caller import Caller, Tenant
+from router.features.responses.record import ResponseBounds
+from router.features.responses.redis_responses import RedisResponses
+from router.features.responses.store import ResponseStore
 from router.history.retracing import Told
 from router.prompt.catalog import ModelCatalog
-from router.responses.record import ResponseBounds
-from router.responses.redis_responses import RedisResponses
-from router.responses.response_store import ResponseStore
 from router.shared.sealing import Seal
 from router.siblings import history_exchange
 from router.siblings.history_exchange import HistoryExchange, Look
@@ -51,6 +51,7 @@ class Routers:
         self._settings = settings
         self._stacks: dict[str, contextlib.AsyncExitStack] = {}
         self.servers: dict[str, HttpServer] = {}
+        self.stores: dict[str, ResponseStore] = {}
         self.https: dict[str, httpx.AsyncClient] = {}
 
     async def open(self, name: str, *, secret: ClusterSecret = SECRET, **settings: Any) -> HttpServer:
@@ -68,7 +69,7 @@ class Routers:
         )
         http = httpx.AsyncClient(base_url=server.url, timeout=60)
         self.https[name] = await stack.enter_async_context(http)
-        self.servers[name], self._stacks[name] = server, stack
+        self.servers[name], self._stacks[name], self.stores[name] = server, stack, responses
         await until(lambda: not history.is_resting)
         return server
 
@@ -94,8 +95,7 @@ class Routers:
     async def settled(self) -> None:
         """Once all that was answered is told."""
         for name in self._stacks:
-            store = self.servers[name].context.responses
-            assert store is not None
+            store = self.stores[name]
             await until(lambda name=name: not self.exchange(name).num_untold)
             await until(lambda store=store: not store.num_remembered)
 

@@ -9,11 +9,11 @@ import pytest
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from router import caller
-from router.caches.bounds import CacheBounds
-from router.caches.named_caches import NamedCaches
+from router.features.named_caches.bounds import CacheBounds
+from router.features.named_caches.named_caches import NamedCaches
+from router.features.responses.record import ResponseBounds
+from router.features.responses.store import ResponseStore
 from router.features.usage.store import UsageStore
-from router.responses.record import ResponseBounds
-from router.responses.response_store import ResponseStore
 from tests.router import tiny_model
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says

@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from redis.exceptions import ResponseError
 
 from router.errors import ResponseGone, ResponsesUnavailable
-from router.responses.memory import Key, ResponseMemory
-from router.responses.record import ResponseBounds, StoredResponse, is_response_id
-from router.responses.redis_responses import RedisResponses
+from router.features.responses.memory import Key, ResponseMemory
+from router.features.responses.record import ResponseBounds, StoredResponse, is_response_id
+from router.features.responses.redis_responses import RedisResponses
 from router.shared.instruments import Instrument, counter, gauge
 from router.shared.redis_health import REDIS_FAILURES, RedisHealth
 

@@ -11,23 +11,28 @@ from datetime import datetime
 import msgspec
 from msgspec import Raw, Struct
 
-from router.api.cache_body import (
-    check_fits,
-    check_name,
-    check_size,
-    check_together,
-    check_ttl,
-    joined_lists,
-    mismatch,
-    with_fields,
-)
 from router.api.gemini.body import MODELS
 from router.api.gemini.fields import CachedContentChange, NewCachedContent
 from router.api.gemini.names import FieldsReader
-from router.api.json_body import check_salt, decode_body, encode_json, unsupported
-from router.caches.bounds import DEFAULT_TTL_SECONDS
-from router.caches.record import CacheContent, CacheKind, CacheRecord
+from router.api.json_body import (
+    check_salt,
+    check_together,
+    decode_body,
+    encode_json,
+    unsupported,
+    with_fields,
+)
 from router.errors import InvalidRequest
+from router.features.named_caches.body import (
+    check_fits,
+    check_name,
+    check_size,
+    check_ttl,
+    joined_lists,
+    mismatch,
+)
+from router.features.named_caches.bounds import DEFAULT_TTL_SECONDS
+from router.features.named_caches.record import CacheContent, CacheKind, CacheRecord
 
 CACHED_CONTENTS = "cachedContents/"
 PARAMETER = "cachedContent"

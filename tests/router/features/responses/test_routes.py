@@ -9,10 +9,10 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.api.body_weight import MOST_BYTES
-from router.api.responses.splicing import page_of
-from router.responses.record import ResponseBounds
-from router.responses.redis_responses import RedisResponses
-from router.responses.response_store import ResponseStore
+from router.features.responses.record import ResponseBounds
+from router.features.responses.redis_responses import RedisResponses
+from router.features.responses.splicing import page_of
+from router.features.responses.store import ResponseStore
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import NEVER, says
 from tests.router.thinking_model import MODEL, catalog, token_ids

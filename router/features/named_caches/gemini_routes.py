@@ -12,13 +12,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from router.api.api_request import ApiRequest
-from router.api.asked import Asked
-from router.api.cache_making import CacheMaker, CacheWish
-from router.api.cached_requests import keep_beginning, open_caches
+from router.api.asked import Asked, Prepare
 from router.api.context import ApiContext
 from router.api.gemini.answers import prepare_gemini, with_path
 from router.api.gemini.body import MODELS
-from router.api.gemini.cache_body import (
+from router.api.gemini.paths import VERSIONS
+from router.api.json_body import encode_json
+from router.api.paging import DEFAULT_PAGE, MAX_PAGE
+from router.caller import tenant_of
+from router.errors import CacheGone, InvalidRequest, about_model
+from router.features.named_caches.gemini_body import (
     CACHED_CONTENTS,
     PARAMETER,
     cached_content_change,
@@ -27,41 +30,45 @@ from router.api.gemini.cache_body import (
     new_cached_content,
     with_cached_content,
 )
-from router.api.gemini.paths import VERSIONS
-from router.api.json_body import encode_json
-from router.caches.bounds import DEFAULT_PAGE, MAX_PAGE
-from router.caches.record import CacheKind, CacheRecord, gone_words, moment
-from router.caller import tenant_of
-from router.errors import CacheGone, InvalidRequest, about_model
+from router.features.named_caches.making import CacheMaker, CacheWish
+from router.features.named_caches.named_caches import NamedCaches
+from router.features.named_caches.record import CacheKind, CacheRecord, gone_words, moment
+from router.features.named_caches.requests import keep_beginning, opened
 from router.limits.connections import address_of
 
 
-async def prepare_content(context: ApiContext, asked: Asked) -> ApiRequest:
-    """For a path that names model and method, and a body that may name a cache. Raises what preparing any
-    chat does, CacheGone and CachesUnavailable."""
-    asked = with_path(asked)
-    use = gemini_cache_use(asked.body)
-    if use is None:
-        return await prepare_gemini(context, asked)
-    with about_model(use.model.removeprefix(MODELS)):
-        assert use.cached_content is not None
-        try:
-            cache_id = use.cached_content.removeprefix(CACHED_CONTENTS)
-            record, content = await open_caches(context).use(cache_id, asked.caller.tenant.name)
-        except CacheGone as error:
-            error.parameter = PARAMETER
-            raise
-        check_gemini_use(use, record)
-        body = with_cached_content(asked.body, use, content, context.config.max_body_bytes)
-    request = await prepare_gemini(context, dataclasses.replace(asked, body=body))
-    keep_beginning(request, record, context.wall_clock())
-    return request
+def with_cached_contents(caches: NamedCaches | None) -> Prepare:
+    """Prepare Gemini's bodies, which may name a cache."""
+
+    async def prepare_content(context: ApiContext, asked: Asked) -> ApiRequest:
+        """For a path that names model and method, and a body that may name a cache. Raises what preparing any
+        chat does, CacheGone and CachesUnavailable."""
+        asked = with_path(asked)
+        use = gemini_cache_use(asked.body)
+        if use is None:
+            return await prepare_gemini(context, asked)
+        with about_model(use.model.removeprefix(MODELS)):
+            assert use.cached_content is not None
+            try:
+                cache_id = use.cached_content.removeprefix(CACHED_CONTENTS)
+                record, content = await opened(caches).use(cache_id, asked.caller.tenant.name)
+            except CacheGone as error:
+                error.parameter = PARAMETER
+                raise
+            check_gemini_use(use, record)
+            body = with_cached_content(asked.body, use, content, context.config.max_body_bytes)
+        request = await prepare_gemini(context, dataclasses.replace(asked, body=body))
+        keep_beginning(request, record, context.wall_clock())
+        return request
+
+    return prepare_content
 
 
 class GeminiCacheRoutes:
-    def __init__(self, context: ApiContext) -> None:
+    def __init__(self, context: ApiContext, caches: NamedCaches | None) -> None:
         self._context = context
-        self._maker = CacheMaker(context)
+        self._caches = caches
+        self._maker = CacheMaker(context, caches)
 
     def routes(self) -> list[Route]:
         paths = [f"{version}/cachedContents" for version in VERSIONS]
@@ -86,7 +93,7 @@ class GeminiCacheRoutes:
     async def _create(self, request: Request) -> Response:
         context = self._context
         async with context.body(request.scope, request.receive) as body:
-            max_bytes = open_caches(context).bounds.bytes_per_cache
+            max_bytes = opened(self._caches).bounds.bytes_per_cache
             new, ttl, content = new_cached_content(body, context.wall_clock(), max_bytes)
             wish = CacheWish(
                 new.model.removeprefix(MODELS), CacheKind.GEMINI, ttl, new.display_name, new.cache_salt
@@ -99,9 +106,7 @@ class GeminiCacheRoutes:
         query = request.query_params
         limit, after = _page_size(query.get("pageSize")), query.get("pageToken") or None
         with self._context.in_flight.hold(address_of(request.scope.get("client"))):
-            page = await open_caches(self._context).page(
-                tenant_of(request.scope), limit, after, CacheKind.GEMINI
-            )
+            page = await opened(self._caches).page(tenant_of(request.scope), limit, after, CacheKind.GEMINI)
         answer: dict[str, Any] = {"cachedContents": [_object(record) for record in page.records]}
         if page.has_more:
             answer["nextPageToken"] = page.records[-1].cache_id
@@ -119,13 +124,13 @@ class GeminiCacheRoutes:
     async def _delete(self, request: Request, cache_id: str) -> Response:
         with self._context.in_flight.hold(address_of(request.scope.get("client"))):
             await self._look(request, cache_id)
-            await open_caches(self._context).delete(cache_id, tenant_of(request.scope))
+            await opened(self._caches).delete(cache_id, tenant_of(request.scope))
         return _json({})
 
     async def _look(self, request: Request, cache_id: str) -> CacheRecord:
         """Raises CacheGone, also for a cache in another dialect's words, and CachesUnavailable."""
         try:
-            record = await open_caches(self._context).look(cache_id, tenant_of(request.scope))
+            record = await opened(self._caches).look(cache_id, tenant_of(request.scope))
             if record.kind is not CacheKind.GEMINI:
                 why, words = gone_words(cache_id, None, self._context.wall_clock())
                 raise CacheGone(words, f"cache_{why.value}")

@@ -10,11 +10,11 @@ import redis.asyncio
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.prefix_leases import MAX_LEASE_SECONDS
-from router.caches.bounds import GONE_SECONDS, MAX_TTL_SECONDS, CacheBounds
-from router.caches.named_caches import RECHECK_SECONDS, REST_SECONDS, NamedCaches
-from router.caches.record import CacheContent, CacheKind, CacheRecord, LeaseOutcome
-from router.caches.store import INDEX_KEY, PREFIX, content_key, record_key, tenant_index_key
 from router.errors import CacheGone, CachesFull, CachesUnavailable
+from router.features.named_caches.bounds import GONE_SECONDS, MAX_TTL_SECONDS, CacheBounds
+from router.features.named_caches.named_caches import RECHECK_SECONDS, REST_SECONDS, NamedCaches
+from router.features.named_caches.record import CacheContent, CacheKind, CacheRecord, LeaseOutcome
+from router.features.named_caches.store import INDEX_KEY, PREFIX, content_key, record_key, tenant_index_key
 from router.shared.tenant_tags import TenantTags
 from tests.redis_server import RedisServer
 
@@ -349,7 +349,7 @@ async def test_without_redis_what_is_known_is_used_and_nothing_is_made(
         own_redis.start()
     times.passed += REST_SECONDS
     await caches.create(record(3, times), CONTENT)
-    said = [each.getMessage() for each in caplog.records if each.name == "router.caches.named_caches"]
+    said = [each.getMessage() for each in caplog.records if each.name == NamedCaches.__module__]
     assert len(said) == 2 and "cannot be reached" in said[0] and "again" in said[1]
     await caches.close()
 

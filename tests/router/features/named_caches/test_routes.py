@@ -14,10 +14,10 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.frames import PromptUsage, RequestKey, TokenDelta
 from replicas.protocol.prefix_leases import LeaseAnswer, LeaseRefusal, PrefixLease
-from router.api import cache_making
-from router.caches.bounds import CacheBounds
-from router.caches.named_caches import NamedCaches
 from router.errors import ErrorKind, GenerationFailed, NoReplicaAvailable
+from router.features.named_caches import making
+from router.features.named_caches.bounds import CacheBounds
+from router.features.named_caches.named_caches import NamedCaches
 from router.features.usage.amounts import Amount, amounts_of
 from router.generation import Generation
 from router.served import ServedRequest
@@ -395,7 +395,7 @@ async def test_what_a_replica_computed_of_a_warming_that_failed_is_accounted(
 async def test_a_warming_that_takes_too_long_is_accounted_as_far_as_it_came(
     server: HttpServer, http: httpx.AsyncClient, served: list[ServedRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_making, "WARM_SECONDS", 0.05)
+    monkeypatch.setattr(making, "WARM_SECONDS", 0.05)
     server.dispatcher.script = lambda asked: [[one_token(asked)], NEVER]
     made = await create(http, messages=BEGINNING)
     assert made["lease"] == {"status": "refused", "reason": "not_warmed"}

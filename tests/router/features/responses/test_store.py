@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.errors import ResponseGone, ResponsesUnavailable
-from router.responses import response_store
-from router.responses.memory import ENTRY_BYTES, ResponseMemory
-from router.responses.record import ResponseBounds, StoredResponse
-from router.responses.redis_responses import PREFIX, RedisResponses, index_key, record_key
-from router.responses.response_store import ResponseStore
+from router.features.responses import store as response_store
+from router.features.responses.memory import ENTRY_BYTES, ResponseMemory
+from router.features.responses.record import ResponseBounds, StoredResponse
+from router.features.responses.redis_responses import PREFIX, RedisResponses, index_key, record_key
+from router.features.responses.store import ResponseStore
 from router.shared.tenant_tags import TenantTags
 from tests.examples import examples
 from tests.redis_server import RedisServer

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 
 from replicas.protocol.prefix_leases import LeaseAnswer, PrefixLease
 from router.api.gemini.body import read_gemini
-from router.api.gemini.cache_body import (
+from router.errors import RouterError
+from router.features.named_caches.bounds import CacheBounds
+from router.features.named_caches.gemini_body import (
     cached_content_change,
     gemini_cache_use,
     new_cached_content,
     with_cached_content,
 )
-from router.caches.bounds import CacheBounds
-from router.caches.named_caches import NamedCaches
-from router.errors import RouterError
-from tests.router.api.test_caches import SECRET, keeps
+from router.features.named_caches.named_caches import NamedCaches
 from tests.router.api.test_gemini import TOOLS, field_of
+from tests.router.features.named_caches.test_routes import SECRET, keeps
 from tests.router.http_server import HttpServer, http_server
 from tests.router.thinking_model import MODEL, catalog
 

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import msgspec
 
 from replicas.protocol.cluster_secret import ClusterSecret
-from router.caches.bounds import CacheBounds
-from router.caches.record import (
+from router.errors import CacheGone, CachesFull, CachesUnavailable
+from router.features.named_caches.bounds import CacheBounds
+from router.features.named_caches.record import (
     CacheContent,
     CacheKind,
     CacheRecord,
@@ -26,8 +27,7 @@ from router.caches.record import (
     gone_words,
     is_cache_id,
 )
-from router.caches.store import CacheStore, StoreFull
-from router.errors import CacheGone, CachesFull, CachesUnavailable
+from router.features.named_caches.store import CacheStore, StoreFull
 from router.shared.bounded_cache import BoundedCache
 from router.shared.instruments import Instrument, counter, gauge
 from router.shared.redis_health import REDIS_FAILURES, RedisHealth

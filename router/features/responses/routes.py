@@ -6,21 +6,28 @@ request like any other, with all of its input.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from replicas.protocol.cluster_secret import ClusterSecret
 from router.api.api_request import ApiRequest
-from router.api.asked import Asked
+from router.api.asked import Asked, Prepare
 from router.api.body_weight import is_light_chat
-from router.api.caches import page_limit
 from router.api.context import ApiContext
 from router.api.json_body import encode_json, unsupported
+from router.api.paging import page_limit
 from router.api.responses.answers import ResponseWriter, prepare_plain_response
-from router.api.responses.splicing import (
+from router.caller import tenant_of
+from router.errors import InvalidRequest, ResponseGone, about_model
+from router.feature import Feature
+from router.features.responses.record import ResponseBounds, StoredResponse
+from router.features.responses.redis_responses import RedisResponses
+from router.features.responses.splicing import (
     Sent,
     conversation_of,
     items_of,
@@ -35,20 +42,18 @@ from router.api.responses.splicing import (
     tell_sent_positions,
     with_items,
 )
-from router.caller import tenant_of
-from router.errors import InvalidRequest, ResponseGone, about_model
+from router.features.responses.store import ResponseStore
 from router.limits.connections import address_of
-from router.responses.record import StoredResponse
-from router.responses.response_store import ResponseStore
+from router.shared.instruments import Instrument
 
 
-async def prepare_response(context: ApiContext, asked: Asked) -> ApiRequest:
+async def _prepare(store: ResponseStore | None, context: ApiContext, asked: Asked) -> ApiRequest:
     """Raises InvalidRequest, UnknownModel, RouterBusy or ResponsesUnavailable."""
     sent: Sent | None = None
     if may_go_on(asked.body):
         sent = sent_in(asked.body)
         with about_model(sent.model):
-            asked = await _with_what_came_before(context, asked, sent)
+            asked = await _with_what_came_before(store, context, asked, sent)
     try:
         request = await prepare_plain_response(context, asked)
     except InvalidRequest as error:
@@ -58,21 +63,23 @@ async def prepare_response(context: ApiContext, asked: Asked) -> ApiRequest:
     writer = request.writer
     assert isinstance(writer, ResponseWriter)
     writer.previous_response_id = None if sent is None else sent.previous_response_id
-    store, body = context.responses, asked.body
+    body = asked.body
     if store is not None and writer.wants_storing and len(body) <= store.bounds.bytes_per_response:
         request.during = _stored(context, store, writer, asked)
     return request
 
 
-async def _with_what_came_before(context: ApiContext, asked: Asked, sent: Sent) -> Asked:
+async def _with_what_came_before(
+    store: ResponseStore | None, context: ApiContext, asked: Asked, sent: Sent
+) -> Asked:
     items = items_of(bytes(sent.input))
     previous_id = sent.previous_response_id
     if items is None:  # reading it says what is wrong
         return asked
     referred = referred_items(items, is_light=is_light_chat(asked.body))
-    if previous_id is None and (not referred or context.responses is None):
+    if previous_id is None and (not referred or store is None):
         return asked
-    store = _open_store(context)
+    store = _opened(store)
     before: list[bytes] = []
     if previous_id is not None:
         try:
@@ -129,21 +136,50 @@ def _stored(
         yield
 
 
-def _open_store(context: ApiContext) -> ResponseStore:
-    if context.responses is None:
+def _opened(store: ResponseStore | None) -> ResponseStore:
+    if store is None:
         raise InvalidRequest(
             "No responses are stored here (they are off): send the whole input.",
             parameter="previous_response_id",
             code="responses_not_stored",
         )
-    return context.responses
+    return store
 
 
-class ResponseRoutes:
-    def __init__(self, context: ApiContext) -> None:
+class StoredResponses(Feature):
+    """`store` is None where no responses are stored."""
+
+    def __init__(self, context: ApiContext, store: ResponseStore | None) -> None:
         self._context = context
+        self.store = store
+        self._prepare = partial(_prepare, store)
 
-    def routes(self) -> list[Route]:
+    @classmethod
+    def open(cls, context: ApiContext, secret: ClusterSecret | None) -> "StoredResponses":
+        """Without a secret a router keeps its own: conversations are not written to Redis in the clear."""
+        config = context.config
+        if not config.max_responses:
+            return cls(context, None)
+        bounds = ResponseBounds(
+            num_responses=config.max_responses,
+            num_bytes=config.all_responses_bytes,
+            memory_bytes=config.response_memory_bytes,
+            seconds=config.response_seconds,
+        )
+        redis = None if secret is None else RedisResponses(config.redis_url, secret, bounds)
+        return cls(context, ResponseStore(redis, bounds))
+
+    def prepares(self) -> Mapping[str, Prepare]:
+        return {"/v1/responses": self._prepare}
+
+    def instruments(self) -> Iterable[Instrument]:
+        return () if self.store is None else self.store.instruments()
+
+    async def close(self) -> None:
+        if self.store is not None:
+            await self.store.close()
+
+    def client_routes(self) -> Sequence[Route]:
         return [
             Route("/v1/responses/compact", self._compact, methods=["POST"]),
             Route("/v1/responses/input_tokens", self._count, methods=["POST"]),
@@ -156,12 +192,12 @@ class ResponseRoutes:
         response_id = request.path_params["response_id"]
         if request.method == "DELETE":
             with self._in_flight(request):
-                await self._store().delete(response_id, tenant_of(request.scope))
+                await self._stored().delete(response_id, tenant_of(request.scope))
             return _json({"id": response_id, "object": "response", "deleted": True})
         if request.query_params.get("stream") == "true":
             raise unsupported("stream", "Only responses in the background can be streamed again.")
         with self._in_flight(request):
-            stored = await self._store().find(response_id, tenant_of(request.scope))
+            stored = await self._stored().find(response_id, tenant_of(request.scope))
         return Response(stored.response, media_type="application/json")
 
     async def _items(self, request: Request) -> Response:
@@ -169,7 +205,7 @@ class ResponseRoutes:
         limit, is_ascending = page_limit(query.get("limit")), query.get("order") == "asc"
         response_id = request.path_params["response_id"]
         with self._in_flight(request):
-            stored = await self._store().find(response_id, tenant_of(request.scope))
+            stored = await self._stored().find(response_id, tenant_of(request.scope))
         data, has_more = page_of(
             stored.items, response_id, limit=limit, is_ascending=is_ascending, after=query.get("after")
         )
@@ -182,7 +218,7 @@ class ResponseRoutes:
         """Count a request's input without an answer."""
         context, address = self._context, address_of(request.scope.get("client"))
         async with context.body(request.scope, request.receive) as body:
-            prepared = await prepare_response(context, Asked(body, address, request.scope))
+            prepared = await self._prepare(context, Asked(body, address, request.scope))
         (prompt,) = prepared.prompts
         num_tokens = len(prompt.generation.token_ids)
         return _json({"object": "response.input_tokens", "input_tokens": num_tokens})
@@ -199,11 +235,10 @@ class ResponseRoutes:
             code="compaction_not_supported",
         )
 
-    def _store(self) -> ResponseStore:
-        store = self._context.responses
-        if store is None:
+    def _stored(self) -> ResponseStore:
+        if self.store is None:
             raise ResponseGone("No responses are stored here (they are off).")
-        return store
+        return self.store
 
     def _in_flight(self, request: Request) -> contextlib.AbstractContextManager[Any]:
         return self._context.in_flight.hold(address_of(request.scope.get("client")))

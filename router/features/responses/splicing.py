@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec import Raw, Struct
 
-from router.api.cache_body import check_together, with_fields
-from router.api.json_body import both_lists, decode_body
+from router.api.json_body import both_lists, check_together, decode_body, with_fields
 from router.errors import InvalidRequest
-from router.responses.record import ID_PREFIX, StoredResponse
+from router.features.responses.record import ID_PREFIX, StoredResponse
 
 _PREVIOUS, _REFERENCE = b'"previous_response_id"', b'"item_reference"'
 _ABSENT = (b"", b"null")

@@ -10,8 +10,6 @@ DEFAULT_TTL_SECONDS = 3600
 GONE_SECONDS = 86_400
 """Seconds that a record outlives its cache, to say when and why it went."""
 MAX_NAME_CHARACTERS = 128
-MAX_PAGE = 100
-DEFAULT_PAGE = 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,18 @@ say is decoded here, so that large ones are no more work than small ones.
 import msgspec
 from msgspec import Raw, Struct
 
-from router.api.json_body import both_lists, check_salt, decode_body, encode_json, unsupported
-from router.caches.bounds import DEFAULT_TTL_SECONDS, MAX_NAME_CHARACTERS, MAX_TTL_SECONDS
-from router.caches.record import CacheContent, CacheKind, CacheRecord
+from router.api.json_body import (
+    both_lists,
+    check_salt,
+    check_together,
+    decode_body,
+    encode_json,
+    unsupported,
+    with_fields,
+)
 from router.errors import InvalidRequest
+from router.features.named_caches.bounds import DEFAULT_TTL_SECONDS, MAX_NAME_CHARACTERS, MAX_TTL_SECONDS
+from router.features.named_caches.record import CacheContent, CacheKind, CacheRecord
 
 _FIELD = b'"cache"'
 _ABSENT = (b"", b"null")
@@ -161,15 +169,6 @@ def check_fits(
         raise mismatch(what, "cache_of_other_salt", parameter)
 
 
-def check_together(num_bytes: int, max_bytes: int, parameter: str) -> None:
-    """Check the size of the request and its kept beginning together. Raises InvalidRequest."""
-    if num_bytes > max_bytes:
-        raise InvalidRequest(
-            f"The request and what it begins with may have {max_bytes} bytes together, and have {num_bytes}.",
-            parameter=parameter,
-        )
-
-
 def spliced(body: bytes, use: CacheUse, kind: CacheKind, content: CacheContent, max_bytes: int) -> bytes:
     """The same body with more fields at its end, which are those that count. Raises InvalidRequest."""
     if kind is CacheKind.CHAT:
@@ -183,11 +182,6 @@ def spliced(body: bytes, use: CacheUse, kind: CacheKind, content: CacheContent, 
     check_together(len(body) + content.num_bytes, max_bytes, field.decode())
     tools = b',"tools":' + content.tools if content.tools else b""
     return with_fields(body, b'"cache":null,"%b":%b%b' % (field, whole, tools))
-
-
-def with_fields(body: bytes, fields: bytes) -> bytes:
-    """Append fields; of two fields with one name the later counts."""
-    return body.rstrip()[:-1] + b"," + fields + b"}"
 
 
 def joined_lists(first: bytes, then: bytes) -> bytes | None:

@@ -11,22 +11,23 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from router.api.asked import Asked
-from router.api.cache_body import CacheChange, cache_change, new_cache
-from router.api.cache_making import CacheMaker, CacheWish
-from router.api.cached_requests import open_caches
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
-from router.caches.bounds import DEFAULT_PAGE, MAX_PAGE
-from router.caches.record import CacheRecord, LeaseOutcome, moment
+from router.api.paging import page_limit
 from router.caller import tenant_of
-from router.errors import InvalidRequest
+from router.features.named_caches.body import CacheChange, cache_change, new_cache
+from router.features.named_caches.making import CacheMaker, CacheWish
+from router.features.named_caches.named_caches import NamedCaches
+from router.features.named_caches.record import CacheRecord, LeaseOutcome, moment
+from router.features.named_caches.requests import opened
 from router.limits.connections import address_of
 
 
 class CacheRoutes:
-    def __init__(self, context: ApiContext) -> None:
+    def __init__(self, context: ApiContext, caches: NamedCaches | None) -> None:
         self._context = context
-        self._maker = CacheMaker(context)
+        self._caches = caches
+        self._maker = CacheMaker(context, caches)
 
     def routes(self) -> list[Route]:
         return [
@@ -45,12 +46,12 @@ class CacheRoutes:
             case "DELETE":
                 return await self._delete(request, cache_id)
         with self._in_flight(request):
-            return _json(_object(await open_caches(self._context).look(cache_id, tenant_of(request.scope))))
+            return _json(_object(await opened(self._caches).look(cache_id, tenant_of(request.scope))))
 
     async def _create(self, request: Request) -> Response:
         context = self._context
         async with context.body(request.scope, request.receive) as body:
-            new, kind, content = new_cache(body, open_caches(context).bounds.bytes_per_cache)
+            new, kind, content = new_cache(body, opened(self._caches).bounds.bytes_per_cache)
             asked = Asked(body, address_of(request.scope.get("client")), request.scope)
             wish = CacheWish(new.model, kind, new.ttl, new.name, new.cache_salt)
             record = await self._maker.create(wish, content, asked)
@@ -59,7 +60,7 @@ class CacheRoutes:
     async def _list(self, request: Request) -> Response:
         query = request.query_params
         with self._in_flight(request):
-            page = await open_caches(self._context).page(
+            page = await opened(self._caches).page(
                 tenant_of(request.scope), page_limit(query.get("limit")), query.get("after")
             )
         data = [_object(record) for record in page.records]
@@ -78,7 +79,7 @@ class CacheRoutes:
 
     async def _delete(self, request: Request, cache_id: str) -> Response:
         with self._in_flight(request):
-            record = await open_caches(self._context).delete(cache_id, tenant_of(request.scope))
+            record = await opened(self._caches).delete(cache_id, tenant_of(request.scope))
         lease = record.lease
         kept = lease is not None and lease.refused is None
         return _json(
@@ -118,17 +119,6 @@ def _lease(lease: LeaseOutcome | None) -> dict[str, Any] | None:
     if lease.refused is not None:
         return {"status": "refused", "reason": lease.refused}
     return {"status": "granted", "seconds": lease.seconds, "tokens": lease.num_tokens}
-
-
-def page_limit(text: str | None) -> int:
-    """Parse the `limit` of a list. Raises InvalidRequest."""
-    if text is None:
-        return DEFAULT_PAGE
-    if not (text.isascii() and text.isdigit() and len(text) <= 3 and 1 <= int(text) <= MAX_PAGE):
-        raise InvalidRequest(
-            f"Invalid value for 'limit': '{text[:20]}' is no number from 1 to {MAX_PAGE}.", parameter="limit"
-        )
-    return int(text)
 
 
 def _json(content: Any, status: int = 200) -> Response:

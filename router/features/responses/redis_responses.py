@@ -15,7 +15,7 @@ from collections import Counter
 import msgspec
 
 from replicas.protocol.cluster_secret import ClusterSecret
-from router.responses.record import ResponseBounds, StoredResponse, is_response_id
+from router.features.responses.record import ResponseBounds, StoredResponse, is_response_id
 from router.shared.sealed_store import SealedStore
 
 PREFIX = "kvasir-responses:"

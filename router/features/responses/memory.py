@@ -6,7 +6,7 @@ Owns eviction: the oldest go first. Times are the caller's.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from router.responses.record import ResponseBounds, StoredResponse
+from router.features.responses.record import ResponseBounds, StoredResponse
 from router.shared.bounded_cache import BoundedCache
 
 ENTRY_BYTES = 1024

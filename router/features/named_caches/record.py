@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from msgspec import Struct
 
-from router.caches.bounds import GONE_SECONDS
+from router.features.named_caches.bounds import GONE_SECONDS
 
 ID_PREFIX = "cache_"
 _ID = re.compile(r"cache_[0-9a-f]{32}")

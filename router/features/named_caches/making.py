@@ -16,16 +16,17 @@ import msgspec
 from replicas.protocol.frames import PromptUsage, TokenDelta
 from router.api.api_request import ApiRequest, Prompt
 from router.api.asked import Asked, Prepare
-from router.api.cache_body import warming_body
-from router.api.cached_requests import keep_beginning, open_caches
 from router.api.context import ApiContext, Runs
 from router.api.gemini.answers import prepare_gemini
-from router.api.gemini.cache_body import gemini_warming_body
 from router.api.http_error import http_error
 from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
-from router.caches.record import ID_PREFIX, CacheContent, CacheKind, CacheRecord, LeaseOutcome
 from router.errors import CacheGone, CachesUnavailable, ErrorKind, RouterError, about_model
+from router.features.named_caches.body import warming_body
+from router.features.named_caches.gemini_body import gemini_warming_body
+from router.features.named_caches.named_caches import NamedCaches
+from router.features.named_caches.record import ID_PREFIX, CacheContent, CacheKind, CacheRecord, LeaseOutcome
+from router.features.named_caches.requests import keep_beginning, opened
 from router.keeping import kept_of
 from router.misses import Misses
 from router.observation.trace_points import GenerationTrace
@@ -55,12 +56,13 @@ class CacheWish:
 
 
 class CacheMaker:
-    def __init__(self, context: ApiContext) -> None:
+    def __init__(self, context: ApiContext, caches: NamedCaches | None) -> None:
         self._context = context
+        self._caches = caches
 
     async def create(self, wish: CacheWish, content: CacheContent, asked: Asked) -> CacheRecord:
         """Raises what preparing its beginning does, CachesFull and CachesUnavailable."""
-        caches, now = open_caches(self._context), self._context.wall_clock()
+        caches, now = opened(self._caches), self._context.wall_clock()
         record = CacheRecord(
             cache_id=ID_PREFIX + secrets.token_hex(16),
             tenant=asked.caller.tenant.name,
@@ -83,7 +85,7 @@ class CacheMaker:
 
     async def change(self, cache_id: str, ttl: int | None, name: str | None, asked: Asked) -> CacheRecord:
         """Raises CacheGone or CachesUnavailable."""
-        caches = open_caches(self._context)
+        caches = opened(self._caches)
         record = await caches.extend(cache_id, asked.caller.tenant.name, ttl=ttl, name=name)
         if ttl is not None:
             _, content = await caches.use(cache_id, record.tenant)
@@ -106,7 +108,7 @@ class CacheMaker:
             kept = kept_of(prompt.generation.submit.leases, usage)[-1]
             lease = LeaseOutcome(kept.seconds, kept.num_tokens, kept.refused)
         try:
-            return await open_caches(self._context).note_lease(record.cache_id, record.tenant, lease)
+            return await opened(self._caches).note_lease(record.cache_id, record.tenant, lease)
         except (CacheGone, CachesUnavailable):
             return msgspec.structs.replace(record, lease=lease)
 

@@ -11,15 +11,15 @@ import msgspec
 from replicas.protocol.prefix_leases import MAX_LEASES
 from router.api.api_request import ApiRequest
 from router.api.asked import Asked, Prepare
-from router.api.cache_body import check_use, named_in, spliced
 from router.api.context import ApiContext
-from router.caches.named_caches import NamedCaches
-from router.caches.record import CacheKind, CacheRecord
 from router.errors import InvalidRequest, about_model
+from router.features.named_caches.body import check_use, named_in, spliced
+from router.features.named_caches.named_caches import NamedCaches
+from router.features.named_caches.record import CacheKind, CacheRecord
 from router.keeping import Keep, leases_of
 
 
-def with_caches(kind: CacheKind, prepare: Prepare) -> Prepare:
+def with_caches(caches: NamedCaches | None, kind: CacheKind, prepare: Prepare) -> Prepare:
     """`prepare` for bodies that may name a cache."""
 
     async def prepare_with_cache(context: ApiContext, asked: Asked) -> ApiRequest:
@@ -28,9 +28,8 @@ def with_caches(kind: CacheKind, prepare: Prepare) -> Prepare:
         if use is None:
             return await prepare(context, asked)
         with about_model(use.model):
-            caches = open_caches(context)
             assert use.cache is not None
-            record, content = await caches.use(use.cache, asked.caller.tenant.name)
+            record, content = await opened(caches).use(use.cache, asked.caller.tenant.name)
             check_use(use, kind, record, content)
             body = spliced(asked.body, use, kind, content, context.config.max_body_bytes)
         request = await prepare(context, dataclasses.replace(asked, body=body))
@@ -40,15 +39,15 @@ def with_caches(kind: CacheKind, prepare: Prepare) -> Prepare:
     return prepare_with_cache
 
 
-def open_caches(context: ApiContext) -> NamedCaches:
+def opened(caches: NamedCaches | None) -> NamedCaches:
     """Raises InvalidRequest where there are none."""
-    if context.caches is None:
+    if caches is None:
         raise InvalidRequest(
             "There are no named caches here: they need a cluster secret (secret_file), and are not off.",
             parameter="cache",
             code="caches_not_available",
         )
-    return context.caches
+    return caches
 
 
 def keep_beginning(request: ApiRequest, record: CacheRecord, now: float) -> None:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from replicas.protocol.cluster_secret import ClusterSecret
-from router.caches.bounds import MAX_TTL_SECONDS, CacheBounds
-from router.caches.record import CacheContent, CacheRecord, is_cache_id
+from router.features.named_caches.bounds import MAX_TTL_SECONDS, CacheBounds
+from router.features.named_caches.record import CacheContent, CacheRecord, is_cache_id
 from router.shared.sealed_store import SealedStore
 
 PREFIX = "kvasir-caches:"

@@ -1,0 +1,62 @@
+"""NamedCacheFeature: named caches as a part of a router.
+
+Owns which requests may name one, and which routes there are.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from starlette.routing import Route
+
+from replicas.protocol.cluster_secret import ClusterSecret
+from router.api.asked import Prepare
+from router.api.context import ApiContext
+from router.api.gemini.paths import GENERATE_CONTENT
+from router.api.openai.chat import prepare_chat
+from router.api.openai.completions import prepare_completion
+from router.feature import Feature
+from router.features.named_caches.bounds import CacheBounds
+from router.features.named_caches.gemini_routes import GeminiCacheRoutes, with_cached_contents
+from router.features.named_caches.named_caches import NamedCaches
+from router.features.named_caches.record import CacheKind
+from router.features.named_caches.requests import with_caches
+from router.features.named_caches.routes import CacheRoutes
+from router.shared.instruments import Instrument
+
+
+class NamedCacheFeature(Feature):
+    """`caches` is None where there are none: without a secret prompts are not written to Redis."""
+
+    def __init__(self, context: ApiContext, caches: NamedCaches | None) -> None:
+        self._context = context
+        self.caches = caches
+
+    @classmethod
+    def open(cls, context: ApiContext, secret: ClusterSecret | None) -> "NamedCacheFeature":
+        config = context.config
+        if secret is None or not config.max_caches:
+            return cls(context, None)
+        bounds = CacheBounds(
+            num_caches=config.max_caches,
+            bytes_per_cache=config.max_cache_bytes,
+            num_bytes=config.all_caches_bytes,
+            memory_bytes=config.cache_memory_bytes,
+        )
+        return cls(context, NamedCaches(config.redis_url, secret, bounds))
+
+    def prepares(self) -> Mapping[str, Prepare]:
+        return {
+            "/v1/chat/completions": with_caches(self.caches, CacheKind.CHAT, prepare_chat),
+            "/v1/completions": with_caches(self.caches, CacheKind.COMPLETION, prepare_completion),
+            GENERATE_CONTENT: with_cached_contents(self.caches),
+        }
+
+    def client_routes(self) -> Sequence[Route]:
+        routes = CacheRoutes(self._context, self.caches).routes()
+        return [*routes, *GeminiCacheRoutes(self._context, self.caches).routes()]
+
+    def instruments(self) -> Iterable[Instrument]:
+        return () if self.caches is None else self.caches.instruments()
+
+    async def close(self) -> None:
+        if self.caches is not None:
+            await self.caches.close()
