@@ -73,6 +73,8 @@ class KeyFileStore:
                 _replace(path, write_json(new) if is_json else write_yaml(new))
         except OSError as error:
             raise ClusterError(f"cannot write {self._path}: {error.strerror}") from error
+        except BadKeys as error:
+            raise ClusterError(f"cannot write {self._path}: {error}") from error
         return new
 
     def _read(self, *, may_begin: bool = False) -> tuple[KeyDocument, bool]:

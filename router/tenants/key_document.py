@@ -29,10 +29,12 @@ import yaml
 
 from router.caller import NO_LIMITS, Limits, Right, Tenant
 from router.tenants.key_record import KeyDocument, KeyRecord, is_key_id
-from router.tenants.key_yaml import BadYaml, read_yaml
 
 MAX_BYTES = 64 * 2**20
 """Size of a document: about 300,000 keys."""
+MAX_YAML_BYTES = 2**20
+"""Size of a document in YAML, as large as a Secret of Kubernetes: about 7,000 keys. Reading it keeps other
+threads waiting for up to a quarter of a second."""
 MAX_DEPTH = 32
 """Nesting of lists and mappings, and a few hundred columns: the YAML reader recurses."""
 MAX_LINE_BYTES = 1024
@@ -45,6 +47,8 @@ Fields = TypeVar("Fields", "_TenantFields", KeyRecord)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_MERGE = "tag:yaml.org,2002:merge"
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _BRACKET = re.compile(rb"[\[\]{}]")
 
 
@@ -123,9 +127,12 @@ def write_json(document: KeyDocument) -> bytes:
 
 
 def write_yaml(document: KeyDocument) -> bytes:
+    """Raises BadKeys if there are too many."""
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     text: str = yaml.dump(plain_document(document), Dumper=dumper, sort_keys=False, allow_unicode=True)
-    return text.encode()
+    content = text.encode()
+    _check_yaml_size(content)
+    return content
 
 
 def _tenant(name: object, entry: object) -> Tenant:
@@ -239,15 +246,61 @@ def _from_json(text: str) -> object:
 
 
 def _from_yaml(content: bytes) -> object:
+    _check_yaml_size(content)
     for number, line in enumerate(content.split(b"\n"), 1):
         if len(line) > MAX_LINE_BYTES:
             raise BadKeys(f"line {number} has more than {MAX_LINE_BYTES} bytes")
     if any(depth > MAX_DEPTH for depth in _depths(content)):
         raise BadKeys(f"its lists and mappings are more than {MAX_DEPTH} deep in each other")
     try:
-        return read_yaml(content, max_depth=MAX_DEPTH, made=_made_early)
-    except BadYaml as error:
-        raise BadKeys(str(error)) from error
+        loader = _Loader(content)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_mappings(node)
+        return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        raise BadKeys(f"{place}{', '.join(filter(None, (error.context, error.problem)))}") from error
+    except yaml.YAMLError as error:
+        raise BadKeys("a character in it cannot be part of YAML") from error
+    except BadKeys:
+        raise
+    except ValueError as error:  # of a date or number that there is not
+        raise BadKeys(f"a value in it cannot be: {error}") from error
+
+
+def _check_yaml_size(content: bytes) -> None:
+    if len(content) > MAX_YAML_BYTES:
+        raise BadKeys(
+            f"it has {len(content)} bytes of YAML; {MAX_YAML_BYTES} are allowed: have so many keys in Redis "
+            "(setting keys_in_redis), or write them as JSON"
+        )
+
+
+def _check_mappings(node: yaml.Node) -> None:
+    """Refuse a mapping with a name twice, and merges of more than one mapping. Raises BadKeys."""
+    waiting, seen = [node], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen or isinstance(node, yaml.ScalarNode):
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+            continue
+        names = set()
+        for name, value in node.value:
+            place = f"line {name.start_mark.line + 1}"
+            if not isinstance(name, yaml.ScalarNode):
+                raise BadKeys(f"{place}: what a mapping has there is no name")
+            if name.value in names:
+                raise BadKeys(f"{place}: a mapping has {name.value!r} twice")
+            if name.tag == _MERGE and not isinstance(value, yaml.MappingNode):
+                raise BadKeys(f"{place}: what is merged there is no mapping")
+            names.add(name.value)
+            waiting.append(value)
 
 
 def _depths(content: bytes) -> Iterator[int]:

@@ -13,6 +13,7 @@ import pytest
 from cluster.cli import main
 from cluster.commands.key_arguments import read_moment
 from router.caller import Caller, Limits, Right
+from router.tenants import key_document
 from router.tenants.key_document import read_document, write_json
 from router.tenants.key_record import KeyDocument, keyring_of
 from router.tenants.keyring import KeyFault
@@ -208,3 +209,14 @@ def test_moments() -> None:
     assert read_moment("2027-01-31", now) == datetime(2027, 2, 1, tzinfo=UTC)
     assert read_moment("2027-01-31T10:00", now) == datetime(2027, 1, 31, 10, tzinfo=UTC)
     assert read_moment("2027-01-31T10:00+02:00", now) == datetime(2027, 1, 31, 8, tzinfo=UTC)
+
+
+def test_a_file_that_would_grow_too_large_for_routers_stays_as_it_is(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys(capsys, "create", "--file", str(file), "--tenant", "acme")
+    before = file.read_bytes()
+    monkeypatch.setattr(key_document, "MAX_YAML_BYTES", len(before) + 10)
+    said = complaint(capsys, "create", "--file", str(file), "--tenant", "acme")
+    assert f"cannot write {file}: it has " in said and "keys_in_redis" in said
+    assert file.read_bytes() == before

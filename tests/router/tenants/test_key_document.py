@@ -2,14 +2,13 @@
 
 import re
 from datetime import UTC, datetime, timedelta, timezone
-from typing import NoReturn
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.caller import Limits, Right, Tenant
-from router.tenants import key_yaml
+from router.tenants import key_document
 from router.tenants.key_document import BadKeys, read_document, write_json, write_yaml
 from router.tenants.key_record import KeyDocument, KeyRecord, keyring_of
 from router.tenants.keyring import KeyFault
@@ -131,7 +130,6 @@ _OF_A = "tenants: {a: }\nkeys: [{%s}]"
         (b"? [a]\n: b", "line 1: what a mapping has there is no name"),
         (b"keys: [{expires: 2027-13-01}]", "month must be in 1..12"),
         (b"keys: !!python/object:os.system {}", "line 1, column 7"),
-        (b"keys: &a [*a]", "line 1: 'a' is not there, or is not whole yet"),
         (b"keys: " + b"[" * 100, "more than 32 deep"),
         (b"[" * 200_000, "line 1 has more than 1024 bytes"),
         (b"[\n" * 200_000, "more than 32 deep"),
@@ -205,10 +203,13 @@ def test_what_is_said_once_may_be_used_again() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("keys: []\n---\nkeys: []", "line 2: another document begins"),
-        ("keys: [*b]", "line 1: 'b' is not there"),
+        (
+            "keys: []\n---\nkeys: []",
+            "line 2, column 1: expected a single document in the stream, but found another",
+        ),
+        ("keys: [*b]", "line 1, column 8: found undefined alias"),
         ("tenants: {a: {<<: 3}}\nkeys: []", "line 1: what is merged there is no mapping"),
-        ("a:\n" + "".join(" " * depth + "- \n" for depth in range(1, 60)), "more than 32 deep"),
+        ("a:\n" + "".join(" " * depth + "- \n" for depth in range(1, 1000)), "unknown field 'a'"),
     ],
 )
 def test_yaml_that_is_refused(text: str, words: str) -> None:
@@ -216,14 +217,23 @@ def test_yaml_that_is_refused(text: str, words: str) -> None:
         read_document(text.encode())
 
 
-def test_no_node_of_yaml_outlives_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a hundred thousand keys take seconds in which no other thread runs."""
+def test_a_large_document_in_yaml_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = yaml_of(1, 2)
+    monkeypatch.setattr(key_document, "MAX_YAML_BYTES", len(content))
+    assert read_document(content) == document_of(1, 2)
+    with pytest.raises(BadKeys, match=f"it has {len(content) + 1} bytes of YAML; .*keys_in_redis.*JSON"):
+        read_document(content + b"\n")
+    as_json = write_json(document_of(*range(9)))
+    assert len(as_json) > len(content)
+    assert read_document(as_json) == document_of(*range(9))
 
-    def refuse(*_: object) -> NoReturn:
-        raise AssertionError("the whole document was made into nodes")
 
-    loader = key_yaml._Loader
-    monkeypatch.setattr(loader, "get_single_data", refuse, raising=False)
-    monkeypatch.setattr(loader, "construct_document", refuse)
-    content = yaml_of(*range(50))
-    assert read_document(content) == document_of(*range(50))
+def test_aliases_within_each_other_are_read_in_no_time() -> None:
+    levels = "".join(f"  - &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 20))
+    with pytest.raises(BadKeys, match=r"keys\[0\]: expected `object`"):
+        read_document(b"tenants: {}\nkeys:\n  - &a0 [x]\n" + levels.encode())
+
+
+def test_a_list_within_itself_is_no_key() -> None:
+    with pytest.raises(BadKeys, match=r"keys\[0\]: expected `object`"):
+        read_document(b"keys: &a [*a]")
