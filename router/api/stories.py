@@ -14,7 +14,7 @@ import msgspec
 
 from router.explain.places import Place, PlaceKind, PromptPlaces, place_in_prompt
 from router.explain.remembered_prompts import RememberedPrompts
-from router.explain.story import Story, unpacked
+from router.explain.story import Story, compared, packed, unpacked
 from router.explain.witness import Witness
 from router.generation import Generation
 from router.prompt.tokenizer import Tokenizer
@@ -97,7 +97,24 @@ class Stories:
     def find(self, tenant: str, prompt_id: str) -> Story | None:
         """One of that tenant's."""
         found = self.remembered.find(tenant, prompt_id)
-        return None if found is None or not found.story else unpacked(found.story)
+        if found is None or not found.story:
+            return None
+        story = unpacked(found.story)
+        if found.is_compared or not story.prompts:
+            return story
+        facts, nearest = self.remembered.nearest_before(tenant, found)
+        story = msgspec.structs.replace(story, prompts=(compared(story.prompts[0], facts, nearest),))
+        found.is_compared = True
+        self.remembered.tell(found, tenant, packed(story))
+        return story
+
+    def may_place(self, *, has_lost: bool) -> bool:
+        """Whether there is time to find a place in a small body; otherwise it is counted as left out."""
+        time_left = self._time if has_lost else self._time_without_loss
+        if time_left.is_left():
+            return True
+        self.num_places_left_out += 1
+        return False
 
     def close(self) -> None:
         if self._thread is not None:
@@ -130,10 +147,9 @@ class Stories:
         has_lost: bool,
     ) -> Place | None:
         """The same at once, in a small body, of a prompt of which it is known whether it `has_lost` any."""
-        time_left = self._time if has_lost else self._time_without_loss
-        if not time_left.is_left():
-            self.num_places_left_out += 1
+        if not self.may_place(has_lost=has_lost):
             return None
+        time_left = self._time if has_lost else self._time_without_loss
         self.num_places += 1
         place, seconds = _timed_place(tokenizer, body, generation.token_ids, position, number)
         time_left.spend(seconds)

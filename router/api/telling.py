@@ -1,12 +1,15 @@
 """Telling: builds the explanation of one request's prompts, from preparation to its end.
 
-Owns the timing. The nearest earlier prompt is found before a prompt is served, in microseconds; the causes
-when the replica has reported what it read. The place in the client's body is searched within a time budget:
-in a small body when the request has ended, unless all of the prompt was read; in a large one in a thread
-meanwhile. An explanation is stored when the request ends, and again when its place arrives later.
+Owns the timing. The causes are found when the replica has reported what it read. The nearest earlier prompt
+is found then if tokens may be lost to a change, or if there is time to find the place where the two part;
+otherwise when the explanation is asked for. Of a large body it is found before the prompt is served. The
+place in the client's body is searched within a time budget: in a small body when the request has ended,
+unless all of the prompt was read; in a large one in a thread meanwhile. An explanation is stored when the
+request ends, and again when its place arrives later.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -15,13 +18,13 @@ from router.api.api_request import ApiRequest, Prompt
 from router.api.stories import Stories, is_small
 from router.caller import Caller, Right
 from router.explain.chain_tree import NamespaceName
-from router.explain.diagnosis import NOT_FOUND, diagnosis
+from router.explain.diagnosis import NOT_FOUND, Diagnosis, diagnosis
 from router.explain.image_places import image_differs
 from router.explain.outline import NO_OUTLINE
 from router.explain.places import Place, PlaceKind
 from router.explain.remembered_prompts import Nearest, PromptFacts, RememberedPrompt
+from router.explain.repeats import Run
 from router.explain.story import PromptStory, Story, packed, placed, prompt_story
-from router.explain.witness import Repeated
 from router.generation import Generation
 from router.misses import Cause
 from router.prompt.catalog import ServedModel
@@ -30,7 +33,10 @@ from router.prompt.catalog import ServedModel
 @dataclass(slots=True)
 class _Prompt:
     facts: PromptFacts
-    nearest: Nearest | None
+    position: int
+    generation: Generation
+    nearest: Nearest | None = None
+    is_compared: bool = False
     remembered: RememberedPrompt | None = None
     story: PromptStory | None = None
 
@@ -55,44 +61,60 @@ class Telling:
     arrived_at: float
     route: str = ""
     _prompts: dict[int, _Prompt] = field(default_factory=dict)
+    _body: bytes = b""
+    """Until the place in it is found, or not looked for."""
     _place: "asyncio.Future[Place | None] | None" = None
     _sought: _Sought | None = None
     _image: Place | None = None
     """The place of a differing image; nothing else is searched then."""
-    _placed: int = 0
-    """The first index of the prompt in which that is looked for: the first that parts from an earlier one."""
+    _placed: _Prompt | None = None
+    """The prompt in which that is looked for: the first that parts from an earlier one."""
 
     def begin(self, body: bytes) -> None:
-        """Look for what is nearest to its prompts."""
-        remembered = self.stories.remembered
-        if not remembered.is_on:
+        """Find the nearest earlier prompts at once if the body is large, which is not kept; if there are
+        images, which the live page names; and of several prompts, which are not compared with each other."""
+        if not self.stories.remembered.is_on:
             return
-        across_salts = self.caller.key_id is not None and self.caller.may(Right.EXPLAIN)
-        for position, prompt in enumerate(self.request.prompts):
+        self._body = body
+        prompts = self.request.prompts
+        is_at_once = len(prompts) > 1 or bool(prompts[0].generation.media) or not is_small(body)
+        for position, prompt in enumerate(prompts):
             facts = facts_of(prompt, self.caller, self.request.model)
-            nearest = remembered.nearest(facts, across_salts=across_salts)
-            self._prompts[prompt.first_index] = _Prompt(facts, nearest)
-            wished = self.request.compared_id
-            if wished is not None and position == 0:
-                earlier = remembered.find(facts.tenant, wished)
-                prompt.diagnosis = (
-                    NOT_FOUND
-                    if earlier is None or not (across_salts or earlier.salt_tag == facts.salt_tag)
-                    else diagnosis(facts, earlier, remembered.compare(facts, earlier))
-                )
-            number = None if nearest is None else nearest.diverges_at
-            is_first = self._place is None and self._sought is None and self._image is None
-            if number is not None and is_first:
-                self._placed = prompt.first_index
-                path = prompt.generation.image_path(number)
-                if path is not None:
-                    says = _image_differs(prompt.generation, path)
-                    self._image = Place(path, PlaceKind.VALUE, is_certain=True, sentence=says)
-                    continue
-                self._seek(_Sought(body, prompt.generation, position, number))
+            known = self._prompts[prompt.first_index] = _Prompt(facts, position, prompt.generation)
+            if is_at_once:
+                self._compare(known)
+            if self.request.compared_id is not None and position == 0:
+                prompt.diagnosis = self._diagnosis(facts, self.request.compared_id)
+        if is_at_once:
+            self._body = b""
 
-    def _seek(self, sought: _Sought) -> None:
-        if is_small(sought.body):
+    @property
+    def _across_salts(self) -> bool:
+        return self.caller.key_id is not None and self.caller.may(Right.EXPLAIN)
+
+    def _diagnosis(self, facts: PromptFacts, compared_id: str) -> Diagnosis:
+        remembered = self.stories.remembered
+        earlier = remembered.find(facts.tenant, compared_id)
+        if earlier is None or not (self._across_salts or earlier.salt_tag == facts.salt_tag):
+            return NOT_FOUND
+        return diagnosis(facts, earlier, remembered.compare(facts, earlier))
+
+    def _compare(self, known: _Prompt) -> None:
+        """Find the nearest earlier prompt, and look for the place where the first prompt parts from it."""
+        known.is_compared = True
+        known.nearest = self.stories.remembered.nearest(known.facts, across_salts=self._across_salts)
+        number = None if known.nearest is None else known.nearest.diverges_at
+        is_first = self._place is None and self._sought is None and self._image is None
+        if number is None or not is_first:
+            return
+        self._placed = known
+        path = known.generation.image_path(number)
+        if path is not None:
+            says = _image_differs(known.generation, path)
+            self._image = Place(path, PlaceKind.VALUE, is_certain=True, sentence=says)
+            return
+        sought = _Sought(self._body, known.generation, known.position, number)
+        if is_small(self._body):
             self._sought = sought
         else:
             self._place = self.stories.place_soon(self.request.model.tokenizer, *sought)
@@ -102,33 +124,44 @@ class Telling:
         usage = prompt.usage
         assert usage is not None
         known = self._prompts.get(prompt.first_index)
-        nearest = None if known is None else known.nearest
         found = self.stories.witness.misses(
             prompt.generation,
             prompt.decision,
             usage,
             decided_at=decided_at,
-            repeated=None if known is None else self._repeated(known),
+            repeated=None if known is None else partial(self._repeated, known),
         )
         prompt.misses = found
+        if known is None:
+            return
+        is_placed = known.remembered is None and found.cause is not Cause.HIT and not known.is_compared
+        if is_placed and self.stories.may_place(has_lost=any(span.is_lost for span in found.spans)):
+            self._compare(known)
+        self._body = b""
+        nearest = known.nearest
         number = None if nearest is None else nearest.diverges_at
         if number is not None and number >= usage.num_cached_tokens:
             path = prompt.generation.image_path(number)
             prompt.difference = None if path is None else _image_differs(prompt.generation, path)
-        if known is None:
-            return
         known.story = prompt_story(known.facts, usage, prompt.decision, found, nearest)
         if known.remembered is None:
-            ids = (self.request_id, self.request.writer.answer_id) if prompt.first_index == 0 else ()
-            known.remembered = self.stories.remembered.remember(known.facts, ids, self.arrived_at)
+            self._remember(known)
 
-    def _repeated(self, known: _Prompt) -> Repeated | None:
-        """Return what the nearest prompt also has, where this one may have lost it."""
+    def _remember(self, known: _Prompt) -> None:
+        ids = () if known.position else (self.request_id, self.request.writer.answer_id)
+        made = known.remembered = self.stories.remembered.remember(known.facts, ids, self.arrived_at)
+        if made is not None:
+            made.is_compared, made.across_salts = known.is_compared, self._across_salts
+
+    def _repeated(self, known: _Prompt, start: int) -> tuple[Cause, Sequence[Run]]:
+        """Return what the nearest prompt also has from a token on, where this one may have lost it."""
+        if not known.is_compared and known.remembered is None:
+            self._compare(known)
         nearest = known.nearest
         if nearest is None or not (nearest.goes_on or nearest.num_common_tokens is None):
-            return None
+            return Cause.PREFIX_CHANGED, ()
         cause = Cause.PREFIX_CHANGED if nearest.goes_on else Cause.OTHER_NAMESPACE
-        return Repeated(cause, partial(self.stories.remembered.repeats, known.facts, nearest))
+        return cause, self.stories.remembered.repeats(known.facts, nearest, start)
 
     def stories_so_far(self) -> list[PromptStory]:
         return [known.story for known in self._prompts.values() if known.story is not None]
@@ -139,8 +172,7 @@ class Telling:
             return
         first = self._prompts[0]
         if first.remembered is None and error is not None:
-            ids = (self.request_id, self.request.writer.answer_id)
-            first.remembered = self.stories.remembered.remember(first.facts, ids, self.arrived_at)
+            self._remember(first)
         if first.remembered is None:
             return
         if self._place is not None and not self._place.done():
@@ -150,7 +182,7 @@ class Telling:
     def _tell(self, error: str | None) -> None:
         first = self._prompts[0]
         assert first.remembered is not None
-        known = self._prompts[self._placed]
+        known = self._placed or first
         if known.story is not None:
             known.story = placed(known.story, self._found(known.story))
         story = Story(

@@ -11,9 +11,8 @@ group shares its KV. What was remembered the longest ago is forgotten first: of 
 has more than an equal part of all, otherwise of the one that holds most.
 """
 
-import array
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
-from router.explain.chain_tree import ChainNode, ChainTree, NamespaceName
+from router.explain.chain_tree import ChainNode, ChainTree, NamespaceName, Root
 from router.explain.outline import DIGEST_BYTES, NO_OUTLINE, PromptOutline
 from router.explain.repeats import LEAST_BLOCKS, LEAST_PART, SURE_PART, Run, repeats, seem_alike
 
@@ -33,6 +32,8 @@ UNIT_BYTES = 130
 TENANT_BYTES = 2000
 MAX_SIBLINGS = 16
 """How many of the branches at the place where a prompt leaves the tree are compared token by token."""
+MAX_LOOKED_BACK = 4096
+"""How many earlier prompts are looked through for the nearest one if that is asked for later."""
 MAX_CANDIDATES = 4
 MAX_VOTES = 48
 """How many of a prompt's pieces are looked up."""
@@ -42,7 +43,8 @@ SHORT_BYTES = 512
 """Length up to which marks are compared as one integer, which is faster than numpy."""
 
 _TOKENS, _MARKS = np.dtype("<u4"), np.dtype("<u2")
-_HALF, _WHOLE = np.uint32(15), np.uint32(16)
+_DIGESTS = np.dtype(f"<u{DIGEST_BYTES}")
+_HALF, _WHOLE, _UPPER = np.uint32(15), np.uint32(16), np.uint64(32)
 
 
 class Passed:
@@ -85,13 +87,14 @@ class PromptFacts:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.packed_tokens) // 4
+        """A remembered prompt has all its marks, and no tokens."""
+        return len(self.packed_tokens) // 4 or len(self.marks) // MARK_BYTES
 
 
 @dataclass(slots=True)
 class RememberedPrompt:
     """`tip` is the node of its last full block, `tail` are the marks after that. `story` is its encoded
-    explanation."""
+    explanation, which lacks the nearest earlier prompt until it `is_compared`."""
 
     number: int
     ids: tuple[str, ...]
@@ -99,6 +102,7 @@ class RememberedPrompt:
     root: BlockHash
     model: str
     adapter: str | None
+    block_size: int
     salt_tag: bytes
     num_tokens: int
     units: bytes
@@ -108,6 +112,8 @@ class RememberedPrompt:
     story: bytes = b""
     num_bytes: int = 0
     template_tag: bytes = b""
+    is_compared: bool = True
+    across_salts: bool = False
 
 
 class Nearest(NamedTuple):
@@ -140,7 +146,7 @@ class RememberedPrompts:
 
     def __init__(self, max_bytes: int, key: bytes) -> None:
         self._max_bytes = max_bytes
-        self._key = key
+        self._unit_factor = np.uint64(int.from_bytes(key[:8], "little") | 1)
         numbers = [int.from_bytes(key[at : at + 4], "little") | 1 for at in (0, 4)]
         self._factors = tuple(np.uint32(number) for number in numbers)
         self._tenants: dict[str, _Tenant] = {}
@@ -168,11 +174,40 @@ class RememberedPrompts:
         mine = self._tenants.get(facts.tenant)
         if mine is None:
             return None
+        alike = self._alike(mine, self._units(facts), mine.by_unit)
+        return self._best(mine, facts, self._longest(mine, facts), alike, across_salts=across_salts)
+
+    def nearest_before(self, tenant: str, prompt: RememberedPrompt) -> "tuple[PromptFacts, Nearest | None]":
+        """Return what `nearest` would have found when that prompt came, of the MAX_LOOKED_BACK before it."""
+        mine = self._tenants[tenant]
+        namespace = NamespaceName(prompt.model, prompt.adapter, tenant)
+        facts = PromptFacts(
+            tenant, prompt.root, namespace, prompt.block_size, self._hashes_of(mine, prompt), b"",
+            prompt.salt_tag, prompt.outline, prompt.template_tag, units=prompt.units,
+            marks=self._marks_of(mine, prompt), marked_from=0,
+        )  # fmt: skip
+        newest_first = (one for one in reversed(mine.records.values()) if one.number < prompt.number)
+        earlier = list(islice(newest_first, MAX_LOOKED_BACK))
+        wanted = set(_numbers(prompt.units))
+        by_unit = {
+            unit: one.number for one in reversed(earlier) for unit in wanted.intersection(_numbers(one.units))
+        }
+        alike = self._alike(mine, prompt.units, by_unit)
+        longest = self._longest_of(mine, facts, prompt, earlier)
+        return facts, self._best(mine, facts, longest, alike, across_salts=prompt.across_salts)
+
+    def _best(
+        self,
+        mine: _Tenant,
+        facts: PromptFacts,
+        longest: Nearest | None,
+        alike: Sequence[RememberedPrompt],
+        *,
+        across_salts: bool,
+    ) -> Nearest | None:
         units = self._units(facts)
-        best = self._longest(mine, facts)
-        if best is not None:
-            best = _judged(best, units)
-        for candidate in self._alike(mine, units):
+        best = None if longest is None else _judged(longest, units)
+        for candidate in alike:
             if candidate.salt_tag != facts.salt_tag and not across_salts:
                 continue
             if best is not None and candidate is best.prompt:
@@ -221,11 +256,10 @@ class RememberedPrompts:
         before = mine.tree.num_nodes, mine.tree.num_blocks, len(mine.by_unit)
         tip = self._grow(mine, facts, number)
         tail = self._marks(facts, len(facts.packed_hashes) // HASH_BYTES * facts.block_size, facts.num_tokens)
-        units = self._units(facts)
-        namespace = facts.namespace
+        units, namespace = self._units(facts), facts.namespace
         record = RememberedPrompt(
-            number, ids, at, facts.root, namespace.model, namespace.adapter, facts.salt_tag, facts.num_tokens,
-            units, facts.outline, tip, tail, template_tag=facts.template_tag,
+            number, ids, at, facts.root, namespace.model, namespace.adapter, facts.block_size, facts.salt_tag,
+            facts.num_tokens, units, facts.outline, tip, tail, template_tag=facts.template_tag,
         )  # fmt: skip
         for unit in _numbers(units):
             mine.by_unit[unit] = number
@@ -267,48 +301,96 @@ class RememberedPrompts:
     def _longest(self, mine: _Tenant, facts: PromptFacts) -> Nearest | None:
         """Return the prompt under the same root with the longest common beginning."""
         steps = list(mine.tree.look(facts.root, facts.packed_hashes))
-        num_blocks = steps[-1][1] if steps else 0
+        if not steps:
+            firsts = islice(mine.tree.first_nodes(facts.root), MAX_SIBLINGS)
+            branches = [(node.uses.latest, node.uses.marks) for node in firsts]
+            return self._furthest(mine, facts, 0, None, branches)
+        last, num_blocks = steps[-1]
+        newest = mine.records.get(last.uses.latest)
+        if num_blocks < last.end:
+            at = (num_blocks - last.start) * facts.block_size * MARK_BYTES
+            branches = [(last.uses.latest, last.uses.marks[at:])]
+        else:
+            children = islice(reversed(last.children.values()), MAX_SIBLINGS)
+            branches = [(node.uses.latest, node.uses.marks) for node in children]
+        return self._furthest(mine, facts, num_blocks, newest, branches)
+
+    def _longest_of(
+        self,
+        mine: _Tenant,
+        facts: PromptFacts,
+        prompt: RememberedPrompt,
+        earlier: Sequence[RememberedPrompt],
+    ) -> Nearest | None:
+        """The same among these, the newest first. A node of the tree knows the last prompt that had it, so
+        what each has in common with `prompt` is found by its own nodes."""
+        depths = {node.number: node.end for node in _path(mine.tree, prompt)}
+        deepest = 0
+        found: list[RememberedPrompt] = []
+        for one in earlier:
+            if one.root != facts.root or one.tip is None:
+                continue
+            passed = []
+            num_blocks = 0
+            for node in _path(mine.tree, one):
+                if node.number in depths:
+                    num_blocks = depths[node.number]
+                    break
+                passed.append(node.number)
+            depths.update(dict.fromkeys(passed, num_blocks))
+            if num_blocks > deepest:
+                deepest, found = num_blocks, []
+            if num_blocks == deepest:
+                found.append(one)
+        branches: dict[bytes, tuple[int, bytes]] = {}
+        for one in found:
+            for node in _path(mine.tree, one):
+                if not node.start <= deepest < node.end:
+                    continue
+                at = deepest - node.start
+                block = node.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
+                newest = branches.pop(
+                    block, (one.number, node.uses.marks[at * facts.block_size * MARK_BYTES :])
+                )
+                branches[block] = newest  # the oldest branch comes last
+        siblings = list(islice(branches.values(), MAX_SIBLINGS))
+        return self._furthest(mine, facts, deepest, found[0] if found and deepest else None, siblings)
+
+    def _furthest(
+        self,
+        mine: _Tenant,
+        facts: PromptFacts,
+        num_blocks: int,
+        newest: RememberedPrompt | None,
+        branches: Iterable[tuple[int, bytes]],
+    ) -> Nearest | None:
+        """Return the prompt with most tokens in common, of those that have these blocks. `newest` is the last
+        of them; each branch is the last prompt that has another block behind them, and its marks from there.
+        """
         block_size = facts.block_size
         start = num_blocks * block_size
         ours = self._marks(facts, start, min(facts.num_tokens, start + block_size))
         best: Nearest | None = None
         most = 0
-
-        def offer(number: int, theirs: bytes, *, is_all: bool = False) -> None:
-            nonlocal best, most
-            common = _num_common(ours, theirs)
-            prompt = mine.records.get(number) if common >= most else None
-            if prompt is None:
-                return
-            most = common
-            goes_on = common * MARK_BYTES < len(theirs) or not is_all
-            found = Nearest(prompt, start + common, goes_on and start + common < facts.num_tokens)
-            if best is None or _rank(found) > _rank(best):
-                best = found
-
-        if steps and num_blocks < steps[-1][0].end:
-            node = steps[-1][0]
-            at = (num_blocks - node.start) * block_size * MARK_BYTES
-            offer(node.uses.latest, node.uses.marks[at : at + block_size * MARK_BYTES])
-            return best
-        last = steps[-1][0] if steps else None
-        newest = None if last is None else mine.records.get(last.uses.latest)
-        if last is not None and newest is not None and newest.tip == last.number:
-            offer(newest.number, newest.tail, is_all=True)
-        children = mine.tree.first_nodes(facts.root) if last is None else reversed(last.children.values())
-        for child in islice(children, MAX_SIBLINGS if ours else 0):
-            is_newer = best is None or child.uses.latest > best.prompt.number
+        has_ended = newest is not None and newest.num_tokens // block_size == num_blocks
+        if newest is not None and has_ended:
+            most = _num_common(ours, newest.tail)
+            goes_on = most * MARK_BYTES < len(newest.tail) and start + most < facts.num_tokens
+            best = Nearest(newest, start + most, goes_on)
+        for number, marks in branches if ours else ():
+            is_newer = best is None or number > best.prompt.number
             least = max(1, most if is_newer else most + 1)  # tokens, or it is no nearer than what was found
-            if child.uses.marks.startswith(ours[: least * MARK_BYTES]):
-                offer(child.uses.latest, child.uses.marks[: block_size * MARK_BYTES])
-        if (
-            best is None and last is not None and newest is not None
-        ):  # no other has more of this prompt than that run of blocks
-            goes_on = newest.tip != last.number and start < facts.num_tokens
-            best = Nearest(newest, start, goes_on)
+            prompt = mine.records.get(number) if marks.startswith(ours[: least * MARK_BYTES]) else None
+            if prompt is not None:
+                most = _num_common(ours, marks[: block_size * MARK_BYTES])
+                found = Nearest(prompt, start + most, start + most < facts.num_tokens)
+                if best is None or _rank(found) > _rank(best):
+                    best = found
+        if best is None and newest is not None:  # no other has more of this prompt than those blocks
+            best = Nearest(newest, start, not has_ended and start < facts.num_tokens)
         return best if best is not None and best.num_common_tokens else None
 
-    def _alike(self, mine: _Tenant, units: bytes) -> Sequence[RememberedPrompt]:
+    def _alike(self, mine: _Tenant, units: bytes, by_unit: Mapping[int, int]) -> Sequence[RememberedPrompt]:
         """Return the prompts with most pieces in common."""
         votes: Counter[int] = Counter()
         every = _numbers(units)
@@ -316,7 +398,7 @@ class RememberedPrompts:
             every if len(every) <= MAX_VOTES else [*every[: MAX_VOTES // 2], *every[-MAX_VOTES // 2 :]]
         )
         for unit in looked_at:
-            number = mine.by_unit.get(unit)
+            number = by_unit.get(unit)
             if number is not None:
                 votes[number] += 1
         common = [number for number, count in votes.most_common(MAX_CANDIDATES) if count >= LEAST_SHARED]
@@ -333,19 +415,21 @@ class RememberedPrompts:
         goes_on = common * MARK_BYTES < len(theirs) and common < facts.num_tokens
         return _judged(Nearest(earlier, common, goes_on), units)
 
+    def _hashes_of(self, mine: _Tenant, prompt: RememberedPrompt) -> bytes:
+        return b"".join(reversed([node.hashes for node in _path(mine.tree, prompt)]))
+
     def _marks_of(self, mine: _Tenant, earlier: RememberedPrompt, start: int = 0) -> bytes:
         """From the token `start` on."""
         num_left = (earlier.num_tokens - start) * MARK_BYTES
         runs = [earlier.tail]
         num_found = len(earlier.tail)
-        node = None if earlier.tip is None else mine.tree.node(earlier.tip)
-        if earlier.tip is not None and node is None:
+        if earlier.tip is not None and mine.tree.node(earlier.tip) is None:
             return b""
-        while isinstance(node, ChainNode) and num_found < num_left:
+        for node in _path(mine.tree, earlier):
+            if num_found >= num_left:
+                break
             runs.append(node.uses.marks)
             num_found += len(node.uses.marks)
-            above = node.parent
-            node = above if isinstance(above, ChainNode) else None
         return b"".join(reversed(runs))[max(0, num_found - num_left) :]
 
     def _marks(self, facts: PromptFacts, start: int, end: int) -> bytes:
@@ -366,16 +450,11 @@ class RememberedPrompts:
         return marks
 
     def _units(self, facts: PromptFacts) -> bytes:
-        """The outline's digests, four bytes each, under a key of the tenant's."""
+        """The outline's digests, four bytes each, under the process' key."""
         if facts.units is not None:
             return facts.units
-        plain = facts.outline.units()
-        key = self._key + facts.tenant.encode()
-        digests = [
-            hash((key, plain[at : at + DIGEST_BYTES])) & 0xFFFFFFFF
-            for at in range(0, len(plain), DIGEST_BYTES)
-        ]
-        facts.units = array.array("I", digests).tobytes()
+        mixed = np.frombuffer(facts.outline.units(), _DIGESTS) * self._unit_factor
+        facts.units = (mixed >> _UPPER).astype(_TOKENS).tobytes()
         return facts.units
 
     def _keep_bound(self, adds: _Tenant) -> None:
@@ -413,6 +492,14 @@ class RememberedPrompts:
     def _drop_empty(self) -> None:
         for name in [name for name, tenant in self._tenants.items() if not tenant.records]:
             self.num_bytes -= self._tenants.pop(name).num_bytes
+
+
+def _path(tree: ChainTree[Passed], prompt: RememberedPrompt) -> Iterator[ChainNode[Passed]]:
+    """Yield the nodes of its full blocks, the last first."""
+    node: ChainNode[Passed] | Root | None = None if prompt.tip is None else tree.node(prompt.tip)
+    while isinstance(node, ChainNode):
+        yield node
+        node = node.parent
 
 
 def _judged(found: Nearest, units: bytes) -> Nearest:

@@ -114,6 +114,13 @@ def prompt_story(
     )
 
 
+def compared(story: PromptStory, facts: PromptFacts, nearest: Nearest | None) -> PromptStory:
+    """Add the nearest earlier prompt of one that was all read from cache, or nearly so."""
+    if nearest is None:
+        return story
+    return placed(msgspec.structs.replace(story, earlier=_earlier(facts, nearest)), None)
+
+
 def placed(story: PromptStory, place: Place | None) -> PromptStory:
     """With the place where it leaves the nearest earlier prompt."""
     earlier = story.earlier
@@ -139,6 +146,9 @@ def placed(story: PromptStory, place: Place | None) -> PromptStory:
 def header_of(stories: Sequence[PromptStory]) -> bytes:
     """Write `x-kvasir-cache` for a request's prompts. The cause is the one that lost most; if there are
     several, each follows with its tokens."""
+    if len(stories) == 1 and not stories[0].num_lost_tokens:
+        (only,) = stories
+        return f"{only.outcome}; cached={only.num_cached_tokens}; lost=0; cause={only.cause}".encode()
     num_cached = sum(story.num_cached_tokens for story in stories)
     num_lost = sum(story.num_lost_tokens for story in stories)
     if len(stories) == 1:
@@ -253,9 +263,11 @@ def _lost_ms(
 ) -> float | None:
     """At the pace that the replica which computed the prompt has measured: for the tokens, and for images
     that nothing else would have had it encode."""
-    load = _load_of_chosen(decision)
+    load = None if decision is None else _load_of_chosen(decision)
     if load is None or not load.prefill_seconds_per_token:
         return None
+    if not lost:
+        return 0.0
     num_lost = sum(end - start for start, end in lost)
     seconds = num_lost * load.prefill_seconds_per_token
     if load.encode_seconds_per_token:
@@ -275,8 +287,8 @@ def _num_encoded_again(lost: Sequence[tuple[int, int]], num_cached: int, facts: 
     return num_tokens
 
 
-def _load_of_chosen(decision: Decision | None) -> ReplicaLoad | None:
-    if decision is None:
-        return None
-    chosen = (one for one in decision.candidates if one.replica_id == decision.replica_id)
-    return next((one.load for one in chosen), None)
+def _load_of_chosen(decision: Decision) -> ReplicaLoad | None:
+    for candidate in decision.candidates:
+        if candidate.replica_id == decision.replica_id:
+            return candidate.load
+    return None

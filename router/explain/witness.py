@@ -11,13 +11,12 @@ within one tenant and one salt, so sending a prompt reveals nothing about others
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import PromptUsage
 from router.explain.causes import Departed, Past, misses
 from router.explain.chain_tree import NamespaceName
-from router.explain.repeats import Run
+from router.explain.repeats import LEAST_BLOCKS, Run
 from router.explain.sightings import Known, Sighting, Sightings, short_key
 from router.generation import Generation
 from router.misses import Cause, Misses
@@ -34,14 +33,11 @@ _BEGINNING: Sequence[Run] = ((0, BEGINNING_TOKENS),)
 """Tokens known to be computed if a prompt began alike in another namespace."""
 
 _NOTHING_KNOWN = Past(Known(0))
+_NONE: tuple[Cause, Sequence[Run]] = (Cause.PREFIX_CHANGED, ())
 
-
-class Repeated(NamedTuple):
-    """Tokens of a prompt that an earlier one has as well, where it was not found in cache by this cause.
-    `runs` finds them from a token on."""
-
-    cause: Cause
-    runs: Callable[[int], Sequence[Run]]
+Repeated = Callable[[int], tuple[Cause, Sequence[Run]]]
+"""Finds the tokens from one on that the nearest earlier prompt has as well, and the cause by which they were
+not found in cache."""
 
 
 class Witness:
@@ -63,11 +59,11 @@ class Witness:
         decided_at: float,
         repeated: Repeated | None = None,
     ) -> Misses:
-        """Call it when the usage has come: by the request's end the past has changed. `repeated` is what the
-        prompt that this one is compared with has as well, where it is changed or in another namespace."""
+        """Call it when the usage has come: by the request's end the past has changed. `repeated` is asked if
+        at least as much is missing as counts as repeated."""
         block_size = self._block_size_of(generation.model)
-        first = usage.num_cached_tokens // block_size
-        if first >= max(0, usage.num_prompt_tokens - 1) // block_size:
+        first, last = usage.num_cached_tokens // block_size, max(0, usage.num_prompt_tokens - 1) // block_size
+        if first >= last:
             return misses(usage, decision, _NOTHING_KNOWN, block_size)
         index = self._index_of(generation.model)
         known = self.sightings.known(
@@ -78,15 +74,17 @@ class Witness:
             beginning=beginning_of(generation),
         )
         past = Past(known, _departed(index, generation.block_hashes, first, block_size))
-        runs = () if repeated is None else repeated.runs(usage.num_cached_tokens)
         if known.model not in (None, generation.model):  # two names of it: their replicas share nothing
             elsewhere: Sequence[Run] = ((0, known.num_tokens),)
             known = Known(0)
             past = past._replace(known=known, repeated=elsewhere, repeated_by=Cause.OTHER_NAMESPACE)
-        elif repeated is not None and runs:
-            past = past._replace(repeated=runs, repeated_by=repeated.cause)
-        elif known.is_elsewhere and not known.num_tokens:
-            past = past._replace(repeated=_BEGINNING, repeated_by=Cause.OTHER_NAMESPACE)
+        else:
+            is_enough = last * block_size - usage.num_cached_tokens >= LEAST_BLOCKS * block_size
+            cause, runs = repeated(usage.num_cached_tokens) if repeated is not None and is_enough else _NONE
+            if runs:
+                past = past._replace(repeated=runs, repeated_by=cause)
+            elif known.is_elsewhere and not known.num_tokens:
+                past = past._replace(repeated=_BEGINNING, repeated_by=Cause.OTHER_NAMESPACE)
         if index is not None and known.replica_id is not None and known.epoch is not None:
             is_gone = index.epoch(known.replica_id) != known.epoch
             stride_tokens = index.blocks_per_stride * block_size

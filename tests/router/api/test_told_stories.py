@@ -80,6 +80,27 @@ async def test_of_a_prompt_that_was_all_read_no_place_is_looked_for(
     assert told["place"] is None
 
 
+async def test_a_prompt_that_lost_nothing_is_compared_when_its_explanation_is_asked_for(
+    server: HttpServer, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [{"role": "system", "content": LONG}, {"role": "user", "content": "one"}]
+    body = {"model": MODEL, "max_tokens": 1, "messages": messages}
+    server.dispatcher.script = says([20])
+    first = (await http.post("/v1/chat/completions", json=body)).json()["id"]
+    server.dispatcher.script = says([20], num_cached_tokens=10_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(server.context.stories.remembered, "nearest", None)
+        patch.setattr(server.context.stories.remembered, "repeats", None)
+        asked = (await http.post("/v1/chat/completions", json=body)).json()["id"]
+        patch.undo()
+    server.dispatcher.script = says([20])
+    await http.post("/v1/chat/completions", json=body)
+    told = [(await http.get(f"/v1/cache/explain/{asked}")).json() for _ in range(2)]
+    assert told[0] == told[1]
+    (prompt,) = told[0]["prompts"]
+    assert (prompt["nearest"]["answer_id"], prompt["nearest"]["diverges_at"]) == (first, None)
+
+
 async def test_a_large_body_is_looked_through_beside_the_loop(
     server: HttpServer, http: httpx.AsyncClient
 ) -> None:

@@ -76,6 +76,27 @@ def test_the_longest_common_beginning_is_that_of_a_list(is_whole: bool, data: st
     assert found.goes_on == (found.num_common_tokens < min(len(theirs), len(asked)))
 
 
+@settings(max_examples=examples(300))
+@given(st.data())
+def test_what_is_nearest_is_the_same_when_it_is_asked_for_later(data: st.DataObject) -> None:
+    texts = st.lists(st.sampled_from("abcde"), max_size=4).map(tuple)
+    some = st.lists(st.tuples(SENT, st.one_of(PROMPTS, WHOLE_BLOCKS), texts, st.booleans()), max_size=15)
+    memory = RememberedPrompts(PLENTY, KEY)
+    found_at_once = []
+    for number, ((tenant, root), token_ids, said, is_salted) in enumerate(data.draw(some)):
+        salt = b"salt" if is_salted else b""
+        one = facts(token_ids, tenant=f"t{tenant}", root=root, salt=salt, texts=said)
+        nearest = memory.nearest(one, across_salts=is_salted)
+        prompt = memory.remember(one, (f"id-{number}",), float(number))
+        assert prompt is not None
+        prompt.across_salts = is_salted
+        found_at_once.append((one, prompt, nearest))
+    for one, prompt, nearest in found_at_once:
+        rebuilt, later = memory.nearest_before(one.tenant, prompt)
+        assert later == nearest
+        assert (rebuilt.packed_hashes, rebuilt.num_tokens) == (one.packed_hashes, one.num_tokens)
+
+
 def test_prompts_of_one_conversation_find_each_other_under_another_root_and_in_their_first_token() -> None:
     memory = RememberedPrompts(PLENTY, KEY)
     texts = ("where is the lamp", "by the river", "and the stone")
