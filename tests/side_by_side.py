@@ -76,6 +76,10 @@ class LazyTests(pytest.Item):
             if session.shouldfail or session.shouldstop:
                 break
         session.items[place] = self
+        if not items:
+            session._setupstate.teardown_exact(
+                nextitem
+            )  # what the test before has left for one of this folder
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.File | None:

@@ -89,6 +89,14 @@ def test_a_file_is_loaded_by_the_one_worker_that_runs_it(tmp_path: Path) -> None
     assert sorted((tmp_path / "loaded").read_text().split()) == ["test_a", "test_b", "test_c", "test_d"]
 
 
+def test_a_file_without_a_test_that_is_meant_leaves_nothing_of_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text(MARKS)
+    for name, test in (("a/test_first", "one"), ("a/test_second", "two"), ("b/test_third", "one")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").write_text(f"def test_{test}(): ...\n")
+    assert len(run(tmp_path, "-n", "1", "-k", "one")) == 2
+
+
 def test_that_no_test_is_meant_has_a_status_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text(MARKS)
     (tmp_path / "test_a.py").write_text(FILE)
