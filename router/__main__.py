@@ -1,7 +1,7 @@
 """`python -m router`: a router as a process of its own, or several on one port.
 
 Owns signals, logging and exit codes. The first SIGTERM stops accepting and lets running requests finish, with
-the operators' port still open; a second SIGINT stops at once. `processes.py` keeps several running.
+the operators' port still open; a second SIGINT stops at once. `edge/processes.py` keeps several running.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ from replicas.process.logs import TEXT_FORMAT, set_up_logs
 from replicas.process.settings import SettingsError, load_settings, old_setting_warnings
 from router.assembly import Router
 from router.config import ENVIRONMENT_PREFIX, RouterConfig
-from router.http_protocol import protocol_of
-from router.limits.connections import Connections
-from router.listeners import BACKLOG, AllListeners, Listeners, address_of, listening
+from router.edge.connections import Connections
+from router.edge.http_protocol import protocol_of
+from router.edge.listeners import BACKLOG, AllListeners, Listeners, address_of, listening
+from router.edge.open_files import allow_connections
+from router.edge.processes import EXIT_FAILED, EXIT_NOT_STARTED, Place, RouterProcesses
 from router.memory import return_large_blocks
-from router.open_files import allow_connections
-from router.processes import EXIT_FAILED, EXIT_NOT_STARTED, Place, RouterProcesses
 
 logger = logging.getLogger(__name__)
 

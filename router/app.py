@@ -29,13 +29,13 @@ from router.api.gate import Gate
 from router.api.gemini.answers import prepare_content
 from router.api.gemini.models import GeminiRoutes
 from router.api.gemini.paths import COUNT, GENERATE_CONTENT, MODELS_PATHS, model_method
-from router.api.http import ClientGone
-from router.api.http_error import INTERNAL_ERROR, HttpError, http_error, method_not_allowed, unknown_route
 from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
 from router.api.page import PageRoutes
 from router.api.responses.answers import prepare_plain_response
 from router.api.serving import GenerationEndpoint
+from router.edge.http import ClientGone
+from router.edge.http_error import INTERNAL_ERROR, HttpError, http_error, method_not_allowed, unknown_route
 from router.errors import RouterError
 from router.openapi.routes import docs_routes
 

@@ -65,11 +65,11 @@ from replicas.protocol.wire import encode
 from router.__main__ import YOUNG_OBJECTS
 from router.assembly import Router
 from router.config import RouterConfig
+from router.edge.http_protocol import ClientProtocol, protocol_of
 from router.fleet.inflight import Inflight, Mailbox
 from router.fleet.membership import Membership
 from router.fleet.registry_source import RegistrySource
 from router.fleet.replica_client import ReplicaClient
-from router.http_protocol import ClientProtocol, protocol_of
 from router.routing.table import RoutingTable
 
 NUM_CONNECTIONS = 16

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.api.http import send_whole
-from router.api.http_error import HttpError
 from router.config import RouterConfig
+from router.edge.http import send_whole
+from router.edge.http_error import HttpError
 from router.shared.origins import calls_loopback, is_loopback, is_of_other_origin
 
 

@@ -22,9 +22,9 @@ from router.api.answer_usage import AnswerUsage
 from router.api.chat_history import Turn, tenant_label
 from router.api.choice_output import ChoiceOutput
 from router.api.context import ApiContext
-from router.api.http_error import HttpError
 from router.api.sampling import GenerationFields, stop_strings
 from router.caller import Caller
+from router.edge.http_error import HttpError
 from router.explain.diagnosis import Diagnosis
 from router.explain.outline import PromptOutline
 from router.explain.witness import salt_tag

@@ -16,9 +16,9 @@ from router.api.access import AdminAccess, AdminGuard
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
 from router.caller import Right, caller_of
+from router.edge.connections import address_of
 from router.errors import NotAllowed, StoryGone
 from router.explain.story import Story, told
-from router.limits.connections import address_of
 
 MAX_ID = 256
 

@@ -19,11 +19,12 @@ from replicas.protocol.status import ReplicaId
 from router.api.chat_history import ChatHistory
 from router.api.gate import FindsCallers
 from router.api.grammar_checks import GrammarChecks
-from router.api.http import read_body
 from router.api.rate_limiting import RequestRates
 from router.api.stories import Stories
 from router.caller import Caller, Right
 from router.config import RouterConfig
+from router.edge.connections import Connections, address_of
+from router.edge.http import read_body
 from router.explain.witness import Witness
 from router.feature import Feature
 from router.fleet.inflight import Listener
@@ -31,7 +32,6 @@ from router.generation import Generation
 from router.large_bodies.offload import Offload
 from router.limits.admission import Admission, AdmissionHold, demand_of
 from router.limits.body_budget import BodyBudget, BodyHold
-from router.limits.connections import Connections, address_of
 from router.limits.in_flight import InFlight
 from router.limits.preparing import PreparingTurns
 from router.observation.body_recorder import BodyRecorder

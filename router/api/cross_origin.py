@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from starlette.types import Message, Scope, Send
 
-from router.api.http import Header, header
+from router.edge.http import Header, header
 from router.shared.origins import EVERY_ORIGIN
 
 _PATHS = ("/v1/", "/v1beta/", "/tokenize", "/detokenize")

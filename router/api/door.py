@@ -16,9 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.api.cross_origin import CrossOrigin, allowing, preflight_headers
 from router.api.error_shapes import error_shape
-from router.api.http import Header, client_request_id, send_whole
-from router.api.http_error import HttpError
-from router.api.inflating import GZIP
+from router.edge.http import Header, client_request_id, send_whole
+from router.edge.http_error import HttpError
+from router.edge.inflating import GZIP
 from router.errors import HeadFault
 from router.shared.origins import (
     calls_address,

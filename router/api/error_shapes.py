@@ -11,8 +11,8 @@ from starlette.types import Message, Scope, Send
 from router.api.anthropic.errors import ANTHROPIC_ERRORS
 from router.api.gemini.errors import GEMINI_ERRORS
 from router.api.gemini.paths import speaks_gemini
-from router.api.http import client_request_id
-from router.api.http_error import HttpError
+from router.edge.http import client_request_id
+from router.edge.http_error import HttpError
 
 
 class ErrorShape(Protocol):

@@ -15,8 +15,8 @@ from router.api.access import AdminAccess, AdminGuard
 from router.api.asked import Asked, Prepare
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
+from router.edge.connections import address_of
 from router.explain.preview import explanation
-from router.limits.connections import address_of
 
 
 class ExplainRoutes:

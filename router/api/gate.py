@@ -14,9 +14,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router.api.anthropic.errors import ANTHROPIC_ERRORS
 from router.api.error_shapes import error_shape
 from router.api.gemini.errors import GEMINI_ERRORS
-from router.api.http import Header, client_request_id, header, send_whole
-from router.api.http_error import HttpError
 from router.caller import CALLER, Caller, Right
+from router.edge.http import Header, client_request_id, header, send_whole
+from router.edge.http_error import HttpError
 from router.tenants.keyring import KeyFault
 
 OPERATORS_PATHS = ("/metrics", "/load", "/live/", "/explain/")

@@ -12,8 +12,8 @@ from types import TracebackType
 
 from router.api.anthropic.errors import ANTHROPIC_ERRORS
 from router.api.error_shapes import OPENAI_ERRORS, ErrorShape
-from router.api.http import Header
 from router.caller import Caller
+from router.edge.http import Header
 from router.generation import Generation
 from router.limits.admission import COUNTED_OUTPUT_TOKENS
 from router.tenants.rate_account import Ask, Quota

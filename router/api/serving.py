@@ -17,7 +17,13 @@ from router.api.api_request import AnswerWriter, ApiRequest, Prompt
 from router.api.asked import Asked, Prepare
 from router.api.context import ApiContext, Runs
 from router.api.error_shapes import OPENAI_ERRORS, error_shape
-from router.api.http import (
+from router.api.openai.caching import lease_headers
+from router.api.sse import EVENT_STREAM_HEADERS
+from router.api.telling import Telling
+from router.api.timeouts import set_timeout, timeout_of
+from router.caller import caller_of
+from router.edge.connections import address_of
+from router.edge.http import (
     ClientConnection,
     ClientGone,
     Header,
@@ -27,15 +33,9 @@ from router.api.http import (
     connection_of,
     send_whole,
 )
-from router.api.http_error import INTERNAL_ERROR, HttpError, http_error, method_not_allowed
-from router.api.openai.caching import lease_headers
-from router.api.sse import EVENT_STREAM_HEADERS
-from router.api.telling import Telling
-from router.api.timeouts import set_timeout, timeout_of
-from router.caller import caller_of
+from router.edge.http_error import INTERNAL_ERROR, HttpError, http_error, method_not_allowed
 from router.errors import ErrorKind, RouterError
 from router.explain.story import header_of
-from router.limits.connections import address_of
 from router.observation.trace_points import RequestTrace
 from router.served import CLIENT_GONE, ServedPrompt, ServedRequest, TokenGaps
 

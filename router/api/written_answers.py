@@ -11,7 +11,7 @@ from starlette.requests import Request
 from router.api.body_weight import is_light
 from router.api.context import ApiContext
 from router.caller import caller_of
-from router.limits.connections import address_of
+from router.edge.connections import address_of
 from router.prepared import WrittenAnswer
 from router.prompt.engines import TooMuchWork
 from router.prompt.text_model import TextModels

@@ -16,6 +16,9 @@ from router.api.context import ApiContext
 from router.api.gate import FindsCallers
 from router.app import create_apps
 from router.config import RouterConfig
+from router.edge.connections import Connections
+from router.edge.http_protocol import protocol_of
+from router.edge.listeners import SEND_BUFFER_BYTES
 from router.features.live_page.routes import LiveFleet, LivePage
 from router.features.named_caches.feature import NamedCacheFeature
 from router.features.named_caches.named_caches import NamedCaches
@@ -25,9 +28,6 @@ from router.features.responses.routes import StoredResponses
 from router.features.responses.store import ResponseStore
 from router.features.usage.routes import Usage
 from router.features.usage.store import UsageStore
-from router.http_protocol import protocol_of
-from router.limits.connections import Connections
-from router.listeners import SEND_BUFFER_BYTES
 from router.observation.metrics import RouterMetrics
 from router.prepared import Bounds
 from router.prompt.catalog import ModelCatalog

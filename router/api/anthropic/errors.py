@@ -8,8 +8,8 @@ for it and try again.
 import re
 from typing import Any
 
-from router.api.http_error import HttpError
 from router.api.json_body import encode_json
+from router.edge.http_error import HttpError
 
 OVERLOADED = 529
 

@@ -6,8 +6,8 @@ a detail of its own.
 
 from typing import Any
 
-from router.api.http_error import HttpError
 from router.api.json_body import encode_json
+from router.edge.http_error import HttpError
 
 _STATUS = {
     400: "INVALID_ARGUMENT",

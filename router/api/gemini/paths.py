@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from starlette.types import Scope
 
-from router.api.http import header
 from router.api.json_body import encode_json
+from router.edge.http import header
 
 GENERATE = "generateContent"
 STREAM = "streamGenerateContent"

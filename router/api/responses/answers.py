@@ -19,13 +19,13 @@ from router.api.asked import Asked
 from router.api.chats import Chat, prepare_chats
 from router.api.choice_output import ChoiceOutput, ToolCall
 from router.api.context import ApiContext
-from router.api.http_error import HttpError
 from router.api.json_body import encode_json
 from router.api.openai.logprobs import logprobs_of
 from router.api.openai.usage import prompt_details
 from router.api.responses.body import Echo
 from router.api.responses.items import COMPLETED, IN_PROGRESS, INCOMPLETE, AnswerItems, Event, ItemKind
 from router.api.sse import COMMENT
+from router.edge.http_error import HttpError
 from router.explain.diagnosis import openai_diagnostics
 
 FAILED = "failed"

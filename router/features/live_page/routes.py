@@ -19,8 +19,8 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.status import ReplicaId
 from router.api.access import AdminAccess, AdminGuard, admin_access
 from router.api.context import ApiContext
-from router.api.http_error import HttpError
 from router.api.json_body import encode_json
+from router.edge.http_error import HttpError
 from router.explain.sightings import Node
 from router.feature import Feature
 from router.features.live_page import live_view

@@ -20,6 +20,7 @@ from router.api.gemini.paths import VERSIONS
 from router.api.json_body import encode_json
 from router.api.paging import DEFAULT_PAGE, MAX_PAGE
 from router.caller import tenant_of
+from router.edge.connections import address_of
 from router.errors import CacheGone, InvalidRequest, about_model
 from router.features.named_caches.gemini_body import (
     CACHED_CONTENTS,
@@ -34,7 +35,6 @@ from router.features.named_caches.making import CacheMaker, CacheWish
 from router.features.named_caches.named_caches import NamedCaches
 from router.features.named_caches.record import CacheKind, CacheRecord, gone_words, moment
 from router.features.named_caches.requests import keep_beginning, opened
-from router.limits.connections import address_of
 
 
 def with_cached_contents(caches: NamedCaches | None) -> Prepare:

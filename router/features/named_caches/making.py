@@ -18,9 +18,9 @@ from router.api.api_request import ApiRequest, Prompt
 from router.api.asked import Asked, Prepare
 from router.api.context import ApiContext, Runs
 from router.api.gemini.answers import prepare_gemini
-from router.api.http_error import http_error
 from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
+from router.edge.http_error import http_error
 from router.errors import CacheGone, CachesUnavailable, ErrorKind, RouterError, about_model
 from router.features.named_caches.body import warming_body
 from router.features.named_caches.gemini_body import gemini_warming_body

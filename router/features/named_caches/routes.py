@@ -15,12 +15,12 @@ from router.api.context import ApiContext
 from router.api.json_body import encode_json
 from router.api.paging import page_limit
 from router.caller import tenant_of
+from router.edge.connections import address_of
 from router.features.named_caches.body import CacheChange, cache_change, new_cache
 from router.features.named_caches.making import CacheMaker, CacheWish
 from router.features.named_caches.named_caches import NamedCaches
 from router.features.named_caches.record import CacheRecord, LeaseOutcome, moment
 from router.features.named_caches.requests import opened
-from router.limits.connections import address_of
 
 
 class CacheRoutes:

@@ -20,6 +20,7 @@ from router.api.json_body import decode_body, encode_json, unsupported
 from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
 from router.caller import Right, caller_of
+from router.edge.connections import address_of
 from router.errors import InvalidRequest, NotAllowed, PrefixGone
 from router.feature import Feature
 from router.features.published.prefixes import (
@@ -29,7 +30,6 @@ from router.features.published.prefixes import (
     PublishedPrefix,
 )
 from router.features.published.store import PublishedStore
-from router.limits.connections import address_of
 from router.prompt.catalog import ServedModel
 
 MAX_NAME_CHARACTERS = 200

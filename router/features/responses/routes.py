@@ -23,6 +23,7 @@ from router.api.json_body import encode_json, unsupported
 from router.api.paging import page_limit
 from router.api.responses.answers import ResponseWriter, prepare_plain_response
 from router.caller import tenant_of
+from router.edge.connections import address_of
 from router.errors import InvalidRequest, ResponseGone, about_model
 from router.feature import Feature
 from router.features.responses.record import ResponseBounds, StoredResponse
@@ -43,7 +44,6 @@ from router.features.responses.splicing import (
     with_items,
 )
 from router.features.responses.store import ResponseStore
-from router.limits.connections import address_of
 from router.shared.instruments import Instrument
 
 

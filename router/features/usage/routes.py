@@ -21,6 +21,7 @@ from replicas.protocol.cluster_secret import ClusterSecret
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
 from router.caller import Caller, Right, caller_of
+from router.edge.connections import address_of
 from router.errors import InvalidRequest
 from router.feature import Feature
 from router.features.usage.amounts import (
@@ -39,7 +40,6 @@ from router.features.usage.metrics import UsageMetrics
 from router.features.usage.ratios import NO_COST, Cost, RatioTable, cost_of
 from router.features.usage.store import UsageStore
 from router.features.usage.sums import BUCKET_SECONDS, Bucket, Group, TooManyGroups, UsageQuery
-from router.limits.connections import address_of
 from router.shared.instruments import Instrument
 
 DEFAULT_HOURS = 24

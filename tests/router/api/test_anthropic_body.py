@@ -11,7 +11,7 @@ from router.answers.wishes import FormatKind, OutputFormat, ToolChoice, ToolMode
 from router.api.anthropic.body import MAX_STOP_SEQUENCES, read_counted_message, read_message
 from router.api.anthropic.errors import ANTHROPIC_ERRORS
 from router.api.chat_request import ChatRequest, KeepThrough
-from router.api.http_error import http_error
+from router.edge.http_error import http_error
 from router.errors import InvalidRequest, RouterError
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from replicas.protocol.frames import FinishReason, RequestKey, TokenDelta
+from router.edge.connections import Connections, Ended, address_of
+from router.edge.http_protocol import MAX_HEAD_BYTES, MAX_QUEUED
 from router.generation import Generation
-from router.http_protocol import MAX_HEAD_BYTES, MAX_QUEUED
-from router.limits.connections import Connections, Ended, address_of
 from tests.router.http_server import HttpServer, http_server
 from tests.router.raw_client import CHAT, STREAMED, connected, post, status_of, wait_for
 from tests.router.scripted_dispatch import NEVER, Step, says

@@ -13,7 +13,7 @@ from typing import Protocol
 from starlette.types import Receive, Scope, Send
 
 from replicas.process.trace_parent import TraceParent, parse_trace_parent
-from router.api.inflating import GZIP, inflated
+from router.edge.inflating import GZIP, inflated
 from router.errors import BodiesFull, BodyTooLarge, UploadTooSlow
 from router.limits.body_budget import BodyHold
 

@@ -8,7 +8,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from router.api.json_body import encode_json
+import msgspec
+
 from router.errors import (
     BodiesFull,
     BodyTooLarge,
@@ -35,6 +36,8 @@ from router.errors import (
     UsageUnavailable,
 )
 
+_encode = msgspec.json.Encoder().encode
+
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
@@ -51,7 +54,7 @@ class HttpError:
     """To ask again does not help, whatever clients make of the status."""
 
     def body(self) -> bytes:
-        return encode_json(
+        return _encode(
             {
                 "error": {
                     "message": self.message,

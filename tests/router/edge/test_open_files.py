@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import logging, resource, sys
-from router.open_files import allow_connections
+from router.edge.open_files import allow_connections
 logging.basicConfig(format="%(message)s")
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
 allow_connections(2000)

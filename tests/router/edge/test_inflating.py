@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.api.inflating import INLINE_BYTES, inflated
+from router.edge.inflating import INLINE_BYTES, inflated
 from router.errors import BodiesFull, BodyTooLarge, InvalidRequest
 from router.limits.body_budget import BodyBudget
 from tests.router import tiny_model

@@ -2,7 +2,7 @@
 
 Owns a connection's bounds: bytes and time of a request's head, pipelined requests, and the time to read an
 answer; and its end, which a client may announce for its own side alone. A stopping router closes no
-connection with a request on its way. `router/api/http.py` watches bodies, uvicorn idle time between requests.
+connection with a request on its way. `http.py` watches bodies, uvicorn idle time between requests.
 
 A client that has closed its sending side may have left, or may wait for its answer: only writing tells. So
 until the answer begins it gets `100 Continue` now and then, which clients skip; the system of a departed one
@@ -19,9 +19,9 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from router.api.http import CONNECTION, Watcher, sign_seconds
-from router.api.http_error import HttpError
-from router.limits.connections import MAX_FAREWELLS, Connections, Ended, address_of
+from router.edge.connections import MAX_FAREWELLS, Connections, Ended, address_of
+from router.edge.http import CONNECTION, Watcher, sign_seconds
+from router.edge.http_error import HttpError
 
 MAX_HEAD_BYTES = 64 * 1024
 """For a request line and headers; also for trailers and all else outside the body."""

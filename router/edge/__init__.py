@@ -1,0 +1,1 @@
+"""HTTP to and from clients, of no dialect: sockets, connections, bodies, errors, processes on a port."""
