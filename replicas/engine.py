@@ -10,7 +10,7 @@ from typing import Protocol
 
 from replicas.protocol.frames import RefusalCode, RequestKey, SamplingParams, StepFrame, Submit
 from replicas.protocol.hand_overs import StoreQuestion
-from replicas.protocol.media import MediaQuestion
+from replicas.protocol.media import ImageQuery
 from replicas.protocol.status import ModelCard
 
 
@@ -88,7 +88,7 @@ class Engine(Protocol):
     def ask_store(self, question: StoreQuestion) -> None:
         """Something that is answered in a frame to come. Only of an engine with `shared_kv`."""
 
-    def take_media(self, question: MediaQuestion) -> None:
+    def take_media(self, question: ImageQuery) -> None:
         """Receive an image that prompts will refer to; a later frame reports the outcome. Only for an engine
         whose card has a rule for images."""
 

@@ -27,7 +27,7 @@ from replicas.protocol.frames import (
     TokenDelta,
 )
 from replicas.protocol.hand_overs import StoreQuestion
-from replicas.protocol.media import MediaQuestion
+from replicas.protocol.media import ImageQuery
 from replicas.scheduling.speed_meter import SpeedMeter
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class _AskStore:
 
 @dataclass(frozen=True, slots=True)
 class _TakeMedia:
-    question: MediaQuestion
+    question: ImageQuery
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class EngineLoop:
             if not self._ended:
                 self._inbox.put(_AskStore(question))
 
-    def take_media(self, question: MediaQuestion) -> None:
+    def take_media(self, question: ImageQuery) -> None:
         """The answer comes with a frame, unless the engine ends before. From any thread."""
         with self._door:
             if not self._ended:

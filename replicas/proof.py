@@ -13,7 +13,7 @@ from replicas.media.probes import PROBE_SIZES, has_room, probe_png, room_of
 from replicas.protocol.blocks import (
     HASH_BYTES,
     BlockHash,
-    MediaSpan,
+    ImageTokens,
     PublishedBeginning,
     hash_blocks,
     pack_token_ids,
@@ -23,7 +23,7 @@ from replicas.protocol.frames import FinishReason, SamplingParams, Submit
 from replicas.protocol.image_rules import ImageRule, rule_on_card
 from replicas.protocol.image_rules import expand as expand_images
 from replicas.protocol.images import ImageFormat, ImageSize
-from replicas.protocol.media import MediaQuestion
+from replicas.protocol.media import ImageQuery
 
 NUM_PROBE_BLOCKS = 3
 MAX_PROBE_STEPS = 1000
@@ -86,7 +86,7 @@ def _prove_images(engine: Engine, rng: random.Random, rule: ImageRule) -> int:
         text = [rng.randrange(card.vocab_size) for _ in range(card.block_size // 2)]
         text = [token for token in text if token != rule.placeholder]
         prompt, spans = expand_images([*text, rule.placeholder, *text], [size], rule)
-        media = tuple(MediaSpan(content_hash, span.offset, span.length) for span in spans)
+        media = tuple(ImageTokens(content_hash, span.offset, span.length) for span in spans)
         submit = Submit(0, pack_token_ids(prompt), _PROBE_SAMPLING, root, media=media)
         _compare(engine, submit, f"the probe prompt with an image of {width} by {height} pixels")
         num_tokens += len(prompt)
@@ -95,7 +95,7 @@ def _prove_images(engine: Engine, rng: random.Random, rule: ImageRule) -> int:
 
 def _take_image(engine: Engine, root: BlockHash, content: bytes) -> bytes:
     """Return the engine's name for an image."""
-    engine.take_media(MediaQuestion(1, root, content))
+    engine.take_media(ImageQuery(1, root, content))
     ends_at = time.monotonic() + PROBE_IMAGE_SECONDS
     while time.monotonic() < ends_at:
         for answer in engine.step().media:

@@ -31,7 +31,7 @@ from router.edge.connections import Connections
 from router.edge.http_protocol import protocol_of
 from router.edge.listeners import BACKLOG, AllListeners, Listeners, address_of, listening
 from router.edge.open_files import allow_connections
-from router.edge.processes import EXIT_FAILED, EXIT_NOT_STARTED, Place, RouterProcesses
+from router.edge.processes import EXIT_FAILED, EXIT_NOT_STARTED, ProcessSlot, RouterProcesses
 from router.memory import return_large_blocks
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,9 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         return EXIT_NOT_STARTED
 
 
-def run_one(config: RouterConfig, listeners: Listeners, own_secret: bytes, place: Place | None = None) -> int:
+def run_one(
+    config: RouterConfig, listeners: Listeners, own_secret: bytes, place: ProcessSlot | None = None
+) -> int:
     """`own_secret` counts where the settings have none; `place` is this router's among several."""
     return_large_blocks()
     try:
@@ -98,7 +100,7 @@ def run_several(config: RouterConfig, listeners: AllListeners) -> int:
     # Made up once, if at all: with one each, none would find what the others' prompts have left in caches.
     own_secret = secrets.token_bytes(32)
 
-    def run(place: Place) -> int:
+    def run(place: ProcessSlot) -> int:
         name = f"router-{place.number}"
         text_format = TEXT_FORMAT.replace("%(name)s", f"{name} %(name)s")
         fields = {"service": "router", "router": name}
@@ -165,7 +167,7 @@ class _AdminServer(uvicorn.Server):
 
 
 async def serve(
-    config: RouterConfig, listeners: Listeners, own_secret: bytes, place: Place | None = None
+    config: RouterConfig, listeners: Listeners, own_secret: bytes, place: ProcessSlot | None = None
 ) -> None:
     """Answer requests until a signal comes. Fails if following the fleet does.
 
@@ -194,7 +196,7 @@ async def serve(
     await router.close()
 
 
-async def _wait_for_replicas(router: Router, place: Place) -> None:
+async def _wait_for_replicas(router: Router, place: ProcessSlot) -> None:
     patient_until = time.monotonic() + FIRST_LOOK_SECONDS
     while not router.is_ready and (place.has_accepting_sibling or time.monotonic() < patient_until):  # noqa: ASYNC110
         await asyncio.sleep(LOOK_SECONDS)

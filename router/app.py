@@ -18,20 +18,20 @@ from router.api.access import admin_access
 from router.api.anthropic.messages import prepare_message
 from router.api.anthropic.routes import AnthropicRoutes
 from router.api.asked import Prepare
+from router.api.authenticator import Authenticator
 from router.api.cache_stories import OperatorStoryRoutes, StoryRoutes
 from router.api.context import ApiContext
 from router.api.control import ControlRoutes
 from router.api.cross_origin import CrossOrigin
-from router.api.door import Door
 from router.api.error_shapes import REQUEST_ID, error_shape, with_request_id
 from router.api.explaining import ExplainRoutes
-from router.api.gate import Gate
 from router.api.gemini.answers import prepare_content
 from router.api.gemini.models import GeminiRoutes
 from router.api.gemini.paths import COUNT, GENERATE_CONTENT, MODELS_PATHS, model_method
 from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
 from router.api.page import PageRoutes
+from router.api.request_guard import RequestGuard
 from router.api.responses.answers import prepare_plain_response
 from router.api.serving import GenerationEndpoint
 from router.edge.http import ClientGone
@@ -102,7 +102,7 @@ def create_apps(context: ApiContext) -> Apps:
         if keys is None:
             return app
         open_routes = [*plain.health_routes(), *docs_routes()]
-        return Gate(
+        return Authenticator(
             app,
             keys=keys,
             open_paths=frozenset(("/", *(route.path for route in open_routes))),
@@ -112,7 +112,7 @@ def create_apps(context: ApiContext) -> Apps:
         )
 
     def behind_door(app: ASGIApp, host: str | None) -> ASGIApp:
-        return Door(
+        return RequestGuard(
             app,
             host=host,
             allowed_hosts=config.allowed_hosts,

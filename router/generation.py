@@ -40,7 +40,7 @@ class Generation:
     is_awaited: bool = True
     """Whether a client waits for its first token: the time that its tenant is promised is for these."""
 
-    def told_apart(self) -> bytes:
+    def with_image_ids(self) -> bytes:
         """The packed tokens, those of an image as numbers of its own: the same for the same image alone."""
         packed = bytearray(self.submit.packed_tokens)
         for span in self.submit.media:
@@ -49,9 +49,9 @@ class Generation:
             packed[4 * span.start : 4 * span.start + size] = name[:size]
         return bytes(packed)
 
-    def told_apart_ids(self) -> Sequence[int]:
+    def token_ids_with_images(self) -> Sequence[int]:
         """The same as numbers."""
-        return array("I", self.told_apart()) if self.media else self.token_ids
+        return array("I", self.with_image_ids()) if self.media else self.token_ids
 
     def image_path(self, position: int) -> str | None:
         """Return the path in the client's body of the image at the token `position`, if there is one."""

@@ -1,4 +1,4 @@
-"""Keep: a client's request that the beginning of a prompt stay cached, common to all dialects.
+"""LeaseRequest: a client's request that the beginning of a prompt stay cached, common to all dialects.
 
 Owns the conversion to leases for a replica, and of the outcome for the client.
 """
@@ -14,14 +14,14 @@ NO_ANSWER = "no_answer"
 """Reason if a replica reports nothing about leases."""
 
 
-class Keep(NamedTuple):
+class LeaseRequest(NamedTuple):
     """The prompt's leading `num_tokens`, or all of them, for `seconds` after each use."""
 
     seconds: int
     num_tokens: int | None = None
 
 
-class Kept(NamedTuple):
+class LeaseResult(NamedTuple):
     """Outcome of one lease request: tokens and seconds, or why not."""
 
     seconds: int
@@ -29,7 +29,9 @@ class Kept(NamedTuple):
     refused: str | None
 
 
-def leases_of(keeps: Sequence[Keep], num_prompt_tokens: int, block_size: int) -> tuple[PrefixLease, ...]:
+def leases_of(
+    keeps: Sequence[LeaseRequest], num_prompt_tokens: int, block_size: int
+) -> tuple[PrefixLease, ...]:
     """Convert to leases on whole blocks; less than one is requested as one, and refused as too short."""
     leases: list[PrefixLease] = []
     for keep in keeps[:MAX_LEASES]:
@@ -39,15 +41,17 @@ def leases_of(keeps: Sequence[Keep], num_prompt_tokens: int, block_size: int) ->
     return tuple(leases)
 
 
-def kept_of(leases: Sequence[PrefixLease], usage: PromptUsage) -> list[Kept]:
+def kept_of(leases: Sequence[PrefixLease], usage: PromptUsage) -> list[LeaseResult]:
     """One for each lease that was asked for."""
     if not leases:
         return []
     answers: list[LeaseAnswer | None] = [*usage.leases[: len(leases)]]
     answers += [None] * (len(leases) - len(answers))
     return [
-        Kept(0, 0, NO_ANSWER)
+        LeaseResult(0, 0, NO_ANSWER)
         if answer is None
-        else Kept(answer.seconds, answer.num_tokens, None if answer.refusal is None else answer.refusal.value)
+        else LeaseResult(
+            answer.seconds, answer.num_tokens, None if answer.refusal is None else answer.refusal.value
+        )
         for answer in answers
     ]

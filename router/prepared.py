@@ -12,7 +12,7 @@ from replicas.protocol.blocks import unpack_token_ids
 from router.answers.grammar_check import ANY_TEXT, CheckedGrammar
 from router.errors import ContextLengthExceeded, Excess, InvalidRequest, RouterError, UnknownModel
 from router.explain.outline import PromptOutline
-from router.keeping import Keep
+from router.keeping import LeaseRequest
 from router.prompt.images import PromptImage
 
 Digest = NewType("Digest", bytes)
@@ -53,7 +53,7 @@ class ModelWindow(msgspec.Struct, frozen=True):
     image_rule: str = ""
 
 
-class Job(msgspec.Struct, frozen=True):
+class PrepareJob(msgspec.Struct, frozen=True):
     """`kind` is a key of `router.api.preparing.KINDS`."""
 
     kind: str
@@ -97,7 +97,7 @@ class EncodedPrompt(msgspec.Struct, frozen=True):
     token_ids: bytes
     echo: str = ""
     num_stable_tokens: int | None = None
-    keeps: list[Keep] = []
+    keeps: list[LeaseRequest] = []
     starts_in_reasoning: bool = False
     grammar: CheckedGrammar = ANY_TEXT
     history: EncodedHistory | None = None

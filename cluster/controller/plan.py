@@ -23,7 +23,7 @@ SETTLE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FleetPlan:
     """`wake_in_seconds` is when the same observation would yield more; None means never.
 
     `failed_rollouts` are pools whose first fresh replica ended before it was ready while old ones serve, with
@@ -56,7 +56,7 @@ class _Draft:
             self.waits.append(advice)
 
 
-def plan(spec: FleetSpec, observed: tuple[ReplicaLife, ...], now: float) -> Plan:
+def plan(spec: FleetSpec, observed: tuple[ReplicaLife, ...], now: float) -> FleetPlan:
     """Return the actions that bring `observed` nearer to `spec`; empty if none or only time helps."""
     by_pool: dict[str, list[ReplicaLife]] = defaultdict(list)
     for replica in sorted(observed, key=lambda replica: _number(replica.replica_id)):
@@ -73,7 +73,7 @@ def plan(spec: FleetSpec, observed: tuple[ReplicaLife, ...], now: float) -> Plan
         draft.take(replica.if_draining(spec.drain_limit(replica.replica_id), now))
     order = list(ActionKind)
     draft.actions.sort(key=lambda action: order.index(action.kind))
-    return Plan(tuple(draft.actions), min(draft.waits, default=None), tuple(draft.failed))
+    return FleetPlan(tuple(draft.actions), min(draft.waits, default=None), tuple(draft.failed))
 
 
 def _plan_pool(draft: _Draft, pool: PoolSpec, replicas: Sequence[ReplicaLife]) -> None:

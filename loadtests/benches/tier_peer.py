@@ -25,7 +25,7 @@ from replicas.protocol.pulls import PullHint
 from replicas.protocol.service import path
 from replicas.protocol.status import Epoch, ReplicaId
 from replicas.protocol.wire import encode
-from replicas.serving.pull_desk import PullDesk
+from replicas.serving.pull_service import PullService
 
 EPOCH = Epoch("bench")
 PEER = ReplicaId("peer")
@@ -92,7 +92,7 @@ def _run(config: ReplicaConfig, told: Connection) -> None:
 async def _serve(engine: Engine, address: list[str], listens: threading.Event) -> None:
     shared = engine.shared_kv
     assert shared is not None, "the peer has host memory that may be read"
-    desk = PullDesk(ChunkReader(shared), EPOCH, Counter("sent", "Chunks sent", registry=None))
+    desk = PullService(ChunkReader(shared), EPOCH, Counter("sent", "Chunks sent", registry=None))
     server = grpc.aio.server()
     method: Any = grpc.unary_stream_rpc_method_handler(desk.serve, response_serializer=encode)
     service, _, name = path("Pull").removeprefix("/").partition("/")

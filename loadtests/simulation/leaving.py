@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from loadtests.simulation.host import VirtualHost
 from loadtests.simulation.store import VirtualStore
-from replicas.leaving.plan import Offer, Plan
+from replicas.leaving.plan import HandOverPlan, Offer
 from replicas.protocol.hand_overs import MAX_HANDED_CHUNKS, LeasedChunk, TakeOver
 from replicas.protocol.pulls import PullHint
 from replicas.protocol.status import Epoch, ReplicaId
@@ -36,7 +36,7 @@ class VirtualHandOver:
         self._source = source
         self._hosts = hosts
         self._moved = moved
-        self._plan = Plan(source.leased())
+        self._plan = HandOverPlan(source.leased())
         self._batch = max(1, min(MAX_HANDED_CHUNKS, MAX_CALL_BYTES // source.chunk_bytes))
         self._left: dict[ReplicaId, deque[LeasedChunk]] = {}
         self._asked: dict[ReplicaId, tuple[LeasedChunk, ...]] = {}

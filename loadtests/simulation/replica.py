@@ -19,7 +19,7 @@ from loadtests.simulation.shape import ReplicaShape
 from loadtests.simulation.step import Step, VirtualChunk
 from loadtests.simulation.store import OnDisk, VirtualStore
 from replicas.kvcache.block_pool import BlockPool
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import LoadSnapshot, StepFrame
 
@@ -32,7 +32,7 @@ UNMEASURED_TOKEN_SECONDS = 1e-4
 class Meter(Protocol):
     """Measures a replica's speed from its steps, with the engine loop's own code."""
 
-    def encode_seconds(self, media: Sequence[MediaSpan]) -> Callable[[int], float] | None: ...
+    def encode_seconds(self, media: Sequence[ImageTokens]) -> Callable[[int], float] | None: ...
 
     def observe(self, frame: StepFrame, seconds: float) -> None: ...
 

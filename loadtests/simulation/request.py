@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from loadtests.workloads import TraceRequest, Workload
 from replicas.kvstore.chunk import ChunkName
 from replicas.media.encoding import Encoding
-from replicas.protocol.blocks import HASH_BYTES, BlockHash, MediaSpan
+from replicas.protocol.blocks import HASH_BYTES, BlockHash, ImageTokens
 from replicas.protocol.frames import NO_USER, UserTag
 from replicas.protocol.images import MEDIA_HASH_BYTES
 from router.routing.bucket import BUCKET_TOKENS, bucket_of
@@ -33,7 +33,7 @@ class HashedRequest:
     block_hashes: tuple[BlockHash, ...]
     bucket: bytes
     user: UserTag
-    media: tuple[MediaSpan, ...] = ()
+    media: tuple[ImageTokens, ...] = ()
 
 
 def prepare(workload: Workload) -> list[HashedRequest]:
@@ -50,7 +50,8 @@ def prepare(workload: Workload) -> list[HashedRequest]:
             bucket=_bucket(trace, workload.block_tokens),
             user=UserTag(trace.user.encode()) if trace.user else NO_USER,
             media=tuple(
-                MediaSpan(_media_hash(image.content), image.start, image.num_tokens) for image in trace.images
+                ImageTokens(_media_hash(image.content), image.start, image.num_tokens)
+                for image in trace.images
             ),
         )
         for number, trace in enumerate(workload.requests)
@@ -121,7 +122,7 @@ class VirtualRequest:
         user: UserTag,
         tenant: bytes = b"",
         num_output_tokens: int = 0,
-        media: Sequence[MediaSpan] = (),
+        media: Sequence[ImageTokens] = (),
     ) -> None:
         self.number = number
         self.num_prompt_tokens = num_prompt_tokens

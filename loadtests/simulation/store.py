@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from loadtests.simulation.links import Link
 from loadtests.simulation.shape import TierShape
 from replicas.kvstore.chunk import ChunkName
-from replicas.kvstore.directory import Directory, Place
+from replicas.kvstore.directory import ChunkPlace, Directory
 from replicas.kvstore.leasing.leases import Leases
 from replicas.kvstore.plan import chunk_names, num_ready_blocks, plan_arrival
 from replicas.kvstore.pulling.take_overs import TakeOvers
@@ -160,7 +160,7 @@ class VirtualStore:
                 break
             if self._offer(name, writers):
                 self._plan_fill([name.key], self._to_host.take(now, self.chunk_bytes))
-            elif self.directory.place(name.key) is not Place.HOST:
+            elif self.directory.place(name.key) is not ChunkPlace.HOST:
                 break  # every slot is in use
         self._write(now)
 
@@ -315,7 +315,7 @@ class VirtualStore:
         """Read the chunks that are on disk alone, together."""
         fetched = []
         for key in keys:
-            if self.directory.place(key) is Place.DISK:
+            if self.directory.place(key) is ChunkPlace.DISK:
                 if self.directory.fetch(key) is None:
                     break
                 fetched.append(key)
@@ -327,9 +327,9 @@ class VirtualStore:
         offered, num_on_disk = [], 0
         for name in names:
             place = peer.directory.place(name.key)
-            if place is None or place is Place.COMING or not self._offer(name, peer._writers[name.key]):
+            if place is None or place is ChunkPlace.COMING or not self._offer(name, peer._writers[name.key]):
                 break
-            num_on_disk += place is Place.DISK
+            num_on_disk += place is ChunkPlace.DISK
             offered.append(name.key)
         if not offered:
             return

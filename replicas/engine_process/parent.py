@@ -25,7 +25,7 @@ from replicas.errors import BuiltTooSlowly, EngineDied, StartupError
 from replicas.process.settings import SettingsError
 from replicas.protocol.frames import RefusalCode, RequestKey, StepFrame, Submit
 from replicas.protocol.hand_overs import StoreQuestion
-from replicas.protocol.media import MediaQuestion
+from replicas.protocol.media import ImageQuery
 from replicas.protocol.status import ModelCard, TokenizerBundle
 
 CLOSE_SECONDS = 5.0
@@ -80,7 +80,7 @@ class AskStore(msgspec.Struct, frozen=True, tag=True):
 class TakeMedia(msgspec.Struct, frozen=True, tag=True):
     """Is answered in a frame."""
 
-    question: MediaQuestion
+    question: ImageQuery
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
@@ -191,7 +191,7 @@ class EngineProcess:
     def ask_store(self, question: StoreQuestion) -> None:
         """The loop beside the engine does."""
 
-    def take_media(self, question: MediaQuestion) -> None:
+    def take_media(self, question: ImageQuery) -> None:
         self._call(TakeMedia(question))
 
     def begin(self) -> None:

@@ -38,7 +38,7 @@ from replicas.protocol.frames import (
     TokenDelta,
 )
 from replicas.protocol.hand_overs import StoreQuestion
-from replicas.protocol.media import MediaQuestion
+from replicas.protocol.media import ImageQuery
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class ProcessLoop:
             if not self._ended:
                 self._outbox.put(AskStore(question))
 
-    def take_media(self, question: MediaQuestion) -> None:
+    def take_media(self, question: ImageQuery) -> None:
         """The answer comes with a frame, unless the engine ends before. From any thread."""
         with self._door:
             if not self._ended:

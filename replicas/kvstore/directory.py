@@ -42,7 +42,7 @@ COLD_SHARE = 0.25
 """Share of host memory that is written to disk and evicted from."""
 
 
-class Place(enum.Enum):
+class ChunkPlace(enum.Enum):
     """Location of a chunk, fastest first."""
 
     HOST = "host"
@@ -139,17 +139,17 @@ class Directory:
         them."""
         return [chunk.name for chunk in (*self._disk, *self._disk_leased) if chunk.is_on_disk]
 
-    def place(self, key: BlockHash) -> Place | None:
+    def place(self, key: BlockHash) -> ChunkPlace | None:
         chunk = self._chunks.get(key)
         if chunk is None:
             return None
         if chunk.slot is not None:
-            return Place.COMING if chunk.is_filling else Place.HOST
-        return Place.DISK if chunk.is_on_disk else None
+            return ChunkPlace.COMING if chunk.is_filling else ChunkPlace.HOST
+        return ChunkPlace.DISK if chunk.is_on_disk else None
 
-    def find(self, keys: Iterable[BlockHash]) -> list[Place]:
+    def find(self, keys: Iterable[BlockHash]) -> list[ChunkPlace]:
         """Return the locations of a chain's leading chunks, up to the first missing one."""
-        places: list[Place] = []
+        places: list[ChunkPlace] = []
         for key in keys:
             place = self.place(key)
             if place is None:

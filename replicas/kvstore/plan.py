@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from replicas.kvstore.chunk import ChunkName
-from replicas.kvstore.directory import Directory, Place
+from replicas.kvstore.directory import ChunkPlace, Directory
 from replicas.kvstore.tenant_shares import NOBODYS, Tenancy
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.ways import MoveSpeeds, Reach, Way, cheapest_way
@@ -32,7 +32,7 @@ MIN_PATIENCE_SECONDS = 0.5
 """Shortest wait: a disk or a machine that is busy now is no reason to compute."""
 
 
-class Plan(NamedTuple):
+class ArrivalPlan(NamedTuple):
     """`to_read` lie on disk alone, `to_pull` only at a peer; both in the order of the chain. `transfer` is
     the number of the one that pulls them, once it is under way.
     """
@@ -60,7 +60,7 @@ def plan_arrival(
     encode_seconds: Callable[[int], float] | None = None,
     num_at_peer: int = 0,
     tenancy: Tenancy = NOBODYS,
-) -> Plan:
+) -> ArrivalPlan:
     """For a request of which the device has `num_device_tokens`, and that computes all but at most
     `num_findable_tokens` itself. A peer has its first `num_at_peer` chunks. They count as used now.
     """
@@ -68,7 +68,7 @@ def plan_arrival(
     first = num_device_tokens // chunk_tokens
     lacking = names[first:]
     places = directory.find(name.key for name in lacking)
-    num_host = next((n for n, place in enumerate(places) if place is Place.DISK), len(places))
+    num_host = next((n for n, place in enumerate(places) if place is ChunkPlace.DISK), len(places))
     num_anywhere = max(len(places), num_at_peer - first)
 
     def reached(num_chunks: int) -> int:
@@ -85,9 +85,11 @@ def plan_arrival(
     num_wanted = max(0, -(-way.num_ready_tokens // chunk_tokens) - first)
     here = min(num_wanted, len(places))
     to_read = [
-        name.key for name, place in zip(lacking[:here], places[:here], strict=True) if place is Place.DISK
+        name.key
+        for name, place in zip(lacking[:here], places[:here], strict=True)
+        if place is ChunkPlace.DISK
     ]
-    return Plan(way, to_read, list(lacking[here:num_wanted]))
+    return ArrivalPlan(way, to_read, list(lacking[here:num_wanted]))
 
 
 def left_below(
@@ -119,7 +121,7 @@ def num_ready_blocks(
     """The leading blocks on the device or in host memory, and whether more of them are coming there."""
     first = num_device_blocks // blocks_per_chunk
     places = directory.find(name.key for name in names[first:])
-    num_host = next((n for n, place in enumerate(places) if place is not Place.HOST), len(places))
-    is_more_coming = num_host < len(places) and places[num_host] is Place.COMING
+    num_host = next((n for n, place in enumerate(places) if place is not ChunkPlace.HOST), len(places))
+    is_more_coming = num_host < len(places) and places[num_host] is ChunkPlace.COMING
     num_ready = min((first + num_host) * blocks_per_chunk, num_findable_blocks)
     return max(num_device_blocks, num_ready), is_more_coming

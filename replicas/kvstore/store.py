@@ -20,11 +20,11 @@ from msgspec.structs import replace
 from replicas.engine import SharedKv
 from replicas.kvstore.arena import Arena
 from replicas.kvstore.chunk import ChunkName
-from replicas.kvstore.directory import Directory, Place
+from replicas.kvstore.directory import ChunkPlace, Directory
 from replicas.kvstore.layout import ChunkHeader, LayoutId
-from replicas.kvstore.leasing.lease_desk import LeaseDesk, leases_within, restored_leases
+from replicas.kvstore.leasing.lease_service import LeaseService, leases_within, restored_leases
 from replicas.kvstore.on_disk.disk import Disk, Finished, Kind
-from replicas.kvstore.plan import Plan, num_ready_blocks, plan_arrival
+from replicas.kvstore.plan import ArrivalPlan, num_ready_blocks, plan_arrival
 from replicas.kvstore.pulling.store_pulls import StorePulls
 from replicas.kvstore.pulling.take_overs import TakeOvers
 from replicas.kvstore.rate import Rate
@@ -123,7 +123,7 @@ class ChunkStore:
         self._tally = Tally()
         self._told: TierFigures | None = None
         self._events: list[CacheEvent] = []
-        self.leases = LeaseDesk(
+        self.leases = LeaseService(
             self.directory,
             self._disk,
             blocks_per_chunk=shape.blocks_per_chunk,
@@ -177,7 +177,7 @@ class ChunkStore:
 
     def is_kept(self, key: BlockHash) -> bool:
         """Whether host memory has the chunk, or is about to."""
-        return self.directory.place(key) in (Place.HOST, Place.COMING)
+        return self.directory.place(key) in (ChunkPlace.HOST, ChunkPlace.COMING)
 
     def filled(self, key: BlockHash) -> None:
         self.directory.filled(key)
@@ -209,7 +209,7 @@ class ChunkStore:
         encode_seconds: Callable[[int], float] | None = None,
         peer: PullHint | None = None,
         tenancy: Tenancy = NOBODYS,
-    ) -> Plan:
+    ) -> ArrivalPlan:
         """Register a new request with these chunks. They count as used, and chunks that should be in host
         memory when its turn comes are read from now on, or pulled from the peer."""
         pulls = self._pulls if peer is not None and self._has_begun else None

@@ -29,7 +29,7 @@ from replicas.protocol.pulls import PullHint
 from replicas.serving.store_questions import StoreQuestions
 
 if TYPE_CHECKING:
-    from replicas.leaving.plan import Offer, Plan
+    from replicas.leaving.plan import HandOverPlan, Offer
 
 logger = logging.getLogger(__name__)
 
@@ -103,12 +103,12 @@ class HandOver:
         if all(chunk.key in self._outcomes for chunk in chunks):
             return
         # Here, since a replica has no other use for numpy in this process.
-        from replicas.leaving.plan import Plan
+        from replicas.leaving.plan import HandOverPlan
 
         for pace in self._paces.values():
             pace.recover()
         taken = {key for key, outcome in self._outcomes.items() if outcome is HandOverOutcome.TAKEN}
-        plan = Plan(chunks, self._max_chunks, taken)
+        plan = HandOverPlan(chunks, self._max_chunks, taken)
         peers: list[PullHint] = []
         try:
             async with asyncio.timeout(max(0.0, seconds - (time.monotonic() - began) - TELL_SECONDS)):
@@ -128,13 +128,13 @@ class HandOver:
             logger.warning("leased KV is not handed over: Redis does not say to whom error=%r", error)
             return []
 
-    async def _offer_all(self, plan: "Plan", peers: Collection[PullHint]) -> None:
+    async def _offer_all(self, plan: "HandOverPlan", peers: Collection[PullHint]) -> None:
         while offers := plan.offers(self._asked(peers)):
             async with asyncio.TaskGroup() as group:
                 for offer in offers:
                     group.create_task(self._offer(plan, offer))
 
-    async def _offer(self, plan: "Plan", offer: "Offer") -> None:
+    async def _offer(self, plan: "HandOverPlan", offer: "Offer") -> None:
         left = await self._offer_once(plan, offer)
         for pause in SEND_AGAIN_SECONDS:
             if not left or self._pace(offer.peer).given_up is not None:
@@ -142,7 +142,7 @@ class HandOver:
             await asyncio.sleep(pause)
             left = await self._offer_once(plan, offer._replace(chunks=left))
 
-    async def _offer_once(self, plan: "Plan", offer: "Offer") -> list[LeasedChunk]:
+    async def _offer_once(self, plan: "HandOverPlan", offer: "Offer") -> list[LeasedChunk]:
         """Make one offer; returns the chunks that the peer would have taken if they had arrived."""
         pace, left = self._pace(offer.peer), [*offer.chunks]
         not_sent: list[LeasedChunk] = []
@@ -205,7 +205,7 @@ class HandOver:
         """Return the peers that have not been given up."""
         return [peer for peer in peers if self._pace(peer).given_up is None]
 
-    def _take_note(self, plan: "Plan", taken_before: Collection[BlockHash], seconds: float) -> None:
+    def _take_note(self, plan: "HandOverPlan", taken_before: Collection[BlockHash], seconds: float) -> None:
         outcomes = {key: plan.outcomes.get(key, HandOverOutcome.LATE) for key in plan.chunks}
         counts = Counter(
             outcome
@@ -226,7 +226,7 @@ class HandOver:
         if lost:
             logger.warning("leases are broken, since no other replica has taken them over chunks=%s", lost)
 
-    async def _tell_all(self, plan: "Plan", peers: Collection[PullHint]) -> None:
+    async def _tell_all(self, plan: "HandOverPlan", peers: Collection[PullHint]) -> None:
         """Tell peers which of their leases are of use elsewhere, and which chunks are lost. Best effort:
         untold requests are computed anyway, and spare leases expire by themselves."""
         homes = plan.homes(self._asked(peers))

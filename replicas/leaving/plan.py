@@ -1,4 +1,4 @@
-"""Plan: which leased chunks belong together, and which replica each group is offered to next.
+"""HandOverPlan: which leased chunks belong together, and which replica each group is offered to next.
 
 Pure: the caller reports live peers, failures and answers.
 
@@ -36,7 +36,7 @@ class _Chain:
     tried: list[ReplicaId] = field(default_factory=list)
 
 
-class Plan:
+class HandOverPlan:
     """`chunks` are those to offer first first, `max_chunks` how many may be handed over at most. `taken` are
     kept by others since an earlier plan.
     """

@@ -5,7 +5,7 @@ Owns the rule: an image is encoded whole, for the first of its tokens that is co
 
 from collections.abc import Sequence
 
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.ways import num_image_tokens_left
 
 
@@ -15,7 +15,7 @@ class Encoding:
 
     __slots__ = ("_has_begun", "_ready", "media")
 
-    def __init__(self, media: Sequence[MediaSpan], num_ready_tokens: int = 0) -> None:
+    def __init__(self, media: Sequence[ImageTokens], num_ready_tokens: int = 0) -> None:
         self.media = media
         self._ready = num_ready_tokens
         self._has_begun = False

@@ -7,23 +7,23 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from replicas.engine import EngineRequest, RequestRefused
-from replicas.media.shelf import MediaItem
+from replicas.media.image_cache import CachedImage
 from replicas.protocol.frames import RefusalCode
 
 Content = TypeVar("Content")
 
 
 class Images(Protocol[Content]):
-    """A MediaShelf, or a MediaStore."""
+    """An ImageCache, or an ImageStore."""
 
-    def hold(self, hashes: Iterable[bytes]) -> list[MediaItem[Content]] | None: ...
+    def hold(self, hashes: Iterable[bytes]) -> list[CachedImage[Content]] | None: ...
 
     def release(self, hashes: Iterable[bytes]) -> None: ...
 
 
 def held_images(
     images: Images[Content] | None, request: EngineRequest, model: str
-) -> Sequence[MediaItem[Content]]:
+) -> Sequence[CachedImage[Content]]:
     """Hold the images until `release_images`. Raises RequestRefused and holds nothing. Without a store the
     model is for text."""
     media = request.submit.media

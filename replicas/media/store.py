@@ -1,4 +1,4 @@
-"""MediaStore: an image cache and the one thread that decodes images for it.
+"""ImageStore: an image cache and the one thread that decodes images for it.
 
 Owns that thread, and the questions and answers between it and the engine's.
 """
@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from replicas.media.shelf import MediaItem, MediaShelf
+from replicas.media.image_cache import CachedImage, ImageCache
 from replicas.protocol.images import ImageError, media_hash
-from replicas.protocol.media import MAX_MEDIA_SECONDS, MediaAnswer, MediaQuestion
+from replicas.protocol.media import MAX_MEDIA_SECONDS, ImageQuery, ImageQueryAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -21,16 +21,16 @@ Content = TypeVar("Content")
 BROKEN_IMAGE = "the image cannot be read"
 
 
-class MediaStore(Generic[Content]):
+class ImageStore(Generic[Content]):
     """`read` makes an item of an image's bytes, in the thread; it raises ImageError with a sentence for the
     client."""
 
-    def __init__(self, read: Callable[[bytes], MediaItem[Content]], max_bytes: int) -> None:
+    def __init__(self, read: Callable[[bytes], CachedImage[Content]], max_bytes: int) -> None:
         self._read = read
-        self._shelf: MediaShelf[Content] = MediaShelf(max_bytes)
-        self._questions: deque[tuple[MediaQuestion, float]] = deque()
+        self._shelf: ImageCache[Content] = ImageCache(max_bytes)
+        self._questions: deque[tuple[ImageQuery, float]] = deque()
         """With when they came."""
-        self._answers: list[MediaAnswer] = []
+        self._answers: list[ImageQueryAnswer] = []
         self._num_unanswered = 0
         self._is_closed = False
         self._changed = threading.Condition()
@@ -50,7 +50,7 @@ class MediaStore(Generic[Content]):
         """Whether an image is being read, or was and has not been reported."""
         return self._num_unanswered > 0
 
-    def put(self, question: MediaQuestion) -> None:
+    def put(self, question: ImageQuery) -> None:
         with self._changed:
             self._questions.append((question, time.monotonic()))
             self._num_unanswered += 1
@@ -61,14 +61,14 @@ class MediaStore(Generic[Content]):
         with self._changed:
             self._changed.wait_for(lambda: bool(self._answers), seconds)
 
-    def take_answers(self) -> list[MediaAnswer]:
+    def take_answers(self) -> list[ImageQueryAnswer]:
         with self._changed:
             answers, self._answers = self._answers, []
             self._num_unanswered -= len(answers)
         return answers
 
-    def hold(self, hashes: Iterable[bytes]) -> list[MediaItem[Content]] | None:
-        """Hold images as a MediaShelf does."""
+    def hold(self, hashes: Iterable[bytes]) -> list[CachedImage[Content]] | None:
+        """Hold images as an ImageCache does."""
         with self._changed:
             return self._shelf.hold(hashes)
 
@@ -99,23 +99,23 @@ class MediaStore(Generic[Content]):
                 self._answers.append(answer)
                 self._changed.notify_all()
 
-    def _answer(self, question: MediaQuestion, asked_at: float) -> MediaAnswer:
+    def _answer(self, question: ImageQuery, asked_at: float) -> ImageQueryAnswer:
         started = time.monotonic()
         if started - asked_at > MAX_MEDIA_SECONDS:  # whoever asked has gone
-            return MediaAnswer(question.number, is_full=True)
+            return ImageQueryAnswer(question.number, is_full=True)
         content_hash = media_hash(question.root, question.content)
         with self._changed:
             if self._shelf.has(content_hash):
-                return MediaAnswer(question.number, content_hash)
+                return ImageQueryAnswer(question.number, content_hash)
         try:
             item = self._read(question.content)
         except ImageError as error:
-            return MediaAnswer(question.number, problem=str(error))
+            return ImageQueryAnswer(question.number, problem=str(error))
         except Exception:  # a decoder's own words may tell of this process's memory
             logger.exception("an image cannot be read")
-            return MediaAnswer(question.number, problem=BROKEN_IMAGE)
+            return ImageQueryAnswer(question.number, problem=BROKEN_IMAGE)
         with self._changed:
             is_full = not self._shelf.put(content_hash, item)
         if is_full:
-            return MediaAnswer(question.number, is_full=True)
-        return MediaAnswer(question.number, content_hash, seconds=time.monotonic() - started)
+            return ImageQueryAnswer(question.number, is_full=True)
+        return ImageQueryAnswer(question.number, content_hash, seconds=time.monotonic() - started)

@@ -1,4 +1,4 @@
-"""MediaMetrics: a replica's metrics on images from routers."""
+"""ImageMetrics: a replica's metrics on images from routers."""
 
 import enum
 
@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from replicas.protocol.frames import StepFrame
 
 
-class MediaOutcome(enum.StrEnum):
+class ImageOutcome(enum.StrEnum):
     """Outcome of an image that a router sent."""
 
     TAKEN = "taken"
@@ -15,7 +15,7 @@ class MediaOutcome(enum.StrEnum):
     FULL = "full"
 
 
-class MediaMetrics:
+class ImageMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._images = Counter(
             "replica_images_total",
@@ -41,14 +41,14 @@ class MediaMetrics:
             "What encoding an image takes for each token, beside computing it; 0 until it is measured",
             registry=registry,
         )
-        for outcome in MediaOutcome:
+        for outcome in ImageOutcome:
             self._images.labels(outcome.value)
 
-    def count(self, outcome: MediaOutcome) -> None:
+    def count(self, outcome: ImageOutcome) -> None:
         self._images.labels(outcome.value).inc()
 
     def taken(self, num_bytes: int, seconds: float) -> None:
-        self.count(MediaOutcome.TAKEN)
+        self.count(ImageOutcome.TAKEN)
         self._bytes.inc(num_bytes)
         self._seconds.inc(seconds)
 

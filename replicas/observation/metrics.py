@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from replicas.observation.leaving_metrics import LeavingMetrics
-from replicas.observation.media_metrics import MediaMetrics
+from replicas.observation.media_metrics import ImageMetrics
 from replicas.observation.tier_metrics import TierMetrics
 from replicas.protocol.events import BlockRemoved, Tier
 from replicas.protocol.frames import RefusalCode, StepFrame
@@ -212,7 +212,7 @@ class ReplicaMetrics:
         self._evicted = {tier: self.evicted_blocks.labels(tier.value) for tier in Tier}
         self.tiers = TierMetrics(registry)
         self.leaving = LeavingMetrics(registry)
-        self.media = MediaMetrics(registry)
+        self.media = ImageMetrics(registry)
 
     def _add_lease_metrics(self, registry: CollectorRegistry) -> None:
         """Add metrics on leases of prefixes, not of the replica itself."""

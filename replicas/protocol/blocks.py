@@ -67,7 +67,7 @@ class PublishedBeginning(Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class MediaSpan:
+class ImageTokens:
     """Placeholder tokens `[start, start + length)` of a prompt that stand for one media item.
 
     The tokens of two images are equal; `content_hash` (`images.media_hash` of their bytes) is not.
@@ -107,7 +107,7 @@ def hash_blocks(
     *,
     parent: BlockHash | None = None,
     start: int = 0,
-    media: Sequence[MediaSpan] = (),
+    media: Sequence[ImageTokens] = (),
     published: PublishedBeginning | None = None,
 ) -> list[BlockHash]:
     """Hash the full blocks in `token_ids`, in the namespace of `root`; a partial last block has none.
@@ -134,7 +134,7 @@ def hash_packed(
     *,
     parent: BlockHash | None = None,
     start: int = 0,
-    media: Sequence[MediaSpan] = (),
+    media: Sequence[ImageTokens] = (),
 ) -> list[BlockHash]:
     """`hash_blocks` of tokens that `pack_token_ids` has packed."""
     block_bytes = block_size * 4
@@ -171,7 +171,7 @@ def unpack_token_ids(packed: bytes) -> list[int]:
     return token_ids.tolist()
 
 
-def _extras(media: Sequence[MediaSpan], block_start: int, block_size: int) -> bytes:
+def _extras(media: Sequence[ImageTokens], block_start: int, block_size: int) -> bytes:
     """Encode the block's extra keys: each media item that it overlaps, and the item's start relative to
     it."""
     block_end = block_start + block_size
@@ -182,7 +182,7 @@ def _extras(media: Sequence[MediaSpan], block_start: int, block_size: int) -> by
     )
 
 
-def media_within(media: Sequence[MediaSpan], start: int, end: int) -> bytes:
+def media_within(media: Sequence[ImageTokens], start: int, end: int) -> bytes:
     """Return the media that determine the extra keys of the blocks in tokens `[start, end)`, besides their
     starts."""
     return b"".join(

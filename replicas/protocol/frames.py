@@ -16,7 +16,7 @@ from msgspec import Meta, Struct, field
 from replicas.protocol.blocks import (
     HASH_BYTES,
     BlockHash,
-    MediaSpan,
+    ImageTokens,
     PublishedBeginning,
     unpack_token_ids,
 )
@@ -33,7 +33,7 @@ from replicas.protocol.bounds import (
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.grammar_bounds import MAX_GRAMMAR_CHARACTERS
 from replicas.protocol.hand_overs import MAX_BUCKET_BYTES, StoreAnswer
-from replicas.protocol.media import MediaAnswer
+from replicas.protocol.media import ImageQueryAnswer
 from replicas.protocol.prefix_leases import MAX_LEASES, LeaseAnswer, LeaseBreak, LeaseTotals, PrefixLease
 from replicas.protocol.pulls import PullHint
 from replicas.protocol.tier_figures import TierFigures
@@ -144,7 +144,7 @@ class Submit(Struct, frozen=True, omit_defaults=True):
     sampling: SamplingParams
     root: Annotated[BlockHash, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
     num_choices: Annotated[int, Meta(ge=1, le=2**32 - 1)] = 1
-    media: Annotated[tuple[MediaSpan, ...], Meta(max_length=MAX_LISTED)] = ()
+    media: Annotated[tuple[ImageTokens, ...], Meta(max_length=MAX_LISTED)] = ()
     priority: Int32 = 0
     num_output_tokens: Uint32 = 0
     adapter: str | None = None
@@ -315,7 +315,7 @@ class StepFrame(Struct, frozen=True, array_like=True):
     leases: LeaseTotals | None = None
     tiers: TierFigures | None = None
     answers: list[StoreAnswer] = field(default_factory=list)
-    media: list[MediaAnswer] = field(default_factory=list)
+    media: list[ImageQueryAnswer] = field(default_factory=list)
     num_encoded_tokens: int = 0
 
 

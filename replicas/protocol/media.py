@@ -24,7 +24,7 @@ MAX_MEDIA_SECONDS = 60.0
 """A call has a deadline, and none that is further away."""
 
 
-class MediaPart(Struct, frozen=True, array_like=True):
+class ImagePart(Struct, frozen=True, array_like=True):
     """The first part has the item's root and size; the others only content."""
 
     content: Annotated[bytes, Meta(max_length=MEDIA_PART_BYTES)]
@@ -32,13 +32,13 @@ class MediaPart(Struct, frozen=True, array_like=True):
     num_bytes: Annotated[int, Meta(ge=0, le=MAX_MEDIA_BYTES)] = 0
 
 
-class MediaTaken(Struct, frozen=True, array_like=True):
+class ImageTaken(Struct, frozen=True, array_like=True):
     """It is there, and prompts may refer to it by this hash until it is forgotten."""
 
     content_hash: Annotated[bytes, Meta(min_length=MEDIA_HASH_BYTES, max_length=MEDIA_HASH_BYTES)]
 
 
-class MediaQuestion(Struct, frozen=True, array_like=True):
+class ImageQuery(Struct, frozen=True, array_like=True):
     """Asks an engine to take an item. Inside a replica."""
 
     number: Uint64
@@ -46,7 +46,7 @@ class MediaQuestion(Struct, frozen=True, array_like=True):
     content: bytes
 
 
-class MediaAnswer(Struct, frozen=True, array_like=True):
+class ImageQueryAnswer(Struct, frozen=True, array_like=True):
     """Answers the question with this number: the item's hash, or the `problem` with its content. `is_full`:
     only room is missing."""
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 
 HOST_MOVE_SECONDS = 0.001
 DISK_MOVE_SECONDS = 0.004
@@ -73,7 +73,7 @@ def moves(reach: Reach, speeds: MoveSpeeds) -> Iterator[tuple[int, float]]:
         yield end, seconds
 
 
-def num_image_tokens_left(media: Sequence[MediaSpan], num_ready_tokens: int) -> int:
+def num_image_tokens_left(media: Sequence[ImageTokens], num_ready_tokens: int) -> int:
     """Count tokens of images to encode if that many leading tokens of the prompt are ready: an image is
     encoded whole if any of its tokens is computed."""
     return sum(span.length for span in media if span.start + span.length > num_ready_tokens)

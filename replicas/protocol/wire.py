@@ -38,7 +38,7 @@ from replicas.protocol.frames import (
 )
 from replicas.protocol.hand_overs import TakenOver, TakeOver
 from replicas.protocol.image_rules import MAX_RULE_CHARACTERS
-from replicas.protocol.media import MediaPart, MediaTaken
+from replicas.protocol.media import ImagePart, ImageTaken
 from replicas.protocol.pulls import PullPart, PullRequest
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
 
@@ -119,8 +119,8 @@ decode_pull_request = _decoder(PullRequest)
 decode_pull_part = _decoder(PullPart)
 decode_take_over = _decoder(TakeOver)
 decode_taken_over = _decoder(TakenOver)
-decode_media_part = _decoder(MediaPart)
-decode_media_taken = _decoder(MediaTaken)
+decode_media_part = _decoder(ImagePart)
+decode_media_taken = _decoder(ImageTaken)
 decode_load = _decoder(LoadSnapshot)
 _decode_submit = _decoder(Submit)
 _decode_delta = _decoder(TokenDelta)

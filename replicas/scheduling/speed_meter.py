@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from replicas.kvstore.rate import DECAY, Rate
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.frames import LoadSnapshot, StepFrame
 from replicas.protocol.ways import num_image_tokens_left
 
@@ -56,7 +56,7 @@ class SpeedMeter:
         """0.0 until a step has shown it."""
         return self._prefill.seconds_per_unit or 0.0
 
-    def encode_seconds(self, media: Sequence[MediaSpan]) -> Callable[[int], float] | None:
+    def encode_seconds(self, media: Sequence[ImageTokens]) -> Callable[[int], float] | None:
         """Return the time to encode these images by ready leading tokens; None if unknown."""
         rate = self._encode.seconds_per_unit
         if not media or not rate:

@@ -36,7 +36,7 @@ from replicas.protocol.frames import (
     TokenDelta,
 )
 from replicas.protocol.hand_overs import TakenOver
-from replicas.protocol.media import MediaTaken
+from replicas.protocol.media import ImageTaken
 from replicas.protocol.service import handler
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
 from replicas.protocol.ways import num_image_tokens_left
@@ -50,13 +50,13 @@ from replicas.protocol.wire import (
 )
 from replicas.serving.arrivals import Arrivals
 from replicas.serving.caller_check import CallerCheck
+from replicas.serving.image_service import ImageInbox, ImageService
 from replicas.serving.intake import Intake
-from replicas.serving.media_desk import MediaDesk, MediaInbox
 from replicas.serving.ports import Ports
-from replicas.serving.pull_desk import PullDesk
+from replicas.serving.pull_service import PullService
 from replicas.serving.router_stream import OpenRequest, RouterStream
 from replicas.serving.store_questions import StoreInbox, StoreQuestions
-from replicas.serving.take_over_desk import TakeOverDesk
+from replicas.serving.take_over_service import TakeOverService
 from replicas.serving.waits import Waits
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ MAX_CHOICES = 128
 HASHES_PER_BLOCK_LIST = 65_536
 
 
-class EngineInbox(StoreInbox, MediaInbox, Protocol):
+class EngineInbox(StoreInbox, ImageInbox, Protocol):
     """The part of the engine loop that the server uses."""
 
     def submit(self, serial: int, submit: Submit) -> bool: ...
@@ -139,11 +139,11 @@ class ReplicaServer:
         metrics.arrived.set_function(lambda: self._arrivals.num_requests)
         metrics.open_sequences.set_function(lambda: intake.num_sequences)
         metrics.open_tokens.set_function(lambda: intake.num_tokens)
-        self._pull_desk = PullDesk(kv, identity.epoch, metrics.pulled_chunks)
+        self._pull_service = PullService(kv, identity.epoch, metrics.pulled_chunks)
         self.store = StoreQuestions(inbox)
         layout = None if kv is None else kv.layout
-        self._take_over_desk = TakeOverDesk(layout, self.store, metrics.leaving.taken_over_chunks)
-        self._media_desk = MediaDesk(inbox, metrics.media, takes_images=bool(identity.card.image_rule))
+        self._take_over_service = TakeOverService(layout, self.store, metrics.leaving.taken_over_chunks)
+        self._image_service = ImageService(inbox, metrics.media, takes_images=bool(identity.card.image_rule))
         self._is_telling = False
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -184,7 +184,7 @@ class ReplicaServer:
 
     async def tell_draining(self) -> None:
         """Return once every router knows of the drain. Submits before that are accepted."""
-        self._is_telling = self._take_over_desk.is_draining = True
+        self._is_telling = self._take_over_service.is_draining = True
         for stream in self._streams:
             stream.tell_draining()
         while unaware := [stream for stream in self._streams if not stream.knows_draining.is_set()]:
@@ -197,19 +197,19 @@ class ReplicaServer:
     @property
     def is_idle(self) -> bool:
         """No request is open and no peer reads from here."""
-        return self._idle.is_set() and self._pull_desk.is_idle
+        return self._idle.is_set() and self._pull_service.is_idle
 
     async def wait_idle(self) -> None:
         """Return once no request is open and no peer reads from here."""
         await self._idle.wait()
-        await self._pull_desk.wait_idle()
+        await self._pull_service.wait_idle()
 
     async def stop(self, grace_seconds: float) -> None:
         """Send what is queued, end every stream, close. Running requests are aborted."""
         for stream in self._streams:
             stream.close()
         await self._ports.close(grace_seconds)
-        await asyncio.to_thread(self._pull_desk.close)
+        await asyncio.to_thread(self._pull_service.close)
 
     def deliver(self, frame: StepFrame, step_seconds: float = 0.0) -> None:
         """Give each stream its share of one frame, and the load to all. Its events have been observed."""
@@ -220,7 +220,7 @@ class ReplicaServer:
                 begun.trace.started(self._num_frames, step_seconds)
         self._waits.take(frame, step_seconds)
         self.store.take(frame.answers)
-        self._media_desk.take(frame.media)
+        self._image_service.take(frame.media)
         for delta in frame.deltas:
             serial, choice = delta.key
             request = self._open.get(serial)
@@ -274,13 +274,13 @@ class ReplicaServer:
             yield BlockList(b"".join(hashes[at : at + HASHES_PER_BLOCK_LIST]))
 
     async def pull(self, request: bytes, context: Any) -> None:
-        await self._pull_desk.serve(request, context)
+        await self._pull_service.serve(request, context)
 
     async def take_over(self, request: bytes, context: Any) -> TakenOver:
-        return await self._take_over_desk.serve(request, context)
+        return await self._take_over_service.serve(request, context)
 
-    async def put_media(self, parts: AsyncIterator[bytes], context: Any) -> MediaTaken:
-        return await self._media_desk.serve(parts, context)
+    async def put_media(self, parts: AsyncIterator[bytes], context: Any) -> ImageTaken:
+        return await self._image_service.serve(parts, context)
 
     async def begin_drain(self, request: bytes, context: Any) -> Nothing:
         self._on_drain()

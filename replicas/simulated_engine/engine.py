@@ -15,12 +15,12 @@ from replicas.engine import EngineRequest, RequestRefused, SharedKv
 from replicas.grammars.constraint import Constraints
 from replicas.media.encoding import Encoding
 from replicas.media.holding import held_images, release_images
-from replicas.media.shelf import MediaItem, MediaShelf
+from replicas.media.image_cache import CachedImage, ImageCache
 from replicas.protocol.frames import LoadSnapshot, RequestKey, StepFrame, TokenLogprobs
 from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.image_rules import ImageRule, rule_on_card
 from replicas.protocol.images import ImageError, media_hash, read_size
-from replicas.protocol.media import MediaAnswer, MediaQuestion
+from replicas.protocol.media import ImageQuery, ImageQueryAnswer
 from replicas.protocol.status import ModelCard
 from replicas.scheduling.kvcache_manager import KVCacheManager
 from replicas.scheduling.request import Chunk, Request, SampledToken
@@ -60,8 +60,8 @@ class SimulatedEngine:
         image_bytes: int = 0,
     ) -> None:
         self._rule = rule_on_card(card.image_rule)
-        self._images = None if self._rule is None else MediaShelf[None](image_bytes)
-        self._media_answers: list[MediaAnswer] = []
+        self._images = None if self._rule is None else ImageCache[None](image_bytes)
+        self._media_answers: list[ImageQueryAnswer] = []
         self._lookers: dict[RequestKey, _Looker] = {}
         """Requests with images."""
         self._constraints = constraints
@@ -129,7 +129,7 @@ class SimulatedEngine:
     def ask_store(self, question: StoreQuestion) -> None:
         """It has none."""
 
-    def take_media(self, question: MediaQuestion) -> None:
+    def take_media(self, question: ImageQuery) -> None:
         if self._images is not None and self._rule is not None:
             self._media_answers.append(_taken(self._images, self._rule, question))
 
@@ -210,12 +210,12 @@ class SimulatedEngine:
         return candidates[(mixed >> 20) % len(candidates)]
 
 
-def _taken(images: MediaShelf[None], rule: ImageRule, question: MediaQuestion) -> MediaAnswer:
+def _taken(images: ImageCache[None], rule: ImageRule, question: ImageQuery) -> ImageQueryAnswer:
     content_hash = media_hash(question.root, question.content)
     try:
         token_ids = rule.tokens_of(read_size(question.content))
     except ImageError as error:
-        return MediaAnswer(question.number, problem=str(error))
-    if not images.put(content_hash, MediaItem(token_ids, len(question.content), None)):
-        return MediaAnswer(question.number, is_full=True)
-    return MediaAnswer(question.number, content_hash)
+        return ImageQueryAnswer(question.number, problem=str(error))
+    if not images.put(content_hash, CachedImage(token_ids, len(question.content), None)):
+        return ImageQueryAnswer(question.number, is_full=True)
+    return ImageQueryAnswer(question.number, content_hash)

@@ -20,7 +20,7 @@ from replicas.kvstore.store import ChunkStore
 from replicas.process.settings import SettingsError
 from replicas.protocol.frames import RefusalCode, RequestKey, StepFrame
 from replicas.protocol.hand_overs import StoreQuestion
-from replicas.protocol.media import MediaQuestion
+from replicas.protocol.media import ImageQuery
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.scheduling.kvcache_manager import KVCacheManager
 from replicas.scheduling.lower_tiers import LowerTiers
@@ -120,7 +120,7 @@ class TorchEngine:
         if self.store is not None:
             self.store.take_overs.ask(question)
 
-    def take_media(self, question: MediaQuestion) -> None:
+    def take_media(self, question: ImageQuery) -> None:
         """It reads text only."""
 
     def has_work(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.tenant_shares import NOBODYS, Tenancy
-from replicas.protocol.blocks import BlockHash, MediaSpan, PublishedBeginning, hash_blocks
+from replicas.protocol.blocks import BlockHash, ImageTokens, PublishedBeginning, hash_blocks
 from replicas.protocol.frames import NO_USER, UserTag
 
 
@@ -26,7 +26,7 @@ class ChunkChain:
         block_size: int,
         blocks_per_chunk: int,
         published: PublishedBeginning | None = None,
-        media: Sequence[MediaSpan] = (),
+        media: Sequence[ImageTokens] = (),
     ) -> None:
         self.user: UserTag = NO_USER
         self.tenancy: Tenancy = NOBODYS

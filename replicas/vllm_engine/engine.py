@@ -37,9 +37,9 @@ from replicas.kvcache.writers import Shares
 from replicas.kvstore.leasing.lease_outcome import LeaseOutcome, without_tiers
 from replicas.kvstore.tenant_shares import NOBODYS, Tenancy, tenancy_of
 from replicas.media.holding import held_images, release_images
+from replicas.media.image_cache import CachedImage
 from replicas.media.probes import has_room_for_any
-from replicas.media.shelf import MediaItem
-from replicas.media.store import MediaStore
+from replicas.media.store import ImageStore
 from replicas.process.settings import SettingsError
 from replicas.protocol.events import CacheEvent, Tier
 from replicas.protocol.frames import (
@@ -55,7 +55,7 @@ from replicas.protocol.frames import (
 )
 from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.image_rules import ImageRule, written_rule
-from replicas.protocol.media import MediaAnswer, MediaQuestion
+from replicas.protocol.media import ImageQuery, ImageQueryAnswer
 from replicas.protocol.pulls import PullHint
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.protocol.ways import num_image_tokens_left
@@ -124,10 +124,10 @@ class VllmEngine:
                 name,
             )
             rule, self._card = None, replace(self._card, image_rule="")
-        self._images: MediaStore[ReadImage] | None = None
+        self._images: ImageStore[ReadImage] | None = None
         if rule is not None:
             reader = ImageReader(self._vllm.renderer.get_mm_processor(), rule)
-            self._images = MediaStore(reader.read, config.image_bytes)
+            self._images = ImageStore(reader.read, config.image_bytes)
         self._grammars = open_holder(self._bundle, self._card, config.grammar_seconds)
         try:
             check_fit(self._card, config, self._core)
@@ -230,7 +230,7 @@ class VllmEngine:
             raise
 
     def _submit_with(
-        self, name: str, request: EngineRequest, items: Sequence[MediaItem[ReadImage]]
+        self, name: str, request: EngineRequest, items: Sequence[CachedImage[ReadImage]]
     ) -> LiveRequest:
         """Raises RequestRefused."""
         adapter, media, salt = request.submit.adapter, request.submit.media, salt_of(request.submit)
@@ -258,7 +258,7 @@ class VllmEngine:
         live.lease_outcome = self._lease(live)
         return live
 
-    def take_media(self, question: MediaQuestion) -> None:
+    def take_media(self, question: ImageQuery) -> None:
         if self._images is not None:
             self._images.put(question)
 
@@ -322,7 +322,7 @@ class VllmEngine:
         )
         return frame if self._tier is None else self._tier.fill(frame, seconds)
 
-    def _take_images(self, *, may_wait: bool) -> list[MediaAnswer]:
+    def _take_images(self, *, may_wait: bool) -> list[ImageQueryAnswer]:
         """Take the images read since the last call; if the engine is idle, wait briefly for one."""
         if self._images is None or not self._images.has_news:
             return []

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from replicas.protocol.blocks import BlockHash, MediaSpan, hash_blocks
+from replicas.protocol.blocks import BlockHash, ImageTokens, hash_blocks
 from replicas.protocol.events import AllBlocksCleared, BlockStored, Tier
 
 
@@ -204,14 +204,14 @@ class HashMap:
             self._on_gone((oldest.block_hash,))
 
 
-def _spans(media: Sequence[Sequence[PlacedMedia]], block_size: int) -> list[MediaSpan]:
+def _spans(media: Sequence[Sequence[PlacedMedia]], block_size: int) -> list[ImageTokens]:
     """Return the media in the blocks of a run, counted from its first token; an item may begin before it."""
     ends: dict[tuple[int, bytes], int] = {}
     for block, items in enumerate(media):
         for content_hash, offset in items:
             ends[block * block_size + offset, content_hash] = (block + 1) * block_size
     return [
-        MediaSpan(content_hash, start, end - start) for (start, content_hash), end in sorted(ends.items())
+        ImageTokens(content_hash, start, end - start) for (start, content_hash), end in sorted(ends.items())
     ]
 
 

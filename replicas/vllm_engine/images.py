@@ -18,9 +18,9 @@ from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.processing.context import TimingContext
 from vllm.multimodal.processing.inputs import ProcessorInputs
 
-from replicas.media.shelf import MediaItem
+from replicas.media.image_cache import CachedImage
 from replicas.media.store import BROKEN_IMAGE
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.image_rules import ImageRule
 from replicas.protocol.images import ImageError, ImageFormat, ImageSize, read_size
 from replicas.vllm_engine.media_spans import identifier_of
@@ -63,7 +63,7 @@ class ImageReader:
         self._processor = processor
         self._rule = rule
 
-    def read(self, content: bytes) -> MediaItem[ReadImage]:
+    def read(self, content: bytes) -> CachedImage[ReadImage]:
         """Raises ImageError."""
         size = read_size(content)
         expected = self._rule.tokens_of(size)  # before anything is decoded: it has bounds
@@ -84,11 +84,11 @@ class ImageReader:
                 f"an image of {size.width} x {size.height} has other tokens than its rule says"
             )
         (data,) = made["mm_kwargs"][_IMAGE]
-        return MediaItem(token_ids, len(content) + _num_bytes(data), ReadImage(data, placeholder.is_embed))
+        return CachedImage(token_ids, len(content) + _num_bytes(data), ReadImage(data, placeholder.is_embed))
 
 
 def prompt_with_images(
-    token_ids: list[int], spans: Sequence[MediaSpan], items: Sequence[MediaItem[ReadImage]], salt: str
+    token_ids: list[int], spans: Sequence[ImageTokens], items: Sequence[CachedImage[ReadImage]], salt: str
 ) -> Any:
     """Build a prompt in the form that vLLM takes unchecked."""
     return mm_input(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from replicas.config import ReplicaConfig
-from replicas.kvstore.directory import Place
+from replicas.kvstore.directory import ChunkPlace
 from replicas.kvstore.layout import Layout
 from replicas.kvstore.leasing.lease_outcome import LeaseOutcome, without_tiers
 from replicas.kvstore.opening import open_store
@@ -144,7 +144,7 @@ class LowerTier:
             return num_device_tokens
         num_tokens = num_device_tokens // self.store.shape.tokens * self.store.shape.tokens
         for place in self.store.directory.find(name.key for name in chain.names(num_tokens)):
-            if place is Place.DISK:
+            if place is ChunkPlace.DISK:
                 break
             num_tokens += self.store.shape.tokens
         return max(num_device_tokens, num_tokens)

@@ -6,7 +6,7 @@ and in its encoder's cache, so it never comes from a client. Imports nothing of 
 
 from typing import Any
 
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.images import MEDIA_HASH_BYTES
 from replicas.vllm_engine.hash_map import PlacedMedia
 
@@ -17,10 +17,10 @@ def identifier_of(content_hash: bytes) -> str:
     return content_hash.hex()
 
 
-def spans_of(request: Any) -> list[MediaSpan]:
+def spans_of(request: Any) -> list[ImageTokens]:
     """Return the media of a vLLM request, in order."""
     return [
-        MediaSpan(_content_hash(feature.identifier), feature.mm_position.offset, feature.mm_position.length)
+        ImageTokens(_content_hash(feature.identifier), feature.mm_position.offset, feature.mm_position.length)
         for feature in request.mm_features or ()
     ]
 

@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from replicas.kvstore.chunk import ChunkName
-from replicas.kvstore.directory import Place
+from replicas.kvstore.directory import ChunkPlace
 from replicas.kvstore.layout import Layout
 from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import BlockHash
@@ -111,9 +111,9 @@ class TierManager(OffloadingManager):  # type: ignore[misc]
         if chain is None:
             return LookupResult.MISS
         place = self._store.directory.place(_name(key, req_context).key)
-        if place is Place.HOST:
+        if place is ChunkPlace.HOST:
             return LookupResult.HIT
-        if place is Place.COMING and time.monotonic() < chain.waits_until:
+        if place is ChunkPlace.COMING and time.monotonic() < chain.waits_until:
             return LookupResult.HIT_PENDING
         return LookupResult.MISS
 

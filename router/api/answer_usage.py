@@ -6,7 +6,7 @@ Plain data, and the sums that several dialects report.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import PrefixLease
 
@@ -21,7 +21,7 @@ class AnswerUsage:
     leases: Sequence[Sequence[PrefixLease]]
     num_output_tokens: int
     num_reasoning_tokens: int = 0
-    media: Sequence[Sequence[MediaSpan]] = ()
+    media: Sequence[Sequence[ImageTokens]] = ()
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from replicas.protocol.blocks import MediaSpan, pack_token_ids
+from replicas.protocol.blocks import ImageTokens, pack_token_ids
 from replicas.protocol.frames import PromptUsage, SamplingParams, Submit, TokenLogprobs
 from replicas.protocol.images import named_media
 from replicas.protocol.prefix_leases import MAX_LEASES, PrefixLease
@@ -29,7 +29,7 @@ from router.explain.diagnosis import Diagnosis
 from router.explain.outline import PromptOutline
 from router.explain.witness import salt_tag
 from router.generation import Generation
-from router.keeping import Keep, leases_of
+from router.keeping import LeaseRequest, leases_of
 from router.misses import Misses
 from router.prompt.catalog import ServedModel
 from router.prompt.images import Media, PromptImage
@@ -71,7 +71,7 @@ class Prompt:
     def keep_for(self, seconds: int, block_size: int) -> None:
         """Ask for a lease on all of it on our own account, beside those that the client wishes."""
         submit = self.generation.submit
-        own = leases_of([Keep(seconds)], len(self.generation.token_ids), block_size)
+        own = leases_of([LeaseRequest(seconds)], len(self.generation.token_ids), block_size)
         if len(submit.leases) < MAX_LEASES:
             self.num_own_leases = 1
             submit = msgspec.structs.replace(submit, leases=(*submit.leases, *own))
@@ -153,7 +153,7 @@ def make_prompt(
     wishes: OutputWishes,
     *,
     packed_tokens: bytes | None = None,
-    keeps: Sequence[Keep] = (),
+    keeps: Sequence[LeaseRequest] = (),
     first_index: int = 0,
     num_stable_tokens: int | None = None,
     images: Sequence[PromptImage] = (),
@@ -166,7 +166,7 @@ def make_prompt(
     packed_tokens = packed_tokens or pack_token_ids(token_ids)
     published = context.published_beginning(model, packed_tokens) if request.cache_salt is None else None
     key = request.prompt_cache_key
-    spans = [MediaSpan(named_media(root, each.digest), each.start, each.length) for each in images]
+    spans = [ImageTokens(named_media(root, each.digest), each.start, each.length) for each in images]
     bucket = bucket_of(root, key, token_ids, num_stable_tokens, card.block_size, spans)
     leases = leases_of(keeps, len(token_ids), card.block_size)
     generation = Generation(

@@ -33,9 +33,9 @@ from router.history.canonical import (
     message_digest,
     thought_digest,
 )
-from router.history.remembered import Asked, Found, RememberedHistory
+from router.history.remembered import AskedAnswer, Found, RememberedHistory
 from router.history.tool_gaps import ToolGaps
-from router.keeping import Keep
+from router.keeping import LeaseRequest
 from router.prepared import EncodedHistory, EncodedPrompt, EncodedTail
 from router.prompt.catalog import ServedModel
 from router.shared.instruments import Instrument, counter
@@ -50,7 +50,7 @@ BYTES_PER_TOKEN = 4
 STOP, LENGTH = FinishReason.STOP.value, FinishReason.LENGTH.value
 
 
-class Outcome(enum.StrEnum):
+class HistoryOutcome(enum.StrEnum):
     """How a conversation with an answer in it continues."""
 
     EXACT = "exact"
@@ -77,7 +77,7 @@ class Turn:
     key: ConversationKey
     ends: frozenset[int]
     parent: Found | None = None
-    outcome: Outcome | None = None
+    outcome: HistoryOutcome | None = None
     answered: ConversationKey | None = None
     may_call: bool = False
     starts_in_reasoning: bool = False
@@ -106,7 +106,7 @@ class ChatHistory:
         self.is_on = max_bytes > 0
         self._gaps = ToolGaps(tool_gap_seconds)
         self._clock = clock
-        self.num_prompts: dict[str, int] = dict.fromkeys(Outcome, 0)
+        self.num_prompts: dict[str, int] = dict.fromkeys(HistoryOutcome, 0)
         self._remembered = RememberedHistory(max_bytes)
         self._sharing: HistorySharing | None = None
 
@@ -205,20 +205,24 @@ class ChatHistory:
             return encoded, turn()
         turn = partial(turn, answered=keys[history.last_answer])
         if found is None:
-            return encoded, turn(outcome=Outcome.UNKNOWN if retold is None else Outcome.RETOLD)
+            return encoded, turn(outcome=HistoryOutcome.UNKNOWN if retold is None else HistoryOutcome.RETOLD)
         tail = tail_of(found.position)
         if tail is None:
-            return encoded, turn(outcome=Outcome.REFUSED)
+            return encoded, turn(outcome=HistoryOutcome.REFUSED)
         token_ids = _joined(found, tail, model.eos_token_ids)
         if not _has_room(model, request, encoded, token_ids):
-            return encoded, turn(outcome=Outcome.REFUSED)
+            return encoded, turn(outcome=HistoryOutcome.REFUSED)
         is_before = retold is not None and found.position < retold
         if token_ids == encoded.token_ids:
-            return encoded, turn(parent=found, outcome=Outcome.RETOLD if is_before else Outcome.EXACT)
+            return encoded, turn(
+                parent=found, outcome=HistoryOutcome.RETOLD if is_before else HistoryOutcome.EXACT
+            )
         spliced = msgspec.structs.replace(
             encoded, token_ids=token_ids, keeps=_moved(encoded.keeps, encoded, tail, token_ids)
         )
-        return spliced, turn(parent=found, outcome=Outcome.RETOLD if is_before else Outcome.DRIFTED)
+        return spliced, turn(
+            parent=found, outcome=HistoryOutcome.RETOLD if is_before else HistoryOutcome.DRIFTED
+        )
 
     def _keys(self, root: bytes, history: EncodedHistory) -> tuple[list[ConversationKey], int | None]:
         """Return the keys of the messages, and the position of the last answer that came back with different
@@ -281,7 +285,7 @@ class ChatHistory:
                 asked + pack_token_ids(said),
                 turn.parent,
                 thought_digest(output.reasoning),
-                Asked(len(asked), turn.may_call, turn.starts_in_reasoning),
+                AskedAnswer(len(asked), turn.may_call, turn.starts_in_reasoning),
             )
             if self._sharing is not None:
                 self._sharing.tell(generation.caller.tenant.name, key)
@@ -308,7 +312,9 @@ def _has_room(model: ServedModel, request: ChatRequest, plain: EncodedPrompt, to
     return room >= min(plain_room, length * LEAST_ROOM_SHARE, request.max_tokens or length)
 
 
-def _moved(keeps: Sequence[Keep], plain: EncodedPrompt, tail: EncodedTail, token_ids: bytes) -> list[Keep]:
+def _moved(
+    keeps: Sequence[LeaseRequest], plain: EncodedPrompt, tail: EncodedTail, token_ids: bytes
+) -> list[LeaseRequest]:
     """Places behind the answer are where they were, counted from the end."""
     num_plain = len(plain.token_ids) // BYTES_PER_TOKEN
     shift = len(token_ids) // BYTES_PER_TOKEN - num_plain

@@ -17,7 +17,7 @@ from router.api.sampling import check_text_length, context_exceeded, most_tokens
 from router.errors import InvalidRequest
 from router.explain.outline import PromptOutline, outline_of
 from router.history.splicing import STANDS_FOR_ANSWER
-from router.keeping import Keep
+from router.keeping import LeaseRequest
 from router.prepared import EncodedHistory, EncodedPrompt
 from router.prompt.images import Shown, show
 from router.prompt.template import RESERVED_NAMES, TemplateError
@@ -138,11 +138,12 @@ def encoded_prompt(
     """The tokens of it that are `kept`, with what is known of places in them, what the answer is held to, and
     by what the conversation is known again."""
     if len(kept) < len(shown.token_ids):  # the places in it are no longer where they were
-        num_stable_tokens, keeps = None, [Keep(keep.seconds) for keep in request.keeps]
+        num_stable_tokens, keeps = None, [LeaseRequest(keep.seconds) for keep in request.keeps]
     else:
         num_stable_tokens = _moved(shown, _num_stable_tokens(model, chat))
         keeps = [
-            Keep(keep.seconds, _moved(shown, _num_kept_tokens(model, chat, keep))) for keep in request.keeps
+            LeaseRequest(keep.seconds, _moved(shown, _num_kept_tokens(model, chat, keep)))
+            for keep in request.keeps
         ]
     return EncodedPrompt(
         pack_token_ids(kept),

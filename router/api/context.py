@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope
 from replicas.protocol.blocks import PublishedBeginning
 from replicas.protocol.frames import TokenDelta
 from replicas.protocol.status import ReplicaId
+from router.api.authenticator import FindsCallers
 from router.api.chat_history import ChatHistory
-from router.api.gate import FindsCallers
 from router.api.grammar_checks import GrammarChecks
 from router.api.rate_limiting import RequestRates
 from router.api.stories import Stories

@@ -15,7 +15,7 @@ from router.answers.parser import Tools, new_parser
 from router.answers.parts import CallArguments, CallStart, Part, Reasoning, Text
 from router.caller import Caller
 from router.history.canonical import ConversationKey, Digest, Thought, message_digest, thought_digest
-from router.history.remembered import Asked, Mark, RememberedHistory
+from router.history.remembered import AskedAnswer, Mark, RememberedHistory
 from router.history.retracing import Retracing, Told, told_of
 from router.prepared import EncodedPrompt
 from router.prompt.catalog import ServedModel
@@ -157,7 +157,7 @@ class HistorySharing:
             prompt + told.said,
             None if heard.parent is None else sought.keys[heard.parent],
             thought,
-            Asked(len(prompt), told.may_call, told.starts_in_reasoning),
+            AskedAnswer(len(prompt), told.may_call, told.starts_in_reasoning),
             heard.mark,
             self._clock() - age,
         )

@@ -37,23 +37,23 @@ from router.errors import InvalidRequest, RouterError, about_model
 from router.prepared import (
     EncodedHistory,
     EncodedPrompt,
-    Job,
     Outcome,
     PreparedRequest,
+    PrepareJob,
     RefusedRequest,
     WrittenAnswer,
 )
 from router.prompt.text_model import TextModel, TextModels
 
 
-def prepare(job: Job, models: TextModels, body: bytes) -> Outcome:
+def prepare(job: PrepareJob, models: TextModels, body: bytes) -> Outcome:
     try:
         return KINDS[job.kind](job, models, body)
     except RouterError as error:
         return RefusedRequest.of(error)
 
 
-def _chat(job: Job, models: TextModels, body: bytes) -> Outcome:
+def _chat(job: PrepareJob, models: TextModels, body: bytes) -> Outcome:
     request = READERS[job.kind](body, job.max_choices)
     model = models.get(request.model)
     with about_model(request.model):
@@ -94,7 +94,7 @@ def _history(model: TextModel, request: ChatRequest, chat: RenderedChat) -> Enco
     return msgspec.structs.replace(history, tail=tail)
 
 
-def _completion(job: Job, models: TextModels, body: bytes) -> Outcome:
+def _completion(job: PrepareJob, models: TextModels, body: bytes) -> Outcome:
     read, unknown = COMPLETION.read(body)
     request = COMPLETION.without_hints(read)
     model = models.get(request.model)
@@ -125,19 +125,19 @@ def _encoded(
     return EncodedPrompt(pack_token_ids(kept), echo_of(model, request, prompt), grammar=grammar)
 
 
-def _tokenize(job: Job, models: TextModels, body: bytes) -> Outcome:
+def _tokenize(job: PrepareJob, models: TextModels, body: bytes) -> Outcome:
     return WrittenAnswer(tokenize(models, body, is_bounded=False))
 
 
-def _detokenize(job: Job, models: TextModels, body: bytes) -> Outcome:
+def _detokenize(job: PrepareJob, models: TextModels, body: bytes) -> Outcome:
     return WrittenAnswer(detokenize(models, body, is_bounded=False))
 
 
-def _gemini_count(job: Job, models: TextModels, body: bytes) -> Outcome:
+def _gemini_count(job: PrepareJob, models: TextModels, body: bytes) -> Outcome:
     return WrittenAnswer(count_tokens(models, body, is_bounded=False))
 
 
-def _message_count(job: Job, models: TextModels, body: bytes) -> Outcome:
+def _message_count(job: PrepareJob, models: TextModels, body: bytes) -> Outcome:
     return WrittenAnswer(count_message_tokens(models, body, is_bounded=False))
 
 
@@ -149,7 +149,7 @@ READERS: Mapping[str, Callable[[bytes, int], ChatRequest]] = {
 }
 """How each dialect's body becomes a conversation: from it, and from how many choices there may be at most."""
 
-KINDS: Mapping[str, Callable[[Job, TextModels, bytes], Outcome]] = {
+KINDS: Mapping[str, Callable[[PrepareJob, TextModels, bytes], Outcome]] = {
     **dict.fromkeys(READERS, _chat),
     "completion": _completion,
     "tokenize": _tokenize,

@@ -37,10 +37,10 @@ from router.prepared import (
     CrashedJob,
     Digest,
     GrammarOutcome,
-    Job,
     LoadTextSide,
     ModelWindow,
     Outcome,
+    PrepareJob,
     RefusedRequest,
 )
 from router.prompt.quoting import Quoter
@@ -108,7 +108,7 @@ class _Preparer:
                     self._load(peer, control)
 
     def _prepare(self, peer: socket.socket) -> None:
-        job = msgspec.msgpack.decode(receive(peer), type=Job)
+        job = msgspec.msgpack.decode(receive(peer), type=PrepareJob)
         body = receive(peer)
         _answer(peer, lambda: prepare(job, _Names(job.models, self._text_sides), body))
 

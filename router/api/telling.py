@@ -224,7 +224,7 @@ def facts_of(prompt: Prompt, caller: Caller, model: ServedModel) -> PromptFacts:
         namespace=NamespaceName(generation.model, adapter, generation.tenant),
         block_size=model.card.block_size,
         packed_hashes=b"".join(generation.block_hashes),
-        packed_tokens=generation.told_apart() if generation.media else generation.submit.packed_tokens,
+        packed_tokens=generation.with_image_ids() if generation.media else generation.submit.packed_tokens,
         salt_tag=generation.salt_tag,
         outline=prompt.outline or NO_OUTLINE,
         template_tag=model.template.tag,

@@ -93,7 +93,7 @@ class Attempt:
         self.trace.end()
 
 
-class Choice:
+class ChoiceProgress:
     """One continuation. `attempt` serves it now: None before it is placed, and once it is closed."""
 
     __slots__ = ("attempt", "closed", "has_usage", "token_ids", "tries")

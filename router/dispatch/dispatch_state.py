@@ -15,7 +15,7 @@ from router.dispatch.attempt import Attempt, PromptOf
 from router.dispatch.retries import RetryBudget, RetryPolicy
 from router.dispatch.suspects import Presence, Suspects, blamed
 from router.dispatch.waiting_room import WaitingRoom
-from router.fleet.outlook import Outlook
+from router.fleet.fleet_health import FleetHealth
 from router.fleet.replica_client import ReplicaClient
 from router.queue.holding import Holding
 from router.routing.table import RoutingTable
@@ -68,7 +68,7 @@ class DispatchState:
         clock: Callable[[], float],
         retry: RetryPolicy,
         room: WaitingRoom,
-        outlook: Callable[[str], Outlook],
+        outlook: Callable[[str], FleetHealth],
         holding: Holding,
     ) -> None:
         self.table = table

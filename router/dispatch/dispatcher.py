@@ -12,7 +12,7 @@ from router.dispatch.dispatch_state import DispatchState
 from router.dispatch.generation_run import GenerationRun
 from router.dispatch.retries import RetryPolicy
 from router.dispatch.waiting_room import WaitingRoom
-from router.fleet.outlook import NOTHING_COMING, Outlook
+from router.fleet.fleet_health import NOTHING_COMING, FleetHealth
 from router.fleet.replica_client import ReplicaClient
 from router.generation import Generation
 from router.observation.trace_points import NO_TRACE, GenerationTrace
@@ -38,7 +38,7 @@ class Dispatcher:
         rng: random.Random,
         retry: RetryPolicy = DEFAULT_RETRY,
         room: WaitingRoom | None = None,
-        outlook: Callable[[str], Outlook] = lambda _: NOTHING_COMING,
+        outlook: Callable[[str], FleetHealth] = lambda _: NOTHING_COMING,
         clock: Callable[[], float] = time.monotonic,
         holding: Holding | None = None,
     ) -> None:

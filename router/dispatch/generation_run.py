@@ -23,7 +23,7 @@ from replicas.protocol.blocks import pack_token_ids
 from replicas.protocol.frames import FinishReason, Refusal, RefusalCode, RequestKey, Submit, TokenDelta
 from replicas.protocol.pulls import PullHint
 from replicas.protocol.status import ReplicaId
-from router.dispatch.attempt import Attempt, Choice
+from router.dispatch.attempt import Attempt, ChoiceProgress
 from router.dispatch.dispatch_state import DispatchState
 from router.dispatch.placement import Obstacle, Placement
 from router.dispatch.upload import Upload
@@ -62,7 +62,7 @@ class GenerationRun:
         self._state = state
         self._generation = generation
         self._trace = trace
-        self._choices = [Choice() for _ in range(generation.num_choices)]
+        self._choices = [ChoiceProgress() for _ in range(generation.num_choices)]
         self._num_open = generation.num_choices
         self._num_unplaced = generation.num_choices
         self._attempts: list[Attempt] = []
@@ -216,7 +216,7 @@ class GenerationRun:
             charge.produces(len(token_ids))
         return True
 
-    def _close_choice(self, choice: Choice) -> None:
+    def _close_choice(self, choice: ChoiceProgress) -> None:
         attempt, choice.attempt = choice.attempt, None
         choice.closed = True
         self._num_open -= 1
@@ -227,7 +227,9 @@ class GenerationRun:
 
     # What goes wrong.
 
-    def _fail(self, attempt: Attempt, choice: Choice, refusal: Refusal | None, *, visible: bool) -> None:
+    def _fail(
+        self, attempt: Attempt, choice: ChoiceProgress, refusal: Refusal | None, *, visible: bool
+    ) -> None:
         code = RefusalCode.INTERNAL if refusal is None else refusal.code
         if refusal is not None and code in (
             RefusalCode.CONTEXT_LENGTH_EXCEEDED,
@@ -261,7 +263,7 @@ class GenerationRun:
             if self._choices[index].attempt is attempt:
                 self._unplace(attempt, self._choices[index], code)
 
-    def _unplace(self, attempt: Attempt, choice: Choice, code: RefusalCode) -> None:
+    def _unplace(self, attempt: Attempt, choice: ChoiceProgress, code: RefusalCode) -> None:
         is_death = attempt.inflight.lost is not None or code is RefusalCode.ENGINE_FAILED
         self._placement.failed(attempt.replica_id, code, is_death=is_death)
         choice.tries.failed(is_death=is_death, has_survived=attempt.has_survived)
@@ -373,7 +375,7 @@ class GenerationRun:
             part,
             trace,
             model=generation.model,
-            token_ids=generation.told_apart_ids(),
+            token_ids=generation.token_ids_with_images(),
             owner=generation.caller.owner,
             trial=trial,
         )

@@ -9,7 +9,7 @@ import logging
 from weakref import WeakKeyDictionary
 
 from router.dispatch.dispatch_state import DispatchState
-from router.dispatch.pulse import Pulse
+from router.dispatch.progress_monitor import ProgressMonitor
 from router.fleet.inflight import ReplicaLost
 from router.fleet.replica_client import ReplicaClient
 
@@ -25,7 +25,7 @@ class OverdueWatch:
     def __init__(self, state: DispatchState, seconds: float) -> None:
         self._state = state
         self._seconds = seconds
-        self._pulses: WeakKeyDictionary[ReplicaClient, Pulse] = WeakKeyDictionary()
+        self._pulses: WeakKeyDictionary[ReplicaClient, ProgressMonitor] = WeakKeyDictionary()
         self._hanging: WeakKeyDictionary[ReplicaClient, float] = WeakKeyDictionary()
         """Since when."""
 
@@ -47,7 +47,7 @@ class OverdueWatch:
             return
         attempts = {attempt.inflight.submit_id: attempt for attempt in state.attempts_at(client)}
         tokens = {number: attempt.inflight.num_tokens for number, attempt in attempts.items()}
-        pulse = self._pulses.setdefault(client, Pulse(self._seconds))
+        pulse = self._pulses.setdefault(client, ProgressMonitor(self._seconds))
         hangs, overdue = pulse.look(latest[0], client.num_deltas, tokens, state.clock())
         if hangs:
             self._begin_hanging(client, len(overdue))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection
 
 from replicas.protocol.frames import RefusalCode
 from replicas.protocol.status import ReplicaId
-from router.dispatch.attempt import Choice
+from router.dispatch.attempt import ChoiceProgress
 from router.dispatch.dispatch_state import DispatchState
 from router.dispatch.retries import Patience
 from router.dispatch.suspects import PromptDigest, Standing
@@ -106,7 +106,7 @@ class Placement:
             )
         return seconds
 
-    def may_try(self, choice: Choice, *, is_visible: bool) -> bool:
+    def may_try(self, choice: ChoiceProgress, *, is_visible: bool) -> bool:
         """Whether attempts are left for this choice, and retries for this router."""
         if not choice.tries.are_left(self._state.retry):
             return False
@@ -286,7 +286,7 @@ class Placement:
             return None
         if self._digest is None:
             self._digest = suspects.digest(
-                generation.model, generation.told_apart_ids(), generation.caller.owner
+                generation.model, generation.token_ids_with_images(), generation.caller.owner
             )
         now = self._state.clock()
         standing = suspects.standing(self._digest, now)

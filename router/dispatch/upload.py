@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from replicas.protocol.frames import RefusalCode
-from router.fleet.media_uploads import UploadFailed
+from router.fleet.image_uploads import UploadFailed
 from router.routing.table import RoutedRequest
 
 

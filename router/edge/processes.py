@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
 
-class Place:
+class ProcessSlot:
     """One process among its siblings: its number, and which of them accept connections."""
 
     def __init__(self, number: int, accepting: mmap.mmap) -> None:
@@ -50,7 +50,7 @@ class Place:
 class _Process:
     """The parent's record of one place. `pid` None: it waits for `start_at`."""
 
-    place: Place
+    place: ProcessSlot
     pid: int | None = None
     started_at: float = 0.0
     start_at: float = 0.0
@@ -65,13 +65,13 @@ class RouterProcesses:
     """
 
     def __init__(
-        self, num_processes: int, run_one: Callable[[Place], int], *, patience_seconds: float
+        self, num_processes: int, run_one: Callable[[ProcessSlot], int], *, patience_seconds: float
     ) -> None:
         self._run_one = run_one
         self._patience_seconds = patience_seconds
         self._pid = os.getpid()
         self._accepting = mmap.mmap(-1, num_processes)  # one byte each, shared with those that are forked
-        self._processes = [_Process(Place(number, self._accepting)) for number in range(num_processes)]
+        self._processes = [_Process(ProcessSlot(number, self._accepting)) for number in range(num_processes)]
         self._kill_at: float | None = None
         self._code = 0
 
@@ -114,7 +114,7 @@ class RouterProcesses:
                 process.pid = os.fork() or self._become(process.place, unblocked)
                 logger.info("router-%d runs process=%d", process.place.number, process.pid)
 
-    def _become(self, place: Place, unblocked: set[int | signal.Signals]) -> int:
+    def _become(self, place: ProcessSlot, unblocked: set[int | signal.Signals]) -> int:
         """In the child: be that router, and end with it."""
         code = EXIT_FAILED
         try:

@@ -24,8 +24,8 @@ from replicas.protocol.call_tokens import Audience, Caller, Role
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
+from router.fleet.fleet_health import FleetHealth
 from router.fleet.inflight import ReplicaLost
-from router.fleet.outlook import Outlook
 from router.fleet.registry_source import ReplicaRecords, ReplicaSource
 from router.fleet.replica_client import ReplicaClient
 from router.fleet.replica_words import Traffic
@@ -143,16 +143,16 @@ class Membership:
         member = self._members.get(replica_id)
         return None if member is None else member.client
 
-    def outlook(self, model: str) -> Outlook:
+    def outlook(self, model: str) -> FleetHealth:
         """Whether a model is likely to have a ready replica soon: the last one left a moment ago or is just
         leaving, or one has a lease and is being connected to."""
         known = self._models.get(model)
         since = None if known is None else known.absent_since
         is_coming = self._is_connecting(model) or self._is_leaving(model)
         if since is None:
-            return Outlook(is_coming)
+            return FleetHealth(is_coming)
         away_seconds = asyncio.get_running_loop().time() - since
-        return Outlook(is_coming or away_seconds < COMING_BACK_SECONDS, away_seconds)
+        return FleetHealth(is_coming or away_seconds < COMING_BACK_SECONDS, away_seconds)
 
     def _is_leaving(self, model: str) -> bool:
         states = [member.record.state for member in self._members.values() if member.model == model]

@@ -19,8 +19,8 @@ from replicas.protocol.call_tokens import Caller
 from replicas.protocol.frames import Abort, LoadSnapshot, Submit
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
 from replicas.protocol.wire import DescribeRequest, encode_client_frame, encode_submit
+from router.fleet.image_uploads import ImageUploads
 from router.fleet.inflight import Inflight, Mailbox, ReplicaLost
-from router.fleet.media_uploads import MediaUploads
 from router.fleet.replica_channel import ReplicaChannel
 from router.fleet.replica_words import ReplicaWords, Traffic
 
@@ -80,7 +80,7 @@ class ReplicaClient:
         self._outbox_filled = asyncio.Event()
         self._words = ReplicaWords(replica_id, self._traffic)
         self._channel = ReplicaChannel(address, tls, caller)
-        self.media = MediaUploads(self._channel, self._traffic.images)
+        self.media = ImageUploads(self._channel, self._traffic.images)
 
     @property
     def num_inflight(self) -> int:

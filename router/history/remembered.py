@@ -37,7 +37,7 @@ class Found(NamedTuple):
     serial: int
 
 
-class Asked(NamedTuple):
+class AskedAnswer(NamedTuple):
     """Facts of a question by which other routers recognise its answer: the prompt's bytes among those that
     the conversation adds; whether it might call tools, and began in reasoning."""
 
@@ -57,7 +57,7 @@ class Record:
     parent: ConversationKey | None
     parent_serial: int
     thought: Thought | None
-    asked: Asked | None = None
+    asked: AskedAnswer | None = None
     """None if it cannot be sent to others."""
     mark: Mark | None = None
     """Set once it was sent to other routers, or came from them."""
@@ -145,7 +145,7 @@ class RememberedHistory:
         added: bytes,
         parent: Found | None = None,
         thought: Thought | None = None,
-        asked: Asked | None = None,
+        asked: AskedAnswer | None = None,
     ) -> None:
         """Remember a conversation: the packed tokens of `parent`, as found, and `added`, which ends with an
         answer of that reasoning."""
@@ -166,7 +166,7 @@ class RememberedHistory:
         added: bytes,
         parent: ConversationKey | None,
         thought: Thought | None,
-        asked: Asked,
+        asked: AskedAnswer,
         mark: Mark,
         told_at: float,
     ) -> bool:
@@ -198,7 +198,7 @@ class RememberedHistory:
         parent: ConversationKey | None,
         parent_serial: int,
         thought: Thought | None,
-        asked: Asked | None,
+        asked: AskedAnswer | None,
     ) -> Record | None:
         """None if it is too large."""
         if len(added) + RECORD_BYTES > self._max_bytes * LARGEST_SHARE:

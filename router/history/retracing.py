@@ -11,7 +11,7 @@ import hashlib
 
 import msgspec
 
-from router.history.remembered import Asked, Mark
+from router.history.remembered import AskedAnswer, Mark
 
 BYTES_PER_TOKEN = 4
 ENDING_TOKENS = 32
@@ -60,7 +60,7 @@ class Told(msgspec.Struct, frozen=True, array_like=True, tag=1):
         )
 
 
-def told_of(added: bytes, asked: Asked, parent: Mark | None, written: int) -> Told:
+def told_of(added: bytes, asked: AskedAnswer, parent: Mark | None, written: int) -> Told:
     """Make one from a record's content."""
     prompt, said = added[: asked.num_bytes], added[asked.num_bytes :]
     cut = max(0, len(prompt) - ENDING_TOKENS * BYTES_PER_TOKEN)

@@ -28,10 +28,10 @@ from router.prepared import (
     CrashedJob,
     Digest,
     GrammarOutcome,
-    Job,
     LoadTextSide,
     ModelWindow,
     Outcome,
+    PrepareJob,
     RefusedRequest,
 )
 from router.prompt.catalog import ModelCatalog
@@ -169,7 +169,7 @@ class Offload:
     async def _prepare(self, kind: str, body: bytes) -> Outcome:
         windows = self._windows()
         await self._load_all()
-        job = Job(kind, self._max_choices, self._max_prompts, self._has_history, windows)
+        job = PrepareJob(kind, self._max_choices, self._max_prompts, self._has_history, windows)
         try:
             answer = await self._ask(PREPARE, msgspec.msgpack.encode(job), body)
         except _Hung as error:

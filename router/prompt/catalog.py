@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from replicas.protocol.blocks import (
     BlockHash,
-    MediaSpan,
+    ImageTokens,
     Namespace,
     PublishedBeginning,
     namespace_root,
@@ -150,7 +150,7 @@ class ServedModel:
         root: BlockHash,
         packed_tokens: bytes,
         published: PublishedBeginning | None = None,
-        media: Sequence[MediaSpan] = (),
+        media: Sequence[ImageTokens] = (),
     ) -> list[BlockHash]:
         """Hash the prompt's full blocks under a root of this model, as `hash_blocks` does."""
         size = self.card.block_size

@@ -20,7 +20,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from replicas.protocol.blocks import BlockHash, MediaSpan, hash_packed, media_within
+from replicas.protocol.blocks import BlockHash, ImageTokens, hash_packed, media_within
 from router.shared.instruments import Instrument, counter, gauge
 
 DEFAULT_CACHE_BYTES = 32 * 2**20
@@ -47,7 +47,7 @@ class ChainHasher:
         *,
         parent: BlockHash | None = None,
         start: int = 0,
-        media: Sequence[MediaSpan] = (),
+        media: Sequence[ImageTokens] = (),
     ) -> list[BlockHash]:
         """Hash a prompt as `hash_packed` of `blocks.py` does, or its part after `parent`, which begins at
         token `start`."""

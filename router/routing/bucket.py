@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 
 from replicas.protocol.affinity import tagged
-from replicas.protocol.blocks import BlockHash, MediaSpan, media_within, pack_token_ids
+from replicas.protocol.blocks import BlockHash, ImageTokens, media_within, pack_token_ids
 
 BUCKET_TOKENS = 256
 """A prompt is pinned by this many of its first tokens, in whole blocks."""
@@ -21,7 +21,7 @@ def bucket_of(
     token_ids: Sequence[int],
     num_stable_tokens: int | None,
     block_size: int,
-    media: Sequence[MediaSpan] = (),
+    media: Sequence[ImageTokens] = (),
 ) -> bytes:
     """Hash the namespace, `prompt_cache_key` and head of a request's prompt.
 

@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeGuard
 
 import msgspec
 
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.ways import Reach, cheapest_way, num_image_tokens_left
 from router.routing.load import ReplicaLoad
 
@@ -130,7 +130,7 @@ def cost_of(
     reach: Reach,
     rates: FleetRates,
     parameters: CostParameters,
-    media: Sequence[MediaSpan] = (),
+    media: Sequence[ImageTokens] = (),
 ) -> Cost:
     """Return the cost of a prompt of `num_tokens` at a replica with this load and reach.
 
@@ -170,7 +170,7 @@ def cost_of(
 
 
 def _encode_seconds(
-    load: ReplicaLoad, rates: FleetRates, media: Sequence[MediaSpan], times: float = 1.0
+    load: ReplicaLoad, rates: FleetRates, media: Sequence[ImageTokens], times: float = 1.0
 ) -> Callable[[int], float]:
     """Return the time to encode a prompt's images there, by ready leading tokens."""
     rate = _encode_rate(load, rates) * times

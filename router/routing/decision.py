@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from replicas.protocol.affinity import AffinityOrder, AffinityRanking
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.status import ReplicaId
 from replicas.protocol.ways import Reach
 from router.routing.cost import (
@@ -60,7 +60,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     num_tokens: int
     block_size: int
     sequence: int = 0
-    media: tuple[MediaSpan, ...] = ()
+    media: tuple[ImageTokens, ...] = ()
 
 
 class Replicas(Mapping[ReplicaId, ReplicaLoad]):

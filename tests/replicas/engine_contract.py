@@ -11,7 +11,7 @@ import pytest
 
 from replicas.engine import RequestRefused
 from replicas.proof import prove_hashes
-from replicas.protocol.blocks import MediaSpan, PublishedBeginning, hash_blocks
+from replicas.protocol.blocks import ImageTokens, PublishedBeginning, hash_blocks
 from replicas.protocol.events import BlockStored
 from replicas.protocol.frames import (
     FinishReason,
@@ -340,4 +340,4 @@ class EngineContract(CrossUserContract):
         if not self.has_a_model:
             pytest.skip("the simulated engine reads anything")
         with pytest.raises(RequestRefused):
-            run.add(prompt_of(run.engine, 20), media=(MediaSpan(b"image", 0, 4),))
+            run.add(prompt_of(run.engine, 20), media=(ImageTokens(b"image", 0, 4),))

@@ -18,7 +18,7 @@ from replicas.protocol.frames import (
     TokenDelta,
 )
 from replicas.protocol.hand_overs import StoreQuestion
-from replicas.protocol.media import MediaQuestion
+from replicas.protocol.media import ImageQuery
 from replicas.protocol.status import ModelCard
 
 BLOCK_SIZE = 4
@@ -82,7 +82,7 @@ class ScriptedEngine:
     def ask_store(self, question: StoreQuestion) -> None:
         """It has none."""
 
-    def take_media(self, question: MediaQuestion) -> None:
+    def take_media(self, question: ImageQuery) -> None:
         """It reads text only."""
 
     def has_work(self) -> bool:

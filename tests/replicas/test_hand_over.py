@@ -58,7 +58,7 @@ async def drained(there: Peer) -> float:
 def nothing_is_left(here: Peer) -> None:
     assert here.host._parts is not None
     assert here.host._parts.server.store.num_waiting == 0
-    assert here.host._parts.server._take_over_desk._num_calls == 0
+    assert here.host._parts.server._take_over_service._num_calls == 0
     assert here.host._parts.server.is_idle
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from replicas.loop import EngineLoop
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.frames import (
     FinishReason,
     LoadSnapshot,
@@ -177,14 +177,14 @@ def test_what_a_step_takes_beyond_its_tokens_encoding_its_images_takes() -> None
     meter = SpeedMeter()
     meter.observe(StepFrame(num_prefill_tokens=1000), 1.0)
     assert meter.fill(LoadSnapshot()).encode_seconds_per_token == 0.0
-    assert meter.encode_seconds([MediaSpan(b"", 0, 100)]) is None
+    assert meter.encode_seconds([ImageTokens(b"", 0, 100)]) is None
     meter.observe(StepFrame(num_decode_tokens=5), 0.25)
     meter.observe(StepFrame(num_prefill_tokens=100, num_encoded_tokens=64, num_decode_tokens=5), 0.99)
     load = meter.fill(LoadSnapshot())
     assert load.prefill_seconds_per_token == pytest.approx(0.001)
     assert load.decode_step_seconds == pytest.approx(0.25)
     assert load.encode_seconds_per_token == pytest.approx(0.01)
-    left = meter.encode_seconds([MediaSpan(b"", 0, 100), MediaSpan(b"", 200, 50)])
+    left = meter.encode_seconds([ImageTokens(b"", 0, 100), ImageTokens(b"", 200, 50)])
     assert left is not None
     assert [left(ready) for ready in (0, 99, 100, 249, 250)] == pytest.approx([1.5, 1.5, 0.5, 0.5, 0.0])
     assert meter.encode_seconds([]) is None

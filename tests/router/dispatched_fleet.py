@@ -16,7 +16,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.generation_run import GenerationRun
 from router.dispatch.retries import RetryPolicy
 from router.dispatch.waiting_room import WaitingRoom
-from router.fleet.outlook import NOTHING_COMING
+from router.fleet.fleet_health import NOTHING_COMING
 from router.fleet.replica_client import ReplicaClient
 from router.fleet.replica_words import Traffic
 from router.generation import Generation

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from replicas.process.settings import build
+from router.api.authenticator import FindsCallers
 from router.api.context import ApiContext
-from router.api.gate import FindsCallers
 from router.app import create_apps
 from router.config import RouterConfig
 from router.edge.connections import Connections

@@ -29,7 +29,7 @@ from replicas.protocol.frames import (
     TokenDelta,
 )
 from replicas.protocol.images import media_hash
-from replicas.protocol.media import MediaTaken
+from replicas.protocol.media import ImageTaken
 from replicas.protocol.service import handler
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
 from replicas.protocol.wire import (
@@ -192,7 +192,7 @@ class ScriptedReplica:
         """It takes nothing over: no replica asks it to."""
         raise NotImplementedError
 
-    async def put_media(self, parts: AsyncIterator[bytes], context: Any) -> MediaTaken:
+    async def put_media(self, parts: AsyncIterator[bytes], context: Any) -> ImageTaken:
         read = [decode_media_part(encoded) async for encoded in parts]
         content = b"".join(part.content for part in read)
         assert len(content) == read[0].num_bytes
@@ -203,7 +203,7 @@ class ScriptedReplica:
             await context.abort(self.script.upload_error, "no such picture")
         content_hash = media_hash(BlockHash(read[0].root), content)
         self.media[content_hash] = content
-        return MediaTaken(content_hash)
+        return ImageTaken(content_hash)
 
     async def begin_drain(self, request: bytes, context: object) -> Nothing:
         raise NotImplementedError

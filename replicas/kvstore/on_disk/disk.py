@@ -24,11 +24,11 @@ from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.layout import ChunkHeader, file_bytes
 from replicas.kvstore.on_disk.chunk_files import ChunkFiles
 from replicas.kvstore.on_disk.disk_books import DiskBooks, Worker
-from replicas.kvstore.on_disk.disk_jobs import Files, Outcome, perform
+from replicas.kvstore.on_disk.disk_jobs import DiskOutcome, Files, perform
 from replicas.kvstore.on_disk.disk_keeper import DiskKeeper
 from replicas.kvstore.on_disk.disk_options import DiskOptions, DiskSpeeds
 from replicas.kvstore.on_disk.folder import Folder
-from replicas.kvstore.on_disk.jobs import Finished, Job, Kind
+from replicas.kvstore.on_disk.jobs import DiskJob, Finished, Kind
 from replicas.kvstore.on_disk.journal import Journal
 from replicas.kvstore.on_disk.other_layouts import OtherLayouts
 from replicas.process.settings import SettingsError
@@ -223,10 +223,10 @@ class Disk:
                 outcome = self._do(job)
             except BaseException:
                 self._die()
-                outcome = Outcome(reason="died")
+                outcome = DiskOutcome(reason="died")
             self._books.ended(worker, job, outcome)
 
-    def _do(self, job: Job) -> Outcome:
+    def _do(self, job: DiskJob) -> DiskOutcome:
         others = self._files.others
         excess = self._books.excess_bytes(job, others.num_bytes, others.stuck_bytes)
         outcome = perform(self._files, job, excess_bytes=excess)

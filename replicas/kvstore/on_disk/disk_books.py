@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.layout import ChunkHeader
 from replicas.kvstore.on_disk.disk_health import DiskHealth
-from replicas.kvstore.on_disk.disk_jobs import Outcome
+from replicas.kvstore.on_disk.disk_jobs import DiskOutcome
 from replicas.kvstore.on_disk.disk_options import DiskOptions, DiskSpeeds
-from replicas.kvstore.on_disk.jobs import Finished, Job, JobQueue, Kind, State
+from replicas.kvstore.on_disk.jobs import DiskJob, Finished, JobQueue, Kind, State
 from replicas.kvstore.on_disk.journal import Journal
 from replicas.kvstore.on_disk.transfer_speed import TransferSpeed
 from replicas.protocol.blocks import BlockHash
@@ -39,7 +39,7 @@ Note = Callable[[Journal], None]
 class Worker:
     """A thread's job, and whether another has taken its place meanwhile."""
 
-    job: Job | None = None
+    job: DiskJob | None = None
     is_replaced: bool = False
 
 
@@ -100,7 +100,7 @@ class DiskBooks:
             if kind is Kind.ERASE:
                 self._fail_waiting("erased")
             number, self._next_number = self._next_number, self._next_number + 1
-            self._queue.add(Job(kind, number, now, key, slot, header, sync, num_bytes, growth))
+            self._queue.add(DiskJob(kind, number, now, key, slot, header, sync, num_bytes, growth))
             self._has_work.notify()
             return number
 
@@ -172,7 +172,7 @@ class DiskBooks:
 
     # For the threads.
 
-    def next_job(self, worker: Worker) -> Job | None:
+    def next_job(self, worker: Worker) -> DiskJob | None:
         """Waits for one. None if the thread is to end."""
         with self._lock:
             while self._off is None and not worker.is_replaced:
@@ -187,7 +187,7 @@ class DiskBooks:
             self._workers = [each for each in self._workers if each is not worker]
             return None
 
-    def excess_bytes(self, job: Job, other_bytes: int, stuck_bytes: int) -> int:
+    def excess_bytes(self, job: DiskJob, other_bytes: int, stuck_bytes: int) -> int:
         """Bytes that other layouts must give up for this job, besides those that are stuck."""
         if job.kind is not Kind.WRITE:
             return 0
@@ -195,7 +195,7 @@ class DiskBooks:
             needed = self._own_bytes + job.num_bytes + other_bytes - self._options.max_bytes
         return min(needed, other_bytes - stuck_bytes)
 
-    def may_clear(self, job: Job) -> bool:
+    def may_clear(self, job: DiskJob) -> bool:
         """Whether a read that failed may remove its file: not once it is overdue, since then the file may be
         another by now.
         """
@@ -205,7 +205,7 @@ class DiskBooks:
             job.state = State.CLEARING
             return True
 
-    def ended(self, worker: Worker, job: Job, outcome: Outcome) -> None:
+    def ended(self, worker: Worker, job: DiskJob, outcome: DiskOutcome) -> None:
         now = self._clock()
         with self._lock:
             worker.job = None
@@ -307,7 +307,7 @@ class DiskBooks:
             self._unremoved.move_to_end(key)
             if not self._queue.has(key):
                 number, self._next_number = self._next_number, self._next_number + 1
-                self._queue.add(Job(Kind.REMOVE, number, now, key))
+                self._queue.add(DiskJob(Kind.REMOVE, number, now, key))
         self._has_work.notify_all()
 
     def _replace_hanging(self, now: float) -> None:
@@ -351,7 +351,7 @@ class DiskBooks:
     def _tell(
         self,
         kind: Kind,
-        job: Job,
+        job: DiskJob,
         now: float,
         reason: str,
         header: ChunkHeader | None = None,
@@ -364,12 +364,12 @@ class DiskBooks:
         )
         self._has_news.notify_all()
 
-    def _speed_of(self, job: Job) -> TransferSpeed | None:
+    def _speed_of(self, job: DiskJob) -> TransferSpeed | None:
         return {Kind.READ: self._reading, Kind.WRITE: self._writing}.get(job.kind)
 
     # What has become of a job; with the lock.
 
-    def _book(self, job: Job, outcome: Outcome, now: float) -> None:
+    def _book(self, job: DiskJob, outcome: DiskOutcome, now: float) -> None:
         speed = self._speed_of(job)
         if speed is not None:
             speed.ended(now, 0 if outcome.reason else job.num_bytes)
@@ -388,7 +388,7 @@ class DiskBooks:
             header = outcome.header if job.kind is Kind.READ else None
             self._tell(job.kind, job, now, outcome.reason, header, is_gone=outcome.is_worthless)
 
-    def _book_write(self, job: Job, outcome: Outcome, now: float) -> None:
+    def _book_write(self, job: DiskJob, outcome: DiskOutcome, now: float) -> None:
         if outcome.error is not None:
             self._health.has_failed_to_write(now, outcome.error)
             self._has_stayed(job.key, now)  # one before it, of which the caller knows nothing any more
@@ -396,7 +396,7 @@ class DiskBooks:
             self._health.has_written(job.num_bytes)
             self._add(job.header.name, job.num_bytes)
 
-    def _book_removal(self, job: Job, outcome: Outcome, now: float) -> None:
+    def _book_removal(self, job: DiskJob, outcome: DiskOutcome, now: float) -> None:
         if outcome.error is not None:
             self._health.has_failed_to_remove(outcome.error)
             self._has_stayed(job.key, now)
@@ -409,7 +409,7 @@ class DiskBooks:
             self._remove_again_at = now + REMOVE_AGAIN_SECONDS
             self._unremoved[key] = None
 
-    def _book_erasing(self, outcome: Outcome) -> None:
+    def _book_erasing(self, outcome: DiskOutcome) -> None:
         self._found.clear()
         if outcome.error is not None:
             logger.error(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from replicas.kvstore.layout import ChunkError, ChunkHeader
 from replicas.kvstore.on_disk.chunk_files import ChunkFiles, FileMissing
-from replicas.kvstore.on_disk.jobs import Job, Kind
+from replicas.kvstore.on_disk.jobs import DiskJob, Kind
 from replicas.kvstore.on_disk.other_layouts import OtherLayouts
 
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT)
@@ -16,7 +16,7 @@ _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ETIMED
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DiskOutcome:
     """`reason` is empty for success, and else one word. `error` is the file system's."""
 
     reason: str = ""
@@ -36,52 +36,52 @@ class Files:
     others: OtherLayouts
 
 
-def perform(files: Files, job: Job, *, excess_bytes: int = 0) -> Outcome:
+def perform(files: Files, job: DiskJob, *, excess_bytes: int = 0) -> DiskOutcome:
     """Run the job; `excess_bytes` of other layouts are removed first."""
     try:
         if excess_bytes > 0:
             files.others.make_room(excess_bytes)
         return _DO[job.kind](files, job)
     except FileMissing:
-        return Outcome(reason="missing", is_worthless=True)
+        return DiskOutcome(reason="missing", is_worthless=True)
     except ChunkError as error:
-        return Outcome(reason=type(error).__name__, is_worthless=True)
+        return DiskOutcome(reason=type(error).__name__, is_worthless=True)
     except ValueError:
-        return Outcome(reason="header")
+        return DiskOutcome(reason="header")
     except OSError as error:
         is_unreadable = job.kind is Kind.READ and error.errno not in _PASSING
         reason = errno.errorcode.get(error.errno or 0, "unknown")
-        return Outcome(reason=reason, error=error, is_worthless=is_unreadable)
+        return DiskOutcome(reason=reason, error=error, is_worthless=is_unreadable)
 
 
-def _read(files: Files, job: Job) -> Outcome:
+def _read(files: Files, job: DiskJob) -> DiskOutcome:
     assert job.key is not None and job.slot is not None
-    return Outcome(header=files.chunks.read(job.key, job.slot))
+    return DiskOutcome(header=files.chunks.read(job.key, job.slot))
 
 
-def _write(files: Files, job: Job) -> Outcome:
+def _write(files: Files, job: DiskJob) -> DiskOutcome:
     assert job.header is not None and job.slot is not None
     files.chunks.write(job.header, job.slot, sync=job.sync)
-    return Outcome(header=job.header)
+    return DiskOutcome(header=job.header)
 
 
-def _remove(files: Files, job: Job) -> Outcome:
+def _remove(files: Files, job: DiskJob) -> DiskOutcome:
     assert job.key is not None
     files.chunks.remove(job.key)
-    return Outcome()
+    return DiskOutcome()
 
 
-def _erase(files: Files, job: Job) -> Outcome:
+def _erase(files: Files, job: DiskJob) -> DiskOutcome:
     try:
         files.chunks.erase()
     finally:
         files.others.erase()
-    return Outcome()
+    return DiskOutcome()
 
 
-def _probe(files: Files, job: Job) -> Outcome:
+def _probe(files: Files, job: DiskJob) -> DiskOutcome:
     write_seconds, read_seconds = files.chunks.probe(job.num_bytes)
-    return Outcome(
+    return DiskOutcome(
         read_seconds_per_byte=read_seconds / job.num_bytes,
         write_seconds_per_byte=write_seconds / job.num_bytes,
     )

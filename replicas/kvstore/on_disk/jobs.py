@@ -59,7 +59,7 @@ class State(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class DiskJob:
     kind: Kind
     number: int
     asked_at: float
@@ -80,12 +80,12 @@ _ORDER = (Kind.PROBE, Kind.READ, Kind.REMOVE, Kind.WRITE)
 
 class JobQueue:
     def __init__(self) -> None:
-        self._ready: dict[Kind, deque[Job]] = {kind: deque() for kind in _ORDER}
-        self._behind: dict[BlockHash, deque[Job]] = {}
+        self._ready: dict[Kind, deque[DiskJob]] = {kind: deque() for kind in _ORDER}
+        self._behind: dict[BlockHash, deque[DiskJob]] = {}
         """For each key that a job or a claim has: the jobs that wait for it."""
-        self._reads: deque[Job] = deque()
+        self._reads: deque[DiskJob] = deque()
         """Oldest first, ended ones too until they come to the front."""
-        self._erase: Job | None = None
+        self._erase: DiskJob | None = None
         self.num_waiting = 0
         """Reads and writes."""
         self.num_running = 0
@@ -100,7 +100,7 @@ class JobQueue:
         """Erasing waits or runs."""
         return self._erase is not None
 
-    def add(self, job: Job) -> None:
+    def add(self, job: DiskJob) -> None:
         if job.kind is Kind.ERASE:
             assert self._erase is None, "one erasing at a time"
             self._erase = job
@@ -116,7 +116,7 @@ class JobQueue:
             self._behind[job.key] = deque()
             self._ready[job.kind].append(job)
 
-    def take(self, now: float) -> Job | None:
+    def take(self, now: float) -> DiskJob | None:
         """Return the next job. Erasing waits until nothing else runs, and everything else for erasing."""
         if self._erase is not None:
             if self.num_running:
@@ -129,7 +129,7 @@ class JobQueue:
                 return self._start(job, now)
         return None
 
-    def end(self, job: Job) -> None:
+    def end(self, job: DiskJob) -> None:
         """A job that ran has ended."""
         was_overdue = job.state is State.OVERDUE
         job.state = State.ENDED
@@ -142,7 +142,7 @@ class JobQueue:
             self._count_bytes(job, -1)
             self._release(job.key)
 
-    def give_up(self, job: Job) -> None:
+    def give_up(self, job: DiskJob) -> None:
         """Give up an overdue read: others may have its key, and nothing waits for it."""
         assert job.state is State.RUNNING, "what is given up runs"
         job.state = State.OVERDUE
@@ -150,7 +150,7 @@ class JobQueue:
         self._count_bytes(job, -1)
         self._release(job.key)
 
-    def late_reads(self, asked_before: float) -> Iterator[Job]:
+    def late_reads(self, asked_before: float) -> Iterator[DiskJob]:
         """Reads that were asked for before then and still wait or run, oldest first. Waiting ones are taken
         off the queue; those that run are the caller's to give up.
         """
@@ -168,7 +168,7 @@ class JobQueue:
             self._reads.popleft()
         return self._reads[0].asked_at if self._reads else None
 
-    def drop_waiting(self) -> list[Job]:
+    def drop_waiting(self) -> list[DiskJob]:
         """Take everything off the queue that does not run yet, in no order."""
         dropped = [job for jobs in (*self._behind.values(), *self._ready.values()) for job in jobs]
         for job in dropped:
@@ -195,13 +195,13 @@ class JobQueue:
         self.num_running -= 1
         self._release(key)
 
-    def _start(self, job: Job, now: float) -> Job:
+    def _start(self, job: DiskJob, now: float) -> DiskJob:
         job.state = State.RUNNING
         job.started_at = now
         self.num_running += 1
         return job
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: DiskJob) -> None:
         """Take one that waits out of the line."""
         job.state = State.ENDED
         self._count(job, -1)
@@ -221,11 +221,11 @@ class JobQueue:
         else:
             del self._behind[key]
 
-    def _count(self, job: Job, sign: int) -> None:
+    def _count(self, job: DiskJob, sign: int) -> None:
         self.num_waiting += sign * (job.kind in (Kind.READ, Kind.WRITE))
         self._count_bytes(job, sign)
 
-    def _count_bytes(self, job: Job, sign: int) -> None:
+    def _count_bytes(self, job: DiskJob, sign: int) -> None:
         if job.kind is Kind.READ:
             self.bytes_to_read += sign * job.num_bytes
         self.bytes_to_grow += sign * job.growth

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from replicas.kvstore.chunk import ChunkName
-from replicas.kvstore.directory import Directory, Place
+from replicas.kvstore.directory import ChunkPlace, Directory
 from replicas.kvstore.leasing.lease_list import LeaseList
 from replicas.kvstore.leasing.leases import LeaseRecord, TenantTag
 from replicas.kvstore.tenant_shares import Tenancy
@@ -126,7 +126,7 @@ class TakeOvers:
         for asked in [*self._asked]:
             for key in [*asked.coming]:
                 place = self._directory.place(key)
-                if place is Place.COMING:
+                if place is ChunkPlace.COMING:
                     continue
                 asked.coming.remove(key)
                 if place is None:
@@ -165,7 +165,7 @@ class TakeOvers:
             place = self._directory.place(chunk.key)
             if refusal is not None:
                 asked.outcomes[chunk.key] = _OUTCOMES.get(refusal, HandOverOutcome.OVER)
-            elif place in (Place.HOST, Place.DISK):
+            elif place in (ChunkPlace.HOST, ChunkPlace.DISK):
                 asked.outcomes[chunk.key] = HandOverOutcome.TAKEN
             elif place is None and not self._has_before(asked, chunk):
                 self._directory.leases.withdraw(chunk.key, source)
@@ -206,7 +206,7 @@ class TakeOvers:
         self._pulls.begin(
             source, [(name, known(_tenancy(chunk))) for name, chunk in zip(names, chunks, strict=True)]
         )
-        coming = {name.key for name in names if self._directory.place(name.key) is Place.COMING}
+        coming = {name.key for name in names if self._directory.place(name.key) is ChunkPlace.COMING}
         self._num_pulled[source.epoch] = self._num_pulled.get(source.epoch, 0) + len(coming)
         self._num_pulled.move_to_end(source.epoch)
         if len(self._num_pulled) > MAX_SOURCES:

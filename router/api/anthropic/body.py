@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from router.answers.wishes import FormatKind, OutputFormat, ToolChoice, ToolMode
-from router.api.anthropic.caching import Marks, Place
+from router.api.anthropic.caching import MarkPosition, Marks
 from router.api.anthropic.errors import NO_THREADS
 from router.api.anthropic.turns import Turns
 from router.api.chat_request import ChatRequest, KeepThrough
@@ -210,7 +210,7 @@ def _tools(asked: Sequence[dict[str, Any]], marks: Marks, unknown: list[str]) ->
     names: set[str] = set()
     for position, tool in enumerate(asked):
         path = f"tools[{position}]"
-        marks.block(path, tool, Place(-1))
+        marks.block(path, tool, MarkPosition(-1))
         if not _is_own(tool, path, unknown):
             continue
         name, schema, description = tool.get("name"), tool.get("input_schema"), tool.get("description")

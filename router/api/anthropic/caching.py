@@ -22,7 +22,7 @@ _ORDER = (
 )
 
 
-class Place(NamedTuple):
+class MarkPosition(NamedTuple):
     """A block's end: in which message of the chat, after how many characters of its text; the end of that
     message for None. Message -1 stands for all that comes before the messages."""
 
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
 class _Mark(NamedTuple):
     seconds: int
-    place: Place
+    place: MarkPosition
     path: str
 
 
@@ -41,10 +41,10 @@ class Marks:
 
     def __init__(self) -> None:
         self._marks: list[_Mark] = []
-        self._last_block: Place | None = None
+        self._last_block: MarkPosition | None = None
         self._last_seconds: int | None = None
 
-    def block(self, path: str, block: Mapping[str, Any], place: Place) -> None:
+    def block(self, path: str, block: Mapping[str, Any], place: MarkPosition) -> None:
         """A block that can be cached. Raises InvalidRequest."""
         seconds = mark_seconds(path, block)
         self._last_block, self._last_seconds = place, seconds
@@ -72,7 +72,7 @@ class Marks:
             if mark.seconds > shortest:
                 raise InvalidRequest(_ORDER, parameter=f"{mark.path}.ttl")
             shortest = mark.seconds
-        longest: dict[Place, int] = {}
+        longest: dict[MarkPosition, int] = {}
         for mark in self._marks:
             longest[mark.place] = max(mark.seconds, longest.get(mark.place, 0))
         return [KeepThrough(seconds, *place) for place, seconds in longest.items()]

@@ -8,7 +8,7 @@ block.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from router.api.anthropic.caching import Marks, Place, mark_seconds
+from router.api.anthropic.caching import MarkPosition, Marks, mark_seconds
 from router.api.images import Images, content_of
 from router.api.json_body import read_arguments
 from router.errors import InvalidRequest
@@ -48,7 +48,7 @@ class Turns:
         blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
         for number, block in enumerate(blocks):
             path = f"system[{number}]"
-            self._system_text(path, block, Place(-1) if has_tools else None)
+            self._system_text(path, block, MarkPosition(-1) if has_tools else None)
         self._close()
 
     def message(self, position: int, message: Mapping[str, Any]) -> None:
@@ -115,7 +115,7 @@ class Turns:
         name = self._calls[call_id]
         content = content_of(pieces)
         self.messages.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": content})
-        self._marks.block(path, block, Place(len(self.messages) - 1))
+        self._marks.block(path, block, MarkPosition(len(self.messages) - 1))
 
     def _piece(self, path: str, block: Any) -> str | dict[str, Any]:
         """A text, or an image as a part of a message."""
@@ -149,7 +149,7 @@ class Turns:
                     _no_mark(here, block, "thinking")
                 case "tool_use":
                     self._call(path, here, block)
-                    self._mark(here, block, Place(len(self.messages) - 1))
+                    self._mark(here, block, MarkPosition(len(self.messages) - 1))
                 case _:
                     self._say(_read_text(here, block))
                     self._mark(here, block)
@@ -178,7 +178,7 @@ class Turns:
             self._system_text(f"{path}.content[{number}]", block, None)
         self._close()
 
-    def _system_text(self, path: str, block: Any, place: Place | None) -> None:
+    def _system_text(self, path: str, block: Any, place: MarkPosition | None) -> None:
         text = _text(path, block)
         if text.startswith(BILLING_HEADER):
             return
@@ -209,12 +209,12 @@ class Turns:
         self._texts.append(text)
         self._num_characters += len(text)
 
-    def _mark(self, path: str, block: Mapping[str, Any], place: Place | None = None) -> None:
+    def _mark(self, path: str, block: Mapping[str, Any], place: MarkPosition | None = None) -> None:
         """A block of the message that is open. An empty text cannot be cached."""
         if block.get("type") == "text" and not block["text"]:
             _no_mark(path, block, "empty text")
             return
-        self._marks.block(path, block, place or Place(len(self.messages) - 1, self._num_characters))
+        self._marks.block(path, block, place or MarkPosition(len(self.messages) - 1, self._num_characters))
 
     def _close(self) -> None:
         """Close a message. An assistant's text continues across blocks; others' blocks are lines."""

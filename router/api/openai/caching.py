@@ -15,7 +15,7 @@ from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import PrefixLease
 from router.api.json_body import wrong_type
 from router.errors import InvalidRequest
-from router.keeping import Kept, kept_of
+from router.keeping import LeaseResult, kept_of
 
 RETENTION_SECONDS = {"in_memory": 300, "in-memory": 300, "24h": 86_400}
 """`in_memory` promises what OpenAI names as the shortest time; `in-memory` is how older clients spell it."""
@@ -140,7 +140,7 @@ def lease_headers(leases: Sequence[PrefixLease], usage: PromptUsage) -> list[tup
     return headers
 
 
-def _lease(kept: Kept) -> dict[str, Any]:
+def _lease(kept: LeaseResult) -> dict[str, Any]:
     if kept.refused is not None:
         return {"status": "refused", "reason": kept.refused}
     return {"status": "granted", "seconds": kept.seconds, "tokens": kept.num_tokens}

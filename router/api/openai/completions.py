@@ -39,7 +39,7 @@ from router.api.sampling import TokenRules, kept_tokens, sampling_params
 from router.api.sse import COMMENT, DONE, ChunkWriter
 from router.caller import Caller
 from router.errors import about_model
-from router.keeping import Keep
+from router.keeping import LeaseRequest
 from router.prepared import EncodedPrompt, PreparedRequest
 from router.prompt.catalog import ServedModel
 from router.prompt.engines import TooMuchWork
@@ -122,7 +122,7 @@ async def _make_prompts(
         is_silent=request.only_prompt, is_kept=not request.stream or bool(request.return_token_ids)
     )
     wanted = keeps_of(request.prompt_cache_retention, request.prompt_cache_options)
-    keeps = [Keep(seconds) for seconds, _ in wanted]
+    keeps = [LeaseRequest(seconds) for seconds, _ in wanted]
     work = context.turns.long_work()
     async for token_ids, echo in encoded:
         first_index = len(prompts) * num_choices

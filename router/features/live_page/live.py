@@ -6,7 +6,7 @@ never tokens or text.
 
 from collections.abc import Callable, Sequence
 
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.frames import NO_USER, PromptUsage, UserTag
 from router.explain.sightings import short_key
 from router.features.live_page.recent import Origins, Recent, RecentDecision, Slot
@@ -77,7 +77,7 @@ def origins_of(usage: PromptUsage) -> Origins:
     )
 
 
-def _num_cached(images: Sequence[MediaSpan], usage: PromptUsage | None) -> int:
+def _num_cached(images: Sequence[ImageTokens], usage: PromptUsage | None) -> int:
     """Count the cached tokens of images."""
     num_cached = 0 if usage is None else usage.num_cached_tokens
     return sum(min(span.length, max(0, num_cached - span.start)) for span in images)

@@ -25,7 +25,7 @@ from router.errors import CacheGone, CachesUnavailable, ErrorKind, RouterError, 
 from router.features.named_caches.body import warming_body
 from router.features.named_caches.gemini_body import gemini_warming_body
 from router.features.named_caches.named_caches import NamedCaches
-from router.features.named_caches.record import ID_PREFIX, CacheContent, CacheKind, CacheRecord, LeaseOutcome
+from router.features.named_caches.record import ID_PREFIX, CacheContent, CacheKind, CacheLease, CacheRecord
 from router.features.named_caches.requests import keep_beginning, opened
 from router.keeping import kept_of
 from router.misses import Misses
@@ -103,10 +103,10 @@ class CacheMaker:
         (prompt,) = request.prompts
         keep_beginning(request, record, self._context.wall_clock())
         usage = await self._run(request, prompt)
-        lease = LeaseOutcome(refused=NOT_WARMED)
+        lease = CacheLease(refused=NOT_WARMED)
         if usage is not None:
             kept = kept_of(prompt.generation.submit.leases, usage)[-1]
-            lease = LeaseOutcome(kept.seconds, kept.num_tokens, kept.refused)
+            lease = CacheLease(kept.seconds, kept.num_tokens, kept.refused)
         try:
             return await opened(self._caches).note_lease(record.cache_id, record.tenant, lease)
         except (CacheGone, CachesUnavailable):

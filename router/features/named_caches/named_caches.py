@@ -21,9 +21,9 @@ from router.features.named_caches.bounds import CacheBounds
 from router.features.named_caches.record import (
     CacheContent,
     CacheKind,
+    CacheLease,
     CacheRecord,
     Gone,
-    LeaseOutcome,
     gone_words,
     is_cache_id,
 )
@@ -132,7 +132,7 @@ class NamedCaches:
 
         return await self._change(cache_id, tenant, changed)
 
-    async def note_lease(self, cache_id: str, tenant: str, lease: LeaseOutcome) -> CacheRecord:
+    async def note_lease(self, cache_id: str, tenant: str, lease: CacheLease) -> CacheRecord:
         """Raises CacheGone or CachesUnavailable."""
         return await self._change(
             cache_id, tenant, lambda record: msgspec.structs.replace(record, lease=lease)

@@ -23,7 +23,7 @@ class CacheKind(enum.StrEnum):
     GEMINI = "gemini"
 
 
-class LeaseOutcome(Struct, frozen=True):
+class CacheLease(Struct, frozen=True):
     """The replica's last answer to the request to keep the beginning's KV. `refused` is why it did not."""
 
     seconds: int = 0
@@ -48,7 +48,7 @@ class CacheRecord(Struct, frozen=True, kw_only=True):
     num_tokens: int
     name: str | None = None
     salt: str | None = None
-    lease: LeaseOutcome | None = None
+    lease: CacheLease | None = None
     deleted: float | None = None
 
     def seconds_left(self, now: float) -> float:

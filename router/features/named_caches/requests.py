@@ -16,7 +16,7 @@ from router.errors import InvalidRequest, about_model
 from router.features.named_caches.body import check_use, named_in, spliced
 from router.features.named_caches.named_caches import NamedCaches
 from router.features.named_caches.record import CacheKind, CacheRecord
-from router.keeping import Keep, leases_of
+from router.keeping import LeaseRequest, leases_of
 
 
 def with_caches(caches: NamedCaches | None, kind: CacheKind, prepare: Prepare) -> Prepare:
@@ -55,7 +55,7 @@ def keep_beginning(request: ApiRequest, record: CacheRecord, now: float) -> None
     seconds = max(1, math.ceil(record.seconds_left(now)))
     for prompt in request.prompts:
         generation = prompt.generation
-        keep = Keep(seconds, record.num_tokens)
+        keep = LeaseRequest(seconds, record.num_tokens)
         leases = (
             *generation.submit.leases,
             *leases_of([keep], len(generation.token_ids), request.model.card.block_size),

@@ -19,7 +19,7 @@ from router.edge.connections import address_of
 from router.features.named_caches.body import CacheChange, cache_change, new_cache
 from router.features.named_caches.making import CacheMaker, CacheWish
 from router.features.named_caches.named_caches import NamedCaches
-from router.features.named_caches.record import CacheRecord, LeaseOutcome, moment
+from router.features.named_caches.record import CacheLease, CacheRecord, moment
 from router.features.named_caches.requests import opened
 
 
@@ -112,7 +112,7 @@ def _object(record: CacheRecord) -> dict[str, Any]:
     }
 
 
-def _lease(lease: LeaseOutcome | None) -> dict[str, Any] | None:
+def _lease(lease: CacheLease | None) -> dict[str, Any] | None:
     """Format a lease as in `usage`."""
     if lease is None:
         return None

@@ -12,7 +12,7 @@ from loadtests.simulation.options import FleetOptions, Kill
 from loadtests.simulation.request import prepare
 from loadtests.simulation.shape import TierShape
 from loadtests.workloads import ImageSpan, Workload
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 from router.routing.load import LoadBook
 from tests.loadtests.simulation.builders import (
     NO_DELAYS,
@@ -85,7 +85,7 @@ def test_routers_know_of_each_prompt_where_its_images_stand(monkeypatch: pytest.
     monkeypatch.setattr(LoadBook, "reserve", noted)
     workload = Workload("shown", 10, (SHOWN, replace(SHOWN, arrival_seconds=5.0, user="bob")))
     (first, _) = prepare(workload)
-    assert first.media == (MediaSpan(first.media[0].content_hash, 2, 10),)
+    assert first.media == (ImageTokens(first.media[0].content_hash, 2, 10),)
     serve(workload, one_replica())
     assert reserved == [10, 0]
 

@@ -10,7 +10,7 @@ from loadtests.simulation.shape import ReplicaShape
 from loadtests.workloads import ImageSpan, Workload
 from replicas.engine import EngineRequest, expand
 from replicas.media.probes import probe_png
-from replicas.protocol.blocks import MediaSpan, pack_token_ids
+from replicas.protocol.blocks import ImageTokens, pack_token_ids
 from replicas.protocol.frames import SamplingParams, Submit, UserTag
 from replicas.protocol.image_rules import CellRule, written_rule
 from replicas.protocol.images import media_hash
@@ -118,7 +118,7 @@ def engine_request(prepared: HashedRequest, block_tokens: int) -> EngineRequest:
     for image in prepared.trace.images:
         token_ids[image.start : image.start + image.num_tokens] = [RULE.placeholder] * image.num_tokens
         content_hash = media_hash(ROOT, png_of(image.content))
-        media.append(MediaSpan(content_hash, image.start, image.num_tokens))
+        media.append(ImageTokens(content_hash, image.start, image.num_tokens))
     submit = Submit(
         prepared.number,
         pack_token_ids(token_ids[: prepared.trace.num_input_tokens]),

@@ -11,7 +11,7 @@ from loadtests.simulation.options import FleetOptions, Kill
 from loadtests.simulation.request import prepare
 from loadtests.simulation.shape import TierShape
 from loadtests.workloads import Workload
-from replicas.kvstore.directory import Place
+from replicas.kvstore.directory import ChunkPlace
 from replicas.protocol.events import Tier
 from tests.loadtests.simulation.builders import new_fleet, random_workload, request, serve, small_shape
 
@@ -56,7 +56,7 @@ def test_after_a_storm_nothing_is_moving_pinned_or_lost(tiers: TierShape, seed: 
         while replica.moves_end_at is not None:
             host.observe(replica.end_moves(replica.moves_end_at))
         for chunk in [*directory._hot, *directory._cold]:
-            assert directory.place(chunk.name.key) is Place.HOST
+            assert directory.place(chunk.name.key) is ChunkPlace.HOST
             directory.pin([chunk.name.key])
             directory.unpin([chunk.name.key])
         assert directory.num_in_host <= directory.num_host_slots

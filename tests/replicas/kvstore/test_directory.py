@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicas.kvstore.directory import Directory, Place
+from replicas.kvstore.directory import ChunkPlace, Directory
 from replicas.kvstore.write_budget import BURST_SECONDS, WriteBudget
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, Tier
 from tests.replicas.kvstore.chunk_names import chain, key, name
@@ -28,11 +28,11 @@ def test_a_chunk_is_coming_until_it_is_filled() -> None:
     directory = Directory(host_chunks=2)
     assert directory.place(key("a")) is None and directory.slot(key("a")) is None
     slot = directory.offer(name("a"))
-    assert directory.place(key("a")) is Place.COMING and directory.slot(key("a")) is None
+    assert directory.place(key("a")) is ChunkPlace.COMING and directory.slot(key("a")) is None
     assert directory.take_events() == []
     assert directory.offer(name("a")) is None
     directory.filled(key("a"))
-    assert directory.place(key("a")) is Place.HOST
+    assert directory.place(key("a")) is ChunkPlace.HOST
     assert directory.slot(key("a")) == (slot, directory.generation(slot or 0))
     assert directory.take_events() == [BlockStored((key("a"),), 3, tier=Tier.HOST)]
 
@@ -60,9 +60,9 @@ def test_a_chain_is_found_up_to_its_first_hole() -> None:
     directory = Directory(host_chunks=8)
     put(directory, "a", "abc")
     directory.offer(name("ab"))
-    assert directory.find(chain("abcd")) == [Place.HOST, Place.COMING, Place.HOST]
+    assert directory.find(chain("abcd")) == [ChunkPlace.HOST, ChunkPlace.COMING, ChunkPlace.HOST]
     directory.given_up(key("ab"))
-    assert directory.find(chain("abcd")) == [Place.HOST]
+    assert directory.find(chain("abcd")) == [ChunkPlace.HOST]
 
 
 def test_the_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_beginning() -> None:
@@ -73,7 +73,7 @@ def test_the_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_be
     put(directory, "y")
     assert directory.place(key("z")) is None
     put(directory, "x")
-    assert directory.find(chain("abc")) == [Place.HOST, Place.HOST]
+    assert directory.find(chain("abc")) == [ChunkPlace.HOST, ChunkPlace.HOST]
     assert [each for each in directory.take_events() if isinstance(each, BlockRemoved)] == [
         BlockRemoved((key("z"),), Tier.HOST),
         BlockRemoved((key("abc"),), Tier.HOST),
@@ -85,10 +85,14 @@ def test_a_chain_that_was_used_once_goes_from_its_end_as_well() -> None:
     put(directory, "a", "ab", "abc", "z")
     assert write_all(directory) == ["a", "ab", "abc"]
     put(directory, "y")
-    assert [directory.place(each) for each in chain("abc")] == [Place.HOST, Place.HOST, Place.DISK]
+    assert [directory.place(each) for each in chain("abc")] == [
+        ChunkPlace.HOST,
+        ChunkPlace.HOST,
+        ChunkPlace.DISK,
+    ]
     put(directory, "x", "w", "v")
     write_all(directory)
-    assert directory.find(chain("abc")) == [Place.DISK, Place.DISK]
+    assert directory.find(chain("abc")) == [ChunkPlace.DISK, ChunkPlace.DISK]
 
 
 def test_a_chunk_whose_write_failed_holds_up_no_other() -> None:
@@ -122,7 +126,7 @@ def test_what_is_filled_or_written_stays() -> None:
     [write] = directory.take_writes(0.0, 9)
     assert write.name == name("a")
     put(directory, *"xyz")
-    assert [directory.place(key(path)) for path in "ad"] == [Place.HOST, Place.COMING]
+    assert [directory.place(key(path)) for path in "ad"] == [ChunkPlace.HOST, ChunkPlace.COMING]
     assert directory.place(key("b")) is None
 
 
@@ -144,7 +148,7 @@ def test_the_oldest_quarter_is_written_and_found_on_disk_when_it_has_left() -> N
     assert write_all(directory) == ["a"]
     assert BlockStored((key("a"),), 3, tier=Tier.DISK) in directory.take_events()
     put(directory, "e")
-    assert directory.place(key("a")) is Place.DISK
+    assert directory.place(key("a")) is ChunkPlace.DISK
     assert directory.take_events()[0] == BlockRemoved((key("a"),), Tier.HOST)
 
 
@@ -186,7 +190,7 @@ def test_the_oldest_file_goes_when_the_disk_is_full() -> None:
     assert directory.num_on_disk == 2
     assert directory.take_removals() == [key("a"), key("b")]
     assert directory.take_removals() == []
-    assert directory.place(key("a")) is None and directory.place(key("c")) is Place.DISK
+    assert directory.place(key("a")) is None and directory.place(key("c")) is ChunkPlace.DISK
 
 
 def test_a_file_that_is_written_anew_is_not_removed() -> None:
@@ -207,11 +211,11 @@ def test_what_is_fetched_is_in_host_memory_and_on_disk() -> None:
     put(directory, "e")
     directory.take_events()
     assert directory.fetch(key("a")) is not None
-    assert directory.place(key("a")) is Place.COMING
+    assert directory.place(key("a")) is ChunkPlace.COMING
     directory.filled(key("a"))
-    assert directory.place(key("a")) is Place.HOST
+    assert directory.place(key("a")) is ChunkPlace.HOST
     directory.lost_file(key("a"))
-    assert directory.place(key("a")) is Place.HOST
+    assert directory.place(key("a")) is ChunkPlace.HOST
     assert directory.take_events()[-1] == BlockRemoved((key("a"),), Tier.DISK)
 
 
@@ -258,7 +262,7 @@ def test_what_an_earlier_life_left_is_there_and_what_does_not_fit_is_removed() -
     directory = Directory(host_chunks=1, disk_chunks=2)
     directory.restore(map(name, ["a", "b", "c"]))
     assert directory.take_removals() == [key("a")]
-    assert [directory.place(key(path)) for path in "abc"] == [None, Place.DISK, Place.DISK]
+    assert [directory.place(key(path)) for path in "abc"] == [None, ChunkPlace.DISK, ChunkPlace.DISK]
     assert directory.take_events() == [
         *(BlockStored((key(path),), 3, tier=Tier.DISK) for path in "abc"),
         BlockRemoved((key("a"),), Tier.DISK),

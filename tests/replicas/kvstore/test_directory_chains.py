@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from replicas.kvstore.chunk import Chunk, ChunkName, chain_before
-from replicas.kvstore.directory import Directory, Place
+from replicas.kvstore.directory import ChunkPlace, Directory
 from replicas.kvstore.leasing.leases import Leases
 from replicas.kvstore.use_order import NewestChain, UseOrder
 from replicas.kvstore.write_queues import WriteQueues
@@ -132,7 +132,7 @@ class Storm:
 
     def fetch_a_chain(self) -> None:
         for each in chain(self.path()):
-            if self.quick.place(each) is Place.DISK:
+            if self.quick.place(each) is ChunkPlace.DISK:
                 self.fetch(each)
 
     def fetch(self, chunk: BlockHash) -> None:
@@ -155,7 +155,7 @@ class Storm:
 
     def pin(self) -> None:
         chunk = key(self.path())
-        if self.quick.place(chunk) is Place.HOST:
+        if self.quick.place(chunk) is ChunkPlace.HOST:
             self.both(lambda directory: directory.pin([chunk]))
             self.pinned.append(chunk)
 

@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import pytest
 
-from replicas.kvstore.directory import Directory, Place
+from replicas.kvstore.directory import ChunkPlace, Directory
 from replicas.kvstore.leasing.leases import LeaseRecord, Leases
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.protocol.events import BlockRemoved
@@ -25,7 +25,7 @@ def test_what_is_leased_stays_in_host_memory_while_all_else_goes() -> None:
     put(directory, "a", "ab")
     assert directory.grant(chain("ab"), 60) is None
     put(directory, *"uvwxyz")
-    assert directory.find(chain("ab")) == [Place.HOST, Place.HOST]
+    assert directory.find(chain("ab")) == [ChunkPlace.HOST, ChunkPlace.HOST]
     directory.pass_time(60.0)
     put(directory, "1", "2")
     assert directory.find(chain("ab")) == []
@@ -50,7 +50,7 @@ def test_that_a_lease_ran_out_is_told_of_what_went_after_it_and_of_nothing_else(
     directory.pass_time(120.0)
     directory.grant([key("b")], 60)
     put(directory, *"uvwxyz")
-    assert directory.place(key("b")) is Place.HOST and directory.num_expired([key("b")]) == 0
+    assert directory.place(key("b")) is ChunkPlace.HOST and directory.num_expired([key("b")]) == 0
     assert directory.clear()
     assert directory.num_expired([key("b")]) == 0 and directory.broken([key("b")]) == (1, LeaseBreak.CLEARED)
 
@@ -114,9 +114,9 @@ def test_expiry_deletes_nothing_and_makes_the_end_of_a_chain_the_oldest() -> Non
     directory.grant(chain("abc"), 60)
     put(directory, *"xyz")
     directory.pass_time(60.0)
-    assert directory.find(chain("abc")) == [Place.HOST] * 3
+    assert directory.find(chain("abc")) == [ChunkPlace.HOST] * 3
     put(directory, "1", "2")
-    assert directory.find(chain("abc")) == [Place.HOST]
+    assert directory.find(chain("abc")) == [ChunkPlace.HOST]
 
 
 def test_a_lease_is_broken_aloud_when_nothing_else_can_go() -> None:
@@ -143,7 +143,7 @@ def test_what_is_leased_for_an_hour_is_written_at_once_and_before_all_else() -> 
     put(directory, "b")
     directory.grant(chain("b"), HOUR_SECONDS - 1)
     assert write_all(directory)[0] == "a"
-    assert directory.place(key("b")) is Place.HOST and directory.leases.charged == (1, 1)
+    assert directory.place(key("b")) is ChunkPlace.HOST and directory.leases.charged == (1, 1)
 
 
 def test_a_lease_that_comes_before_its_chunk_holds_from_its_first_copy_on() -> None:
@@ -152,7 +152,7 @@ def test_a_lease_that_comes_before_its_chunk_holds_from_its_first_copy_on() -> N
     put(directory, "a", "ab")
     assert write_all(directory) == ["a", "ab"]
     put(directory, *"uvwxyz")
-    assert directory.find(chain("ab")) == [Place.DISK, Place.DISK]
+    assert directory.find(chain("ab")) == [ChunkPlace.DISK, ChunkPlace.DISK]
 
 
 def test_while_the_write_budget_is_short_what_is_leased_is_still_written() -> None:
@@ -171,7 +171,7 @@ def test_a_file_that_is_leased_outlives_those_that_are_not() -> None:
     for path in "bcdefghijklm":
         put(directory, path)
         write_all(directory)
-    assert directory.place(key("a")) is Place.DISK and directory.num_on_disk == 4
+    assert directory.place(key("a")) is ChunkPlace.DISK and directory.num_on_disk == 4
     assert key("a") not in directory.take_removals()
     directory.pass_time(float(DAY))
     put(directory, *"nopq")
@@ -196,7 +196,7 @@ def test_a_lost_file_is_written_anew_if_host_memory_has_it_else_the_lease_is_bro
         assert directory.grant([key(path)], DAY) is None
     assert write_all(directory) == ["a", "b"]
     put(directory, *"uvw")
-    assert directory.place(key("a")) is Place.DISK and directory.place(key("b")) is Place.HOST
+    assert directory.place(key("a")) is ChunkPlace.DISK and directory.place(key("b")) is ChunkPlace.HOST
     directory.lost_file(key("a"))
     directory.lost_file(key("b"))
     assert directory.broken([key("a"), key("b")]) == (1, LeaseBreak.LOST)
@@ -213,7 +213,7 @@ def test_a_lost_file_breaks_its_lease_if_host_memory_owes_all_that_it_may() -> N
     directory.lost_file(key("a"))
     assert not directory.leases.holds(key("a")) and directory.leases.holds(key("b"))
     assert directory.leases.counts.broken == {LeaseBreak.LOST: 1}
-    assert directory.place(key("a")) is Place.HOST and directory.broken([key("a")]) == (0, None)
+    assert directory.place(key("a")) is ChunkPlace.HOST and directory.broken([key("a")]) == (0, None)
 
 
 def test_a_write_that_failed_leaves_the_lease_to_host_memory_until_it_is_used_again() -> None:
@@ -223,7 +223,7 @@ def test_a_write_that_failed_leaves_the_lease_to_host_memory_until_it_is_used_ag
     (write,) = directory.take_writes(0.0, 9)
     directory.not_written(write.name.key)
     put(directory, *"uvwxyz")
-    assert directory.place(key("a")) is Place.HOST and "a" not in write_all(directory)
+    assert directory.place(key("a")) is ChunkPlace.HOST and "a" not in write_all(directory)
     directory.use([key("a")])
     assert write_all(directory)[0] == "a"
 
@@ -244,7 +244,7 @@ def test_leases_of_files_are_told_for_the_journal_and_come_back_from_it() -> Non
     again = leasing(4, 2)
     again.restore(map(name, "abc"), [record._replace(seconds_left=50.0), LeaseRecord(key("z"), DAY, 50.0)])
     assert again.take_removals() == [key("b")] and again.leases.num_leased == 1
-    assert again.place(key("a")) is Place.DISK
+    assert again.place(key("a")) is ChunkPlace.DISK
     again.pass_time(50.0)
     assert again.leases.counts.kept == 1
 
@@ -288,13 +288,13 @@ def test_a_day_long_lease_is_kept_for_a_day_while_ten_times_the_tiers_pass_throu
     assert num_passed >= 10 * disk
     directory.pass_time(DAY - 1.0)
     for path in leased:
-        assert directory.find(chain(path)) == [Place.DISK] * 3
+        assert directory.find(chain(path)) == [ChunkPlace.DISK] * 3
     directory.use(chain(leased[0]))
     directory.pass_time(float(DAY))
     assert directory.leases.counts.kept == 9
     for number in range(2 * disk):
         put(directory, f"after {number}")
         write_all(directory, now=float(DAY))
-    assert [directory.find(chain(path)) for path in leased] == [[Place.DISK] * 3, [], [], []]
+    assert [directory.find(chain(path)) for path in leased] == [[ChunkPlace.DISK] * 3, [], [], []]
     assert directory.leases.counts.broken.total() == 0
     assert directory.grant(chain("xyz"), DAY + 1) is LeaseRefusal.TOO_LONG

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replicas.kvstore.directory import Directory, Place, Write
+from replicas.kvstore.directory import ChunkPlace, Directory, Write
 from replicas.kvstore.leasing.leases import STORE_SECONDS, LeaseRecord, Leases, TenantTag
 from replicas.kvstore.tenant_shares import Tenancy
 from replicas.kvstore.write_budget import BURST_SECONDS, WriteBudget
@@ -122,7 +122,7 @@ class Tiers(RuleBasedStateMachine):
 
     @rule(path=st.sampled_from(PATHS))
     def fetch(self, path: str) -> None:
-        if self.directory.place(key(path)) is Place.DISK:
+        if self.directory.place(key(path)) is ChunkPlace.DISK:
             with self.only_the_last_leased_one_goes():
                 slot = self.directory.fetch(key(path))
             if slot is not None:
@@ -132,7 +132,7 @@ class Tiers(RuleBasedStateMachine):
     def only_the_last_leased_one_goes(self) -> Iterator[None]:
         """Out of host memory a promise goes that has no file, and only if there is nothing else to take."""
         directory = self.directory
-        in_host = {key(path) for path in PATHS if directory.place(key(path)) is Place.HOST}
+        in_host = {key(path) for path in PATHS if directory.place(key(path)) is ChunkPlace.HOST}
         has_free = directory.num_in_host + directory.num_quarantined < directory.num_host_slots
         could_go = in_host - self.pinned.keys() - self.writing.keys()
         on_disk = self.told[Tier.DISK]
@@ -216,7 +216,9 @@ class Tiers(RuleBasedStateMachine):
         assert set(self.directory.take_lease_ends()) <= self.files.keys() - self.promises.keys()
 
     def has_copy(self, chunk: BlockHash) -> bool:
-        return self.directory.place(chunk) in (Place.HOST, Place.DISK) or chunk in self.told[Tier.DISK]
+        return (
+            self.directory.place(chunk) in (ChunkPlace.HOST, ChunkPlace.DISK) or chunk in self.told[Tier.DISK]
+        )
 
     def begin_filling(self, chunk: BlockHash, slot: int) -> None:
         assert slot not in self.filling.values() and slot not in self.stuck
@@ -259,7 +261,7 @@ class Tiers(RuleBasedStateMachine):
 
     @rule(path=st.sampled_from(PATHS))
     def pin(self, path: str) -> None:
-        if self.directory.place(key(path)) is Place.HOST:
+        if self.directory.place(key(path)) is ChunkPlace.HOST:
             self.directory.pin([key(path)])
             self.pinned[key(path)] += 1
 
@@ -384,7 +386,7 @@ class Tiers(RuleBasedStateMachine):
     @invariant()
     def what_is_there_is_there(self) -> None:
         self.tell()
-        in_host = {key(path) for path in PATHS if self.directory.place(key(path)) is Place.HOST}
+        in_host = {key(path) for path in PATHS if self.directory.place(key(path)) is ChunkPlace.HOST}
         assert self.told[Tier.HOST] == in_host
         for chunk in in_host:
             at = self.directory.slot(chunk)
@@ -456,7 +458,7 @@ class Tiers(RuleBasedStateMachine):
         assert directory.num_on_disk == len(self.files) + len(self.writing) <= directory.max_disk_chunks
         assert self.num_written <= RATE * (self.now + BURST_SECONDS) + 1
         for chunk in self.pinned:
-            assert directory.place(chunk) is Place.HOST
+            assert directory.place(chunk) is ChunkPlace.HOST
 
 
 TestTiers = Tiers.TestCase

@@ -6,17 +6,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from replicas.kvstore.on_disk.jobs import Job, JobQueue, Kind, State
+from replicas.kvstore.on_disk.jobs import DiskJob, JobQueue, Kind, State
 from tests.examples import examples
 from tests.replicas.kvstore.chunk_names import key
 
 BYTES = 10
 
 
-def job(kind: Kind, path: str | None, number: int = 0, asked_at: float = 0.0) -> Job:
+def job(kind: Kind, path: str | None, number: int = 0, asked_at: float = 0.0) -> DiskJob:
     growth = {Kind.WRITE: BYTES, Kind.REMOVE: -BYTES}.get(kind, 0)
     wanted = None if path is None else key(path)
-    return Job(kind, number, asked_at, wanted, num_bytes=BYTES, growth=growth)
+    return DiskJob(kind, number, asked_at, wanted, num_bytes=BYTES, growth=growth)
 
 
 def queue_of(*jobs: tuple[Kind, str]) -> JobQueue:
@@ -26,7 +26,7 @@ def queue_of(*jobs: tuple[Kind, str]) -> JobQueue:
     return queue
 
 
-def numbers(jobs: Iterable[Job | None]) -> list[int | None]:
+def numbers(jobs: Iterable[DiskJob | None]) -> list[int | None]:
     return [None if each is None else each.number for each in jobs]
 
 
@@ -99,7 +99,7 @@ class AnyHistory(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue = JobQueue()
-        self.jobs: list[Job] = []
+        self.jobs: list[DiskJob] = []
         self.claims: set[str] = set()
         self.now = 0.0
 
@@ -125,7 +125,7 @@ class AnyHistory(RuleBasedStateMachine):
             order = [Kind.ERASE, Kind.READ, Kind.REMOVE, Kind.WRITE]
             assert order.index(taken.kind) == min(order.index(each.kind) for each in expected)
 
-    def may_run(self) -> list[Job]:
+    def may_run(self) -> list[DiskJob]:
         waiting = [each for each in self.jobs if each.state is State.WAITING]
         erasing = [each for each in self.jobs if each.kind is Kind.ERASE and each.state is not State.ENDED]
         if erasing:
@@ -139,7 +139,7 @@ class AnyHistory(RuleBasedStateMachine):
             held.add(each.key)
         return found
 
-    def running(self) -> list[Job]:
+    def running(self) -> list[DiskJob]:
         return [each for each in self.jobs if each.state in (State.RUNNING, State.CLEARING)]
 
     @rule(data=st.data())

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from replicas.kvstore.directory import Place
-from replicas.kvstore.leasing.lease_desk import LeaseDesk, restored_leases
+from replicas.kvstore.directory import ChunkPlace
+from replicas.kvstore.leasing.lease_service import LeaseService, restored_leases
 from replicas.kvstore.leasing.leases import Charge, LeaseRecord, TenantTag
 from replicas.kvstore.tenant_shares import Tenancy
 from replicas.protocol.blocks import BlockHash
@@ -45,7 +45,7 @@ class Desk:
         self.wall = 1e9
         self.directory = leasing(8, 8)
         self.disk = NotedLeases()
-        self.desk = LeaseDesk(
+        self.desk = LeaseService(
             self.directory,
             self.disk,
             blocks_per_chunk=BLOCKS_PER_CHUNK,
@@ -185,7 +185,7 @@ def test_a_file_that_is_found_late_keeps_what_is_leased() -> None:
     directory.grant([key("a")], 60)
     directory.adopt(name("a"))
     put(directory, *"uvwxyz")
-    assert directory.place(key("a")) is Place.DISK and directory.leases.holds(key("a"))
+    assert directory.place(key("a")) is ChunkPlace.DISK and directory.leases.holds(key("a"))
     assert directory.leases.charged.host == 1
 
 

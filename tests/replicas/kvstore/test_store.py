@@ -10,7 +10,7 @@ import pytest
 
 from replicas.kvstore.arena import Arena
 from replicas.kvstore.chunk import ChunkName
-from replicas.kvstore.directory import Directory, Place
+from replicas.kvstore.directory import ChunkPlace, Directory
 from replicas.kvstore.layout import decode, encode
 from replicas.kvstore.on_disk.disk import Disk, DiskOptions
 from replicas.kvstore.store import ChunkShape, ChunkStore, DiskShare
@@ -59,7 +59,7 @@ def settle(store: ChunkStore) -> None:
         store.poll()
 
 
-def ask_for(store: ChunkStore, *paths: str) -> list[Place]:
+def ask_for(store: ChunkStore, *paths: str) -> list[ChunkPlace]:
     """As a request does whose tokens take an age to compute."""
     store.loaded(1, 1e-6)
     while store.speeds().disk is None:
@@ -86,7 +86,7 @@ def spilled(folder: Path, *paths: str) -> None:
 def test_a_chunk_comes_back_from_disk_with_whose_it_is(tmp_path: Path) -> None:
     spilled(tmp_path, "a", "ab")
     with opened(tmp_path) as store:
-        assert ask_for(store, "a", "ab") == [Place.HOST, Place.HOST]
+        assert ask_for(store, "a", "ab") == [ChunkPlace.HOST, ChunkPlace.HOST]
         (slot,) = store.pin([key("ab")])
         assert bytes(store.arena.payload(slot)) == (b"ab" * PAYLOAD_BYTES)[:PAYLOAD_BYTES]
         assert store.writers(slot) == (ANNA, BERT, ANNA, BERT)
@@ -124,7 +124,7 @@ def test_a_trial_before_it_begins_leaves_the_disk_as_it_is(tmp_path: Path) -> No
     store.poll()
     assert store.clear()
     store.begin()
-    assert store.directory.place(key("a")) is Place.DISK
+    assert store.directory.place(key("a")) is ChunkPlace.DISK
     assert store.directory.place(key("x")) is None
     settle(store)
     store.close()
@@ -138,7 +138,7 @@ def test_a_file_that_fails_is_forgotten_and_not_asked_for_again(tmp_path: Path) 
     content[5000] ^= 1
     file.write_bytes(content)
     with opened(tmp_path) as store:
-        assert ask_for(store, "a", "ab") == [Place.HOST]
+        assert ask_for(store, "a", "ab") == [ChunkPlace.HOST]
         assert store.directory.place(key("ab")) is None
         settle(store)
         assert not file.exists()
@@ -151,7 +151,7 @@ def test_a_disk_that_has_nothing_else_to_do_writes_what_is_new(tmp_path: Path) -
         store.poll()
         settle(store)
         assert all(file_of(tmp_path, path).exists() for path in ("a", "ab", "c"))
-        assert [store.directory.place(key(path)) for path in ("a", "ab", "c")] == [Place.HOST] * 3
+        assert [store.directory.place(key(path)) for path in ("a", "ab", "c")] == [ChunkPlace.HOST] * 3
         for path in ("d", "e"):
             put(store, path, ANNA)
         places = [store.directory.place(key(path)) for path in ("a", "ab", "c")]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from replicas.kvstore.arena import Arena
-from replicas.kvstore.directory import Place
+from replicas.kvstore.directory import ChunkPlace
 from replicas.kvstore.on_disk.disk import Disk
 from replicas.kvstore.store import MIN_WRITES, ChunkShape, ChunkStore, DiskShare
 from replicas.kvstore.write_budget import WriteBudget
@@ -54,13 +54,13 @@ class OpenStore:
         self.settle()
 
     def is_right_in_memory(self, path: str) -> bool:
-        if self.place(path) is not Place.HOST:
+        if self.place(path) is not ChunkPlace.HOST:
             return False
         [slot] = self.store.pin([key(path)])
         self.store.unpin([key(path)])
         return bytes(self.store.arena.payload(slot)) == payload(path) and self.store.writers(slot) == WRITERS
 
-    def place(self, path: str) -> Place | None:
+    def place(self, path: str) -> ChunkPlace | None:
         return self.store.directory.place(key(path))
 
 
@@ -74,11 +74,11 @@ def store_on(folder: Path, **changes: Any) -> Iterator[OpenStore]:
 def test_what_leaves_host_memory_is_read_again_with_its_writers(tmp_path: Path) -> None:
     with store_on(tmp_path) as at:
         at.put(*"abcdefgh")
-        assert at.place("a") is Place.DISK
+        assert at.place("a") is ChunkPlace.DISK
         at.fetch("a")
         assert at.is_right_in_memory("a")
     with store_on(tmp_path) as at:
-        assert at.place("b") is Place.DISK
+        assert at.place("b") is ChunkPlace.DISK
         at.fetch("b")
         assert at.is_right_in_memory("b")
 
@@ -90,7 +90,7 @@ def test_a_full_disk_takes_every_new_chunk_in_place_of_the_oldest(tmp_path: Path
             at.put(path)
         while at.disk.bytes_used > 3 * SLOT_BYTES:
             at.disk.wait(0.01)
-        on_disk = [path for path in paths if at.place(path) is Place.DISK]
+        on_disk = [path for path in paths if at.place(path) is ChunkPlace.DISK]
         assert on_disk == [*paths[-6:-4]], "the oldest in host memory has its file already"
         assert [each.key for each in at.store.directory.on_disk()] == [key(path) for path in paths[-6:-3]]
 
@@ -129,7 +129,7 @@ def test_a_file_that_was_lost_between_two_lives_is_forgotten_without_being_read(
         while at.place("a") is not None:
             assert at.disk.wait(PATIENCE_SECONDS)
             at.settle()
-        assert at.place("b") is Place.DISK
+        assert at.place("b") is ChunkPlace.DISK
 
 
 def test_a_read_that_came_too_late_leaves_the_chunk_on_disk(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_read_that_came_too_late_leaves_the_chunk_on_disk(tmp_path: Path) -> N
         at.put(*"abcdefgh")
     with store_on(tmp_path, read_deadline_seconds=-1.0) as at:
         at.fetch("a")
-        assert at.place("a") is Place.DISK and at.store.directory.num_in_host == 0
+        assert at.place("a") is ChunkPlace.DISK and at.store.directory.num_in_host == 0
     with store_on(tmp_path) as at:
         at.fetch("a")
         assert at.is_right_in_memory("a")

@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from replicas.kvstore.chunk import ChunkName
-from replicas.kvstore.directory import Directory, Place
+from replicas.kvstore.directory import ChunkPlace, Directory
 from replicas.kvstore.leasing import lease_list
-from replicas.kvstore.leasing.lease_desk import LeaseDesk
+from replicas.kvstore.leasing.lease_service import LeaseService
 from replicas.kvstore.leasing.leases import Leases, TenantTag
 from replicas.kvstore.pulling import take_overs
 from replicas.kvstore.pulling.take_overs import TakeOvers
@@ -44,9 +44,11 @@ class Store:
     def __init__(self, num_slots: int = 40, num_leased: int = 20) -> None:
         self.now = 0.0
         self.directory = Directory(host_chunks=num_slots, leases=Leases(host_chunks=num_leased))
-        desk = LeaseDesk(self.directory, None, blocks_per_chunk=8, chunk_tokens=128, clock=lambda: self.now)
+        service = LeaseService(
+            self.directory, None, blocks_per_chunk=8, chunk_tokens=128, clock=lambda: self.now
+        )
         self.pulls = ScriptedPulls(self.directory)
-        self.take_overs = TakeOvers(self.directory, desk, self.pulls)  # type: ignore[arg-type]
+        self.take_overs = TakeOvers(self.directory, service, self.pulls)  # type: ignore[arg-type]
 
     def keep(self, *chunks: LeasedChunk, are_lost: bool = False) -> None:
         self.take_overs.ask(KeepChunks(7, TakeOver(SOURCE, bytes(16), chunks, are_lost)))
@@ -140,7 +142,7 @@ def test_one_peer_fills_a_quarter_of_the_slots_at_most_over_all_its_calls() -> N
         names = [path[: end + 1] for end in range(len(path))]
         store.keep(*map(leased, names))
         for each in names:
-            if store.directory.place(key(each)) is Place.COMING:
+            if store.directory.place(key(each)) is ChunkPlace.COMING:
                 store.directory.filled(key(each))
         assert list(store.answer()) == expected
 
@@ -171,7 +173,7 @@ def test_what_another_keeps_instead_is_given_back_unless_it_is_wanted_here() -> 
         (answer,) = store.take_overs.take_answers()
         assert answer.outcomes == (HandOverOutcome.NOTED,) * 4
         assert store.directory.leases.num_leased == store.directory.leases.charged.host == num_left
-    assert store.directory.place(key("abc")) is Place.HOST, "what has come stays while there is room"
+    assert store.directory.place(key("abc")) is ChunkPlace.HOST, "what has come stays while there is room"
     assert key("abc") not in store.directory._owed, "it may go when there is none"
     store.directory.filled(key("abcd"))
     assert store.answer() == (TAKEN,) * 4

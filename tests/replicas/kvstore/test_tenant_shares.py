@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.kvstore.chunk import ChunkName
-from replicas.kvstore.directory import Directory, Place
+from replicas.kvstore.directory import ChunkPlace, Directory
 from replicas.kvstore.leasing.leases import Leases, TenantTag
 from replicas.kvstore.tenant_shares import NOBODYS, SPARE_TENANTS, Tenancy, TenantShares
 from replicas.protocol.blocks import BlockHash
@@ -98,7 +98,7 @@ def test_what_goes_is_what_the_rules_say(steps: Sequence[tuple[str, int, int]]) 
     directory, slow = Directory(host_chunks=NUM_SLOTS), SlowStore(TENANTS)
     numbers: set[int] = set()
     for what, number, whose in steps:
-        before = {each for each in numbers if directory.place(key(each)) is Place.HOST}
+        before = {each for each in numbers if directory.place(key(each)) is ChunkPlace.HOST}
         if what == "use":
             owner = next((each[1] for each in slow.chunks if each[0] == number), None)
             if owner is not None:
@@ -151,7 +151,7 @@ def test_a_flood_takes_nothing_of_who_is_within_a_share(
         for write in directory.take_writes(0.0, 8):
             directory.written(write.name.key)
         directory.take_removals()
-    assert all(directory.place(each) is Place.HOST for each in mine)
+    assert all(directory.place(each) is ChunkPlace.HOST for each in mine)
 
 
 def test_who_is_alone_has_all_the_room() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.kvstore.directory import Place
+from replicas.kvstore.directory import ChunkPlace
 from replicas.kvstore.layout import ChunkHeader, LayoutId
 from replicas.kvstore.on_disk import chunk_files, layout_folder
 from replicas.kvstore.on_disk.chunk_files import ChunkFiles
@@ -77,11 +77,11 @@ def test_a_file_that_was_to_go_and_was_written_anew_stays(tmp_path: Path, stuck:
         put_all(at, PATHS[:10])
         assert at.disk.num_unremoved == 1
         put_all(at, "auvwx")
-        assert at.place("a") is Place.DISK and at.disk.num_unremoved == 0
+        assert at.place("a") is ChunkPlace.DISK and at.disk.num_unremoved == 0
         stuck.clear()
         at.disk._books._remove_again_at = 0.0
         put_all(at, "y")
-        assert file_of(tmp_path, "a").exists() and at.place("a") is Place.DISK
+        assert file_of(tmp_path, "a").exists() and at.place("a") is ChunkPlace.DISK
         assert at.disk.bytes_used == 3 * SLOT_BYTES
 
 

@@ -1,6 +1,6 @@
 """Which leased chunks are offered to whom, and in which order."""
 
-from replicas.leaving.plan import MAX_TRIES, Offer, Plan
+from replicas.leaving.plan import MAX_TRIES, HandOverPlan, Offer
 from replicas.protocol.affinity import AffinityRanking
 from replicas.protocol.hand_overs import HandOverOutcome, LeasedChunk
 from replicas.protocol.pulls import PullHint
@@ -21,7 +21,7 @@ def order(bucket: bytes) -> list[ReplicaId]:
 
 
 def test_chains_of_a_bucket_go_to_its_home_each_chunk_once_and_after_what_is_before_it() -> None:
-    plan = Plan([chunk("abd"), chunk("abc"), chunk("ab"), chunk("a")])
+    plan = HandOverPlan([chunk("abd"), chunk("abc"), chunk("ab"), chunk("a")])
     (offer,) = plan.offers(PEERS)
     assert offer.peer.replica_id == order(b"b" * 16)[0]
     sent = [each.key for each in offer.chunks]
@@ -33,7 +33,7 @@ def test_chains_of_a_bucket_go_to_its_home_each_chunk_once_and_after_what_is_bef
 
 
 def test_what_is_not_taken_goes_to_the_next_as_a_whole_and_to_a_few_only() -> None:
-    plan = Plan([chunk("a"), chunk("ab")])
+    plan = HandOverPlan([chunk("a"), chunk("ab")])
     asked = []
     while offers := plan.offers(PEERS):
         (offer,) = offers
@@ -49,38 +49,38 @@ def test_what_is_not_taken_goes_to_the_next_as_a_whole_and_to_a_few_only() -> No
 
 
 def test_what_lacks_its_beginning_is_offered_to_nobody() -> None:
-    plan = Plan([chunk("abc"), chunk("ab"), chunk("x")])
+    plan = HandOverPlan([chunk("abc"), chunk("ab"), chunk("x")])
     (offer,) = plan.offers(PEERS)
     assert [each.key for each in offer.chunks] == [key("x")]
     assert plan.outcomes[key("abc")] is plan.outcomes[key("ab")] is HandOverOutcome.INCOMPLETE
 
 
 def test_what_has_no_file_comes_before_what_has_one_where_not_all_may_go() -> None:
-    plan = Plan([chunk("a", has_file=True), chunk("ab", has_file=True), chunk("x"), chunk("xy")], 3)
+    plan = HandOverPlan([chunk("a", has_file=True), chunk("ab", has_file=True), chunk("x"), chunk("xy")], 3)
     (offer,) = plan.offers(PEERS)
     assert [each.key for each in offer.chunks] == [key("x"), key("xy")]
     assert plan.outcomes[key("ab")] is HandOverOutcome.TOO_MUCH
 
 
 def test_without_a_bucket_the_first_chunk_says_where_a_chain_belongs() -> None:
-    plan = Plan([chunk("a", b""), chunk("ab", b""), chunk("abc", b""), chunk("abd", b"")])
+    plan = HandOverPlan([chunk("a", b""), chunk("ab", b""), chunk("abc", b""), chunk("abd", b"")])
     (offer,) = plan.offers(PEERS)
     assert offer.peer.replica_id == order(key("a"))[0]
 
 
 def test_without_peers_all_is_left() -> None:
-    plan = Plan([chunk("a"), chunk("ab")])
+    plan = HandOverPlan([chunk("a"), chunk("ab")])
     assert plan.offers([]) == [] and plan.homes([]) == []
     assert set(plan.outcomes.values()) == {HandOverOutcome.NO_PEER}
     assert len(plan.left) == 2
 
 
-def answer(plan: Plan, offer: Offer, *outcomes: HandOverOutcome) -> None:
+def answer(plan: HandOverPlan, offer: Offer, *outcomes: HandOverOutcome) -> None:
     for each, outcome in zip(offer.chunks, outcomes, strict=True):
         plan.answered(each, outcome, offer.peer.replica_id)
 
 
-def spare(plan: Plan) -> dict[ReplicaId, list[bytes]]:
+def spare(plan: HandOverPlan) -> dict[ReplicaId, list[bytes]]:
     return {offer.peer.replica_id: [each.key for each in offer.chunks] for offer in plan.spare()}
 
 
@@ -88,7 +88,7 @@ TAKEN, BUDGET, LATE = HandOverOutcome.TAKEN, HandOverOutcome.BUDGET, HandOverOut
 
 
 def test_what_one_has_in_vain_is_spare_once_another_has_taken_the_whole_chain() -> None:
-    plan = Plan([chunk("a"), chunk("ab"), chunk("abc")])
+    plan = HandOverPlan([chunk("a"), chunk("ab"), chunk("abc")])
     for outcomes in ((TAKEN, BUDGET, BUDGET), (LATE, LATE, LATE), (TAKEN, TAKEN, TAKEN)):
         (offer,) = plan.offers(PEERS)
         answer(plan, offer, *outcomes)
@@ -97,7 +97,7 @@ def test_what_one_has_in_vain_is_spare_once_another_has_taken_the_whole_chain() 
 
 
 def test_of_what_nobody_takes_whole_the_longest_beginning_stays_and_the_first_of_equals() -> None:
-    plan = Plan([chunk("a"), chunk("ab"), chunk("abc")])
+    plan = HandOverPlan([chunk("a"), chunk("ab"), chunk("abc")])
     for outcomes in ((TAKEN, BUDGET, BUDGET), (TAKEN, TAKEN, BUDGET), (TAKEN, TAKEN, BUDGET)):
         (offer,) = plan.offers(PEERS)
         answer(plan, offer, *outcomes)
@@ -106,13 +106,13 @@ def test_of_what_nobody_takes_whole_the_longest_beginning_stays_and_the_first_of
 
 
 def test_what_other_chains_begin_with_or_was_taken_before_is_not_spare() -> None:
-    plan = Plan([chunk("a"), chunk("ab"), chunk("ac"), chunk("x"), chunk("xy")], taken=[key("x")])
+    plan = HandOverPlan([chunk("a"), chunk("ab"), chunk("ac"), chunk("x"), chunk("xy")], taken=[key("x")])
     (offer,) = plan.offers(PEERS)
     refused = {key("ac"), key("xy")}
     answer(plan, offer, *(BUDGET if each.key in refused else TAKEN for each in offer.chunks))
     (offer,) = plan.offers(PEERS)
     answer(plan, offer, *(TAKEN for _ in offer.chunks))
     assert spare(plan) == {}, "ab needs what it begins with"
-    plan = Plan([chunk("a"), chunk("ab")])
+    plan = HandOverPlan([chunk("a"), chunk("ab")])
     answer(plan, plan.offers(PEERS)[0], TAKEN, TAKEN)
     assert plan.offers(PEERS) == [] and spare(plan) == {}

@@ -1,7 +1,7 @@
 from replicas.media.encoding import Encoding
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 
-FIRST, SECOND = MediaSpan(b"a" * 32, 10, 20), MediaSpan(b"b" * 32, 40, 5)
+FIRST, SECOND = ImageTokens(b"a" * 32, 10, 20), ImageTokens(b"b" * 32, 40, 5)
 
 
 def test_an_image_is_encoded_whole_for_the_first_of_its_tokens_and_once() -> None:

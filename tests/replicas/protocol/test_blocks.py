@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from replicas.protocol.blocks import (
     HASH_BYTES,
     BlockHash,
-    MediaSpan,
+    ImageTokens,
     Namespace,
     PublishedBeginning,
     hash_blocks,
@@ -54,7 +54,7 @@ def test_hashes_equal_the_golden_vectors(vector: dict[str, Any]) -> None:
     }
     namespace = Namespace(**fields)
     media = [
-        MediaSpan(bytes.fromhex(span["content_hash"]), span["start"], span["length"])
+        ImageTokens(bytes.fromhex(span["content_hash"]), span["start"], span["length"])
         for span in vector["media"]
     ]
     chain_root = namespace_root(bytes.fromhex(vector["secret"]), namespace)
@@ -92,7 +92,7 @@ def test_hashing_in_pieces_equals_hashing_at_once(
     token_ids: list[int], block_size: int, data: st.DataObject
 ) -> None:
     cut = data.draw(st.integers(0, len(token_ids) // block_size))
-    media = [MediaSpan(b"image", 2, 11), MediaSpan(b"sound", 20, 5)]
+    media = [ImageTokens(b"image", 2, 11), ImageTokens(b"sound", 20, 5)]
     whole = hash_blocks(ROOT, token_ids, block_size, media=media)
     head = hash_blocks(ROOT, token_ids[: cut * block_size], block_size, media=media)
     tail = hash_blocks(
@@ -164,8 +164,8 @@ def test_a_secret_of_an_unfit_length_is_refused(num_bytes: int) -> None:
 
 def test_placeholders_of_different_images_never_match() -> None:
     token_ids = [1, 2, 3, 4, *[9] * 8, 5, 6, 7, 8]
-    cat = hash_blocks(ROOT, token_ids, 4, media=[MediaSpan(b"cat", 4, 8)])
-    dog = hash_blocks(ROOT, token_ids, 4, media=[MediaSpan(b"dog", 4, 8)])
+    cat = hash_blocks(ROOT, token_ids, 4, media=[ImageTokens(b"cat", 4, 8)])
+    dog = hash_blocks(ROOT, token_ids, 4, media=[ImageTokens(b"dog", 4, 8)])
     none = hash_blocks(ROOT, token_ids, 4)
     assert cat[0] == dog[0] == none[0]
     assert len({*cat[1:], *dog[1:], *none[1:]}) == 9
@@ -185,7 +185,7 @@ def test_blocks_match_only_with_the_same_media_in_the_same_places(
     """Where a span ends is told by the tokens; what it is and where it starts, by the hash."""
 
     def chain(spans: list[tuple[bytes, int, int]]) -> list[BlockHash]:
-        return hash_blocks(ROOT, [9] * 20, 4, media=[MediaSpan(*span) for span in spans])
+        return hash_blocks(ROOT, [9] * 20, 4, media=[ImageTokens(*span) for span in spans])
 
     def seen(spans: list[tuple[bytes, int, int]], block: int) -> list[tuple[bytes, int]]:
         return [

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.protocol import bounds, frames, wire
-from replicas.protocol.blocks import HASH_BYTES, BlockHash, MediaSpan, pack_token_ids
+from replicas.protocol.blocks import HASH_BYTES, BlockHash, ImageTokens, pack_token_ids
 from replicas.protocol.frames import FinishReason, RefusalCode, RequestKey
 from replicas.protocol.prefix_leases import MAX_LEASES, LeaseAnswer, LeaseBreak, PrefixLease
 from replicas.protocol.pulls import PullHint, PullPart, PullRequest
@@ -59,7 +59,7 @@ SUBMITS = st.builds(
     sampling=SAMPLINGS,
     root=st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES).map(BlockHash),
     num_choices=st.integers(1, 2**32 - 1),
-    media=st.lists(st.builds(MediaSpan, st.binary(max_size=40), U32, U32), max_size=2).map(tuple),
+    media=st.lists(st.builds(ImageTokens, st.binary(max_size=40), U32, U32), max_size=2).map(tuple),
     priority=I32,
     num_output_tokens=U32,
     adapter=st.none() | st.text(max_size=5),

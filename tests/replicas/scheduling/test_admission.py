@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from replicas.engine import RequestRefused
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.frames import RefusalCode, RequestKey
 from tests.replicas.builders import FakeModel, engine_request, scheduler
 
@@ -112,8 +112,8 @@ def test_extreme_but_sound_sampling_parameters_are_taken() -> None:
     assert target.has_work()
 
 
-@pytest.mark.parametrize("span", [MediaSpan(b"x", -1, 2), MediaSpan(b"x", 0, 0), MediaSpan(b"x", 2, 2)])
-def test_media_outside_the_prompt_are_refused(span: MediaSpan) -> None:
+@pytest.mark.parametrize("span", [ImageTokens(b"x", -1, 2), ImageTokens(b"x", 0, 0), ImageTokens(b"x", 2, 2)])
+def test_media_outside_the_prompt_are_refused(span: ImageTokens) -> None:
     assert refusal([1, 2, 3], media=(span,)).code is RefusalCode.INVALID_REQUEST
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicas.protocol.blocks import MediaSpan, hash_blocks
+from replicas.protocol.blocks import ImageTokens, hash_blocks
 from replicas.protocol.events import BlockRemoved, BlockStored
 from replicas.scheduling.kvcache_manager import KVCacheManager
 from tests.replicas.builders import OTHER_ROOT, ROOT, EventBalance, admit, decode, request
@@ -279,7 +279,7 @@ def test_worked_example_of_an_image() -> None:
     prompt = [1, 3, 7493, 1681, 1294, 1593, 3937, 9551, *[placeholder] * 41, 4, 5]
 
     def with_image(content: bytes) -> list[int]:
-        image = request(prompt, media=(MediaSpan(content, 8, 41),))
+        image = request(prompt, media=(ImageTokens(content, 8, 41),))
         admit(manager, image)
         return image.block_ids
 
@@ -294,7 +294,7 @@ def test_worked_example_of_an_image() -> None:
 
 def test_blocks_that_fill_after_an_image_are_hashed_as_if_at_once() -> None:
     manager = KVCacheManager(21, 4)
-    image = MediaSpan(b"a cat", 2, 8)
+    image = ImageTokens(b"a cat", 2, 8)
     one = request(range(10), media=(image,))
     admit(manager, one)
     for token_id in range(10, 20):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from replicas.kvstore.arena import Arena
-from replicas.kvstore.directory import Place
+from replicas.kvstore.directory import ChunkPlace
 from replicas.kvstore.store import ChunkShape, ChunkStore
 from replicas.protocol.events import Tier
 from replicas.protocol.frames import RequestKey, StepFrame
@@ -116,7 +116,9 @@ class TieredModel(FakeModel):
         self.num_steps += 1
         frame = super().step(token_ids=token_ids)
         self.host_events.apply(frame.events)
-        ready = {key for key in self.store.directory._chunks if self.store.directory.place(key) is Place.HOST}
+        ready = {
+            key for key in self.store.directory._chunks if self.store.directory.place(key) is ChunkPlace.HOST
+        }
         assert set(self.host_events.held) == ready and set(self.host_events.held.values()) <= {1}
         return frame
 

@@ -7,7 +7,7 @@ import grpc
 import pytest
 from msgspec.structs import replace
 
-from replicas.protocol.blocks import BlockHash, MediaSpan
+from replicas.protocol.blocks import BlockHash, ImageTokens
 from replicas.protocol.frames import Abort, LoadSnapshot, Submit
 from replicas.serving import router_stream
 from replicas.serving.server import MAX_CHOICES
@@ -183,7 +183,7 @@ async def test_images_are_part_of_the_load_before_the_engine_has_counted_them(
     client: RouterClient, harness: Harness
 ) -> None:
     harness.engine.gate.clear()
-    images = MediaSpan(b"\1" * 32, 10, 20), MediaSpan(b"\2" * 32, 100, 40)
+    images = ImageTokens(b"\1" * 32, 10, 20), ImageTokens(b"\2" * 32, 100, 40)
     await client.send(submit(1, range(5)))
     await client.send(replace(submit(2, range(200), num_choices=2), media=images, num_expected_tokens=150))
     frame = await client.read()

@@ -11,11 +11,11 @@ from replicas.engine import RequestRefused
 from replicas.engines import build_engine_here
 from replicas.media.probes import probe_png
 from replicas.proof import prove_hashes
-from replicas.protocol.blocks import BlockHash, MediaSpan
+from replicas.protocol.blocks import BlockHash, ImageTokens
 from replicas.protocol.frames import RefusalCode, StepFrame, UserTag
 from replicas.protocol.image_rules import CellRule, expand, written_rule
 from replicas.protocol.images import media_hash, read_size
-from replicas.protocol.media import MediaAnswer, MediaQuestion
+from replicas.protocol.media import ImageQuery, ImageQueryAnswer
 from replicas.protocol.status import ModelCard
 from replicas.simulated_engine.engine import SimulatedEngine
 from replicas.simulated_engine.hardware import CostModel
@@ -45,8 +45,8 @@ def engine(sleep: Callable[[float], None] = lambda _: None, image_bytes: int = 1
     )
 
 
-def put(run: EngineRun, content: bytes, root: BlockHash = ROOT) -> MediaAnswer:
-    run.engine.take_media(MediaQuestion(3, root, content))
+def put(run: EngineRun, content: bytes, root: BlockHash = ROOT) -> ImageQueryAnswer:
+    run.engine.take_media(ImageQuery(3, root, content))
     assert run.engine.has_work()
     (answer,) = run.step().media
     assert answer.number == 3 and not run.engine.has_work()
@@ -58,7 +58,7 @@ def add(run: EngineRun, *contents: bytes, root: BlockHash = ROOT, last: int = 22
     with_places = [*range(100, 124), *[PLACEHOLDER] * len(contents), *range(200, 219), last]
     token_ids, spans = expand(with_places, [read_size(content) for content in contents], RULE)
     media = [
-        MediaSpan(media_hash(root, content), *span) for content, span in zip(contents, spans, strict=True)
+        ImageTokens(media_hash(root, content), *span) for content, span in zip(contents, spans, strict=True)
     ]
     return run.add(token_ids, root=root, media=tuple(media), **fields)
 
@@ -135,8 +135,8 @@ def test_images_are_held_until_their_prompt_has_ended(ending: str) -> None:
     assert refused.value.code is RefusalCode.MEDIA_MISSING
 
 
-def put_while_running(run: EngineRun, content: bytes) -> MediaAnswer:
-    run.engine.take_media(MediaQuestion(4, ROOT, content))
+def put_while_running(run: EngineRun, content: bytes) -> ImageQueryAnswer:
+    run.engine.take_media(ImageQuery(4, ROOT, content))
     (answer,) = run.step().media
     return answer
 
@@ -150,7 +150,7 @@ def test_what_is_no_image_is_told() -> None:
 def test_a_span_that_is_not_that_image_is_refused() -> None:
     run = EngineRun(engine())
     put(run, RED)
-    span = MediaSpan(media_hash(ROOT, RED), 5, NUM_IMAGE_TOKENS)
+    span = ImageTokens(media_hash(ROOT, RED), 5, NUM_IMAGE_TOKENS)
     with pytest.raises(RequestRefused) as refused:
         run.add(range(100, 200), media=(span,))
     assert refused.value.code is RefusalCode.INVALID_REQUEST

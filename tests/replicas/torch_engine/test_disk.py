@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.kvstore.directory import Place
+from replicas.kvstore.directory import ChunkPlace
 from replicas.kvstore.on_disk.disk import Finished, Kind
 from replicas.protocol.frames import RequestKey
 from tests.replicas.torch_engine.checkpoints import VOCAB_SIZE, make_checkpoint
@@ -166,7 +166,7 @@ def test_what_was_asked_for_last_is_on_disk_after_the_end(checkpoint: Path, tmp_
     store = again.engine.store
     assert store is not None
     chunks = list(store.directory._chunks)
-    assert [store.directory.place(key) for key in chunks] == [Place.DISK] * 6
+    assert [store.directory.place(key) for key in chunks] == [ChunkPlace.DISK] * 6
     outcome = again.generate(prompt, 8)
     assert outcome.token_ids == answer
     assert outcome.usage is not None and outcome.usage.num_disk_tokens == 96

@@ -10,7 +10,7 @@ import torch
 from replicas.config import ReplicaConfig
 from replicas.engine import RequestRefused
 from replicas.process.settings import SettingsError
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.frames import RefusalCode, SamplingParams
 from replicas.torch_engine.engine import TorchEngine
 from tests.replicas.builders import engine_request
@@ -216,7 +216,7 @@ def test_settings_that_cannot_work_are_refused_at_the_start(
 
 
 def test_media_is_refused_for_a_model_that_reads_text_only(driver: Driver) -> None:
-    media = (MediaSpan(b"picture", 0, 2),)
+    media = (ImageTokens(b"picture", 0, 2),)
     request = engine_request([1, 2, 3], media=media)
     with pytest.raises(RequestRefused) as caught:
         driver.engine.add(request)

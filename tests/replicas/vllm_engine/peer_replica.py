@@ -18,9 +18,9 @@ from replicas.config import ReplicaConfig
 from replicas.engine_process.build import build_engine
 from replicas.host import ReplicaHost
 from replicas.kvstore.layout import file_bytes
-from replicas.protocol.blocks import BlockHash, MediaSpan
+from replicas.protocol.blocks import BlockHash, ImageTokens
 from replicas.protocol.frames import PromptUsage, StepFrame, Submit
-from replicas.protocol.media import MediaPart
+from replicas.protocol.media import ImagePart
 from replicas.protocol.pulls import PullHint, PullPart
 from replicas.protocol.service import path
 from replicas.protocol.status import ReplicaId
@@ -69,7 +69,7 @@ class PeerReplica:
         *,
         root: BlockHash = ROOT,
         max_tokens: int = 6,
-        media: tuple[MediaSpan, ...] = (),
+        media: tuple[ImageTokens, ...] = (),
     ) -> Submit:
         self.last_id += 1
         asked = submit(self.last_id, prompt, max_tokens=max_tokens)
@@ -80,7 +80,7 @@ class PeerReplica:
         """Send an image of one part, as routers do before a prompt refers to it."""
 
         async def parts() -> AsyncIterator[bytes]:
-            yield encode(MediaPart(content, root, len(content)))
+            yield encode(ImagePart(content, root, len(content)))
 
         return decode_media_taken(await self.client.stub.put_media(parts(), timeout=60)).content_hash
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from replicas.protocol.blocks import BlockHash, MediaSpan, hash_blocks
+from replicas.protocol.blocks import BlockHash, ImageTokens, hash_blocks
 from replicas.protocol.events import AllBlocksCleared, BlockStored, Tier
 from replicas.vllm_engine.hash_map import HashMap, PlacedMedia, UnknownBlock
 from tests.replicas.builders import OTHER_ROOT, ROOT
@@ -166,11 +166,11 @@ def test_blocks_that_stand_for_images_are_named_as_prompts_with_them_are(seed: i
     rng = random.Random(seed)
     block_size, num_blocks = 4, 8
     tokens = [rng.randrange(1000) for _ in range(block_size * num_blocks)]
-    spans: list[MediaSpan] = []
+    spans: list[ImageTokens] = []
     at = rng.randrange(6)
     while at < len(tokens) - 1:
         length = rng.randrange(1, 11)
-        spans.append(MediaSpan(rng.choice([b"a", b"b"]) * 32, at, min(length, len(tokens) - at)))
+        spans.append(ImageTokens(rng.choice([b"a", b"b"]) * 32, at, min(length, len(tokens) - at)))
         at += length + rng.randrange(5)
     expected = hash_blocks(ROOT, tokens, block_size, media=spans)
     keys = [

@@ -14,11 +14,11 @@ from replicas.engine import RequestRefused
 from replicas.engine_process.build import build_engine
 from replicas.media.probes import probe_png
 from replicas.proof import prove_hashes
-from replicas.protocol.blocks import BlockHash, MediaSpan, hash_blocks
+from replicas.protocol.blocks import BlockHash, ImageTokens, hash_blocks
 from replicas.protocol.frames import RefusalCode, UserTag
 from replicas.protocol.image_rules import ImageRule, expand, rule_on_card
 from replicas.protocol.images import ImageError, media_hash, read_size
-from replicas.protocol.media import MediaAnswer, MediaQuestion
+from replicas.protocol.media import ImageQuery, ImageQueryAnswer
 from tests.replicas.builders import OTHER_ROOT, ROOT
 from tests.replicas.engine_run import EngineRun, prompt_of
 from tests.replicas.vllm_engine.conftest import vllm_config
@@ -54,9 +54,9 @@ class Images:
         self.writers: dict[BlockHash, UserTag] = {}
         self.next_number = 0
 
-    def put(self, content: bytes, root: BlockHash = ROOT) -> MediaAnswer:
+    def put(self, content: bytes, root: BlockHash = ROOT) -> ImageQueryAnswer:
         self.next_number += 1
-        self.engine.take_media(MediaQuestion(self.next_number, root, content))
+        self.engine.take_media(ImageQuery(self.next_number, root, content))
         for _ in range(2000):
             for answer in self.run.step().media:
                 assert answer.number == self.next_number
@@ -74,9 +74,10 @@ class Images:
 
     def media(
         self, contents: Sequence[bytes], spans: Sequence[tuple[int, int]], root: BlockHash = ROOT
-    ) -> tuple[MediaSpan, ...]:
+    ) -> tuple[ImageTokens, ...]:
         return tuple(
-            MediaSpan(media_hash(root, content), *span) for content, span in zip(contents, spans, strict=True)
+            ImageTokens(media_hash(root, content), *span)
+            for content, span in zip(contents, spans, strict=True)
         )
 
     def add(self, text: Sequence[int], *contents: bytes, root: BlockHash = ROOT, **fields: Any) -> Any:
@@ -329,7 +330,7 @@ def test_no_step_that_has_something_to_say_waits_for_an_image(
     may_go_on = threading.Event()
     read = store._read
     monkeypatch.setattr(store, "_read", lambda content: (may_go_on.wait(60), read(content))[1])
-    engine.take_media(MediaQuestion(9000, ROOT, TALL))
+    engine.take_media(ImageQuery(9000, ROOT, TALL))
     key = images.run.add(words(engine, 40), max_tokens=1)
     while not images.run.deltas[key]:
         assert images.run.step() is not None

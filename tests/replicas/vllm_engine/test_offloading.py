@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from replicas.engine_process.build import build_engine
-from replicas.kvstore.directory import Place
+from replicas.kvstore.directory import ChunkPlace
 from replicas.kvstore.layout import file_bytes
 from replicas.kvstore.store import ChunkStore
 from replicas.proof import prove_hashes
@@ -221,7 +221,7 @@ def test_a_reset_forgets_what_is_still_being_copied(run: TieredRun, store: Chunk
     key = run.add(prompt, max_tokens=1)
     while not run.deltas[key]:
         run.step()
-    assert [store.directory.place(each) for each in chunk_keys(prompt)] == [Place.COMING]
+    assert [store.directory.place(each) for each in chunk_keys(prompt)] == [ChunkPlace.COMING]
     assert run.engine.reset_prefix_cache()
     assert run.step().events == [AllBlocksCleared(tier) for tier in Tier]
     assert store.directory.num_in_host == 0
@@ -367,7 +367,7 @@ def test_tokens_are_those_of_an_engine_without_a_tier_whatever_happens(
     truth = {(Tier.DEVICE, *name([key])): n for key, n in engine.core.cached_hashes().items()}
     in_host = {key for tier, key in run.held if tier is Tier.HOST}
     assert truth == {key: n for key, n in run.held.items() if key[0] is Tier.DEVICE}
-    assert all(store.directory.place(key) is Place.HOST for key in in_host)
+    assert all(store.directory.place(key) is ChunkPlace.HOST for key in in_host)
     assert len(in_host) == store.directory.num_in_host
 
 

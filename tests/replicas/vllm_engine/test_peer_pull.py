@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from replicas.kvstore import plan
-from replicas.kvstore.directory import Place
+from replicas.kvstore.directory import ChunkPlace
 from replicas.kvstore.pulling import pull as pull_module
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import Abort, RequestKey, Submit
@@ -132,7 +132,7 @@ async def test_a_request_is_scheduled_when_its_chunks_have_come_and_others_meanw
     there, here = two
     prompt = prompt_of(20)
     computed, _ = await there.ask(prompt)
-    found: list[tuple[list[Place | None], int]] = []
+    found: list[tuple[list[ChunkPlace | None], int]] = []
     started = LowerTier.started
 
     def spy(tier: LowerTier, request_id: str) -> None:
@@ -156,7 +156,7 @@ async def test_a_request_is_scheduled_when_its_chunks_have_come_and_others_meanw
         ((answer, usage),) = await here.finish(asked)
     assert answer == computed
     assert usage.num_pulled_tokens == NUM_TOKENS
-    assert found[1:] == [([Place.HOST] * NUM_CHUNKS, NUM_TOKENS)]
+    assert found[1:] == [([ChunkPlace.HOST] * NUM_CHUNKS, NUM_TOKENS)]
 
 
 def lies(between: Between, parts: Iterator[PullPart], context: Any) -> Iterator[PullPart]:

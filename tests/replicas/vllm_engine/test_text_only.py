@@ -9,7 +9,7 @@ import pytest
 from replicas.engine import RequestRefused
 from replicas.engine_process.build import build_engine
 from replicas.proof import prove_hashes
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 from tests.replicas.builders import engine_request
 from tests.replicas.vllm_engine.conftest import vllm_config
 
@@ -25,6 +25,6 @@ def test_it_is_proven_without_images_and_refuses_them(environment: None, tmp_pat
         assert engine.card.image_rule == ""
         assert prove_hashes(engine, random.Random(0)) < 300
         with pytest.raises(RequestRefused, match="reads text only"):
-            engine.add(engine_request([5] * 40, media=(MediaSpan(bytes(32), 0, 5),)))
+            engine.add(engine_request([5] * 40, media=(ImageTokens(bytes(32), 0, 5),)))
     finally:
         engine.close()

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI, BadRequestError
 from replicas.protocol.frames import TokenDelta
 from replicas.protocol.prefix_leases import LeaseAnswer, LeaseBreak, LeaseRefusal, PrefixLease
 from router.generation import Generation
-from router.keeping import Keep, leases_of
+from router.keeping import LeaseRequest, leases_of
 from tests.router import tiny_model
 from tests.router.http_server import HttpServer
 from tests.router.scripted_dispatch import Script, Step, says
@@ -72,14 +72,14 @@ async def test_the_fields_become_one_lease_on_the_whole_prompt(
 
 
 def test_wishes_reach_to_whole_blocks_of_the_prompt_and_to_one_at_least() -> None:
-    keeps = [Keep(60), Keep(60, 33), Keep(60, 1000), Keep(60, 3)]
+    keeps = [LeaseRequest(60), LeaseRequest(60, 33), LeaseRequest(60, 1000), LeaseRequest(60, 3)]
     assert leases_of(keeps, 50, 16) == (
         PrefixLease(3, 60),
         PrefixLease(2, 60),
         PrefixLease(3, 60),
         PrefixLease(1, 60),
     )
-    assert leases_of([Keep(60)] * 100, 5, 16) == (PrefixLease(1, 60),) * 16
+    assert leases_of([LeaseRequest(60)] * 100, 5, 16) == (PrefixLease(1, 60),) * 16
 
 
 @pytest.mark.parametrize(

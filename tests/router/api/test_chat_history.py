@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from replicas.protocol.frames import FinishReason
-from router.api.chat_history import Outcome
+from router.api.chat_history import HistoryOutcome
 from router.api.chat_prompt import encode_chat, encoded_prompt, render_chat
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.conversation import encoded_history, encoded_tail
@@ -101,7 +101,7 @@ async def test_ten_turns_with_reasoning_and_calls_go_on_from_their_own_tokens(
             if is_call
             else {"role": "user", "content": f"Question {turn + 1}"}
         )
-    assert outcomes(server) == {Outcome.DRIFTED: 9}
+    assert outcomes(server) == {HistoryOutcome.DRIFTED: 9}
 
 
 @pytest.mark.parametrize("is_call", [False, True])
@@ -122,9 +122,9 @@ async def test_the_last_piece_of_its_reasoning_is_enough_to_go_on(
     prompt = server.dispatcher.generations[-1].token_ids
     await said(http, [*messages, {**message, "reasoning_content": last}, *messages])
     assert server.dispatcher.generations[-1].token_ids[: len(prompt) + len(output)] == [*prompt, *output]
-    assert outcomes(server) == {Outcome.DRIFTED: 1}
+    assert outcomes(server) == {HistoryOutcome.DRIFTED: 1}
     await said(http, [*messages, {**message, "reasoning_content": "!"}, *messages])
-    assert outcomes(server) == {Outcome.DRIFTED: 1, Outcome.RETOLD: 1}
+    assert outcomes(server) == {HistoryOutcome.DRIFTED: 1, HistoryOutcome.RETOLD: 1}
 
 
 async def test_what_the_template_writes_alike_goes_on_exactly(
@@ -134,7 +134,7 @@ async def test_what_the_template_writes_alike_goes_on_exactly(
     messages: list[dict[str, Any]] = [{"role": "user", "content": "How are you?"}]
     messages += [await said(http, messages), {"role": "user", "content": "And now?"}]
     await said(http, messages)
-    assert outcomes(server) == {Outcome.EXACT: 1}
+    assert outcomes(server) == {HistoryOutcome.EXACT: 1}
 
 
 async def test_another_answer_or_another_question_is_not_known(
@@ -154,9 +154,9 @@ async def test_another_answer_or_another_question_is_not_known(
         await said(http, messages, **fields)
         prompt = server.dispatcher.generations[-1].token_ids
         assert "Hm" not in catalog().get(MODEL).tokenizer.decode(prompt)
-    assert outcomes(server) == {Outcome.UNKNOWN: 4}
+    assert outcomes(server) == {HistoryOutcome.UNKNOWN: 4}
     await said(http, [*asked, answer, other])
-    assert outcomes(server) == {Outcome.UNKNOWN: 4, Outcome.DRIFTED: 1}
+    assert outcomes(server) == {HistoryOutcome.UNKNOWN: 4, HistoryOutcome.DRIFTED: 1}
 
 
 async def test_each_choice_is_remembered(server: HttpServer, http: httpx.AsyncClient) -> None:
@@ -166,7 +166,7 @@ async def test_each_choice_is_remembered(server: HttpServer, http: httpx.AsyncCl
     assert server.context.history.num_records == 1  # both say the same
     answer = {"role": "assistant", "content": "Fine."}
     await said(http, [*asked, answer, asked[0]])
-    assert outcomes(server) == {Outcome.DRIFTED: 1}
+    assert outcomes(server) == {HistoryOutcome.DRIFTED: 1}
 
 
 @pytest.mark.parametrize(
@@ -213,10 +213,10 @@ async def test_without_room_for_an_answer_the_template_has_its_way(
     assert len(server.dispatcher.generations[-1].token_ids) < 300
     await said(http, messages)
     assert len(server.dispatcher.generations[-1].token_ids) < 300
-    assert outcomes(server) == {Outcome.REFUSED: 2}
+    assert outcomes(server) == {HistoryOutcome.REFUSED: 2}
     server.dispatcher.script = says(token_ids("Fine."))
     await said(http, messages, max_tokens=16)
-    assert outcomes(server) == {Outcome.REFUSED: 2, Outcome.DRIFTED: 1}
+    assert outcomes(server) == {HistoryOutcome.REFUSED: 2, HistoryOutcome.DRIFTED: 1}
 
 
 async def test_large_bodies_go_on_as_well(server: HttpServer, http: httpx.AsyncClient) -> None:
@@ -232,7 +232,7 @@ async def test_large_bodies_go_on_as_well(server: HttpServer, http: httpx.AsyncC
         before = [*prompt, *output]
         messages += [answer, {"role": "user", "content": "And now?"}]
     assert server.context.offload.num_done == 3
-    assert outcomes(server) == {Outcome.DRIFTED: 2}
+    assert outcomes(server) == {HistoryOutcome.DRIFTED: 2}
 
 
 async def test_a_wish_to_keep_reaches_through_the_same_message(
@@ -299,7 +299,7 @@ async def test_other_reasoning_than_was_generated_has_its_way(
         told = {**answer, "reasoning_content": reasoning}
         await said(http, [*asked, told, then], tools=None, **fields)
         assert ("Hm" in shown_prompt(server)) is stays
-    assert outcomes(server) == {Outcome.DRIFTED: 2, Outcome.RETOLD: 1}
+    assert outcomes(server) == {HistoryOutcome.DRIFTED: 2, HistoryOutcome.RETOLD: 1}
 
 
 async def test_a_conversation_that_was_retold_goes_on_from_what_came_of_that(
@@ -316,4 +316,4 @@ async def test_a_conversation_that_was_retold_goes_on_from_what_came_of_that(
     await said(http, messages)
     assert server.dispatcher.generations[-1].token_ids[: len(before)] == before
     assert "First" not in shown_prompt(server) and "Second" in shown_prompt(server)
-    assert outcomes(server) == {Outcome.RETOLD: 1, Outcome.DRIFTED: 1}
+    assert outcomes(server) == {HistoryOutcome.RETOLD: 1, HistoryOutcome.DRIFTED: 1}

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import httpx
 import pytest
 
-from router.api.chat_history import Outcome
+from router.api.chat_history import HistoryOutcome
 from router.features.responses.record import ResponseBounds
 from router.features.responses.store import ResponseStore
 from tests.router.http_server import HttpServer, http_server
@@ -181,4 +181,4 @@ async def test_each_turn_begins_with_all_tokens_of_the_turn_before(
         assert prompt[: len(before)] == before, f"turn {turn}"
         before = [*prompt, *output]
     counted = {outcome: count for outcome, count in server.context.history.num_prompts.items() if count}
-    assert counted == {Outcome.DRIFTED: NUM_TURNS - 1}
+    assert counted == {HistoryOutcome.DRIFTED: NUM_TURNS - 1}

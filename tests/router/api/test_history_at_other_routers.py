@@ -13,7 +13,7 @@ import redis.asyncio
 
 from replicas.protocol.blocks import pack_token_ids
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
-from router.api.chat_history import Outcome
+from router.api.chat_history import HistoryOutcome
 from router.api.chat_prompt import encode_chat, render_chat
 from router.api.chat_request import ChatRequest
 from router.caller import Caller, Tenant
@@ -135,7 +135,7 @@ async def test_turns_alternate_between_routers_of_which_one_is_restarted(routers
         assert prompt[: len(before)] == before, f"turn {turn}"
         before = [*prompt, *output]
         await routers.settled()
-    assert outcomes(routers.servers["a"]) == {Outcome.DRIFTED: NUM_TURNS // 2 - 1}
+    assert outcomes(routers.servers["a"]) == {HistoryOutcome.DRIFTED: NUM_TURNS // 2 - 1}
     assert routers.looks("a") == {Look.HEARD: NUM_TURNS // 2 - 1}
     assert all(routers.exchange(each).num_wrong == 0 for each in "ab")
 
@@ -155,7 +155,7 @@ async def test_large_bodies_go_on_as_well(routers: Routers) -> None:
         before = [*prompt, *output]
         messages += [answer, THEN]
         await routers.settled()
-    assert outcomes(routers.servers["c"]) == {Outcome.DRIFTED: 1}
+    assert outcomes(routers.servers["c"]) == {HistoryOutcome.DRIFTED: 1}
 
 
 async def test_redis_is_asked_only_for_an_answer_that_is_not_known_here_and_once(routers: Routers) -> None:
@@ -195,7 +195,7 @@ async def test_another_tenant_with_the_same_words_finds_nothing(redis_url: str) 
         there.headers["authorization"] = f"Bearer {key}"
         await said(there, [ASKED, answer, THEN], cache_salt=salt)
         assert "Hm" not in shown(routers.prompt("b"))
-    assert outcomes(routers.servers["b"]) == {Outcome.UNKNOWN: 3}
+    assert outcomes(routers.servers["b"]) == {HistoryOutcome.UNKNOWN: 3}
     there.headers["authorization"] = "Bearer acme"
     await said(there, [ASKED, answer, THEN])
     assert "Hm" in shown(routers.prompt("b"))
@@ -209,7 +209,7 @@ async def test_routers_without_a_secret_in_common_find_nothing(routers: Routers)
     await routers.settled()
     other = await routers.open("b", secret=ClusterSecret(b"of another cluster.."))
     await said(routers.https["b"], [ASKED, answer, THEN])
-    assert outcomes(other) == {Outcome.UNKNOWN: 1}
+    assert outcomes(other) == {HistoryOutcome.UNKNOWN: 1}
     assert routers.exchange("b").num_looks["missing"] == 1
 
 
@@ -270,7 +270,7 @@ async def test_what_lies_in_redis_changes_no_prompt(routers: Routers, redis_url:
         await client.set(name, made)
     await said(routers.https["b"], [question, answer, THEN])
     assert "Hm" not in shown(routers.prompt("b")) and "lie" not in shown(routers.prompt("b"))
-    assert outcomes(routers.servers["b"]) == {Outcome.UNKNOWN: 1}
+    assert outcomes(routers.servers["b"]) == {HistoryOutcome.UNKNOWN: 1}
     heard = routers.exchange("b")
     assert heard.num_wrong == (lie not in UNLINKED)
     assert heard.num_looks[Look.FAILED] == 0
@@ -292,7 +292,7 @@ async def test_other_reasoning_than_was_generated_elsewhere_has_its_way(routers:
     for router, reasoning, stays in (("b", " Hm\n", True), ("c", "", True), ("d", "Aha", False)):
         await said(routers.https[router], [ASKED, {**answer, "reasoning_content": reasoning}, THEN])
         assert ("Hm" in shown(routers.prompt(router))) is stays
-    assert outcomes(routers.servers["d"]) == {Outcome.RETOLD: 1}
+    assert outcomes(routers.servers["d"]) == {HistoryOutcome.RETOLD: 1}
 
 
 async def test_with_another_tokenizer_nothing_that_was_told_is_used(routers: Routers) -> None:
@@ -307,7 +307,7 @@ async def test_with_another_tokenizer_nothing_that_was_told_is_used(routers: Rou
     )
     other = await routers.open("b", catalog=made)
     await said(routers.https["b"], [ASKED, answer, THEN])
-    assert outcomes(other) == {Outcome.UNKNOWN: 1}
+    assert outcomes(other) == {HistoryOutcome.UNKNOWN: 1}
 
 
 async def test_what_others_were_told_long_ago_is_told_again(routers: Routers) -> None:
@@ -374,7 +374,7 @@ async def test_a_redis_that_is_away_costs_one_request_a_moment_and_none_an_error
     await routers.settled()
     await said(there, messages)
     assert routers.looks("b")[Look.HEARD] == 1
-    assert outcomes(routers.servers["b"])[Outcome.DRIFTED] == 1
+    assert outcomes(routers.servers["b"])[HistoryOutcome.DRIFTED] == 1
     await routers.close_all()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from replicas.media.probes import probe_png
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.image_rules import CellRule, TileRule, written_rule
 from replicas.protocol.images import media_digest
@@ -202,7 +202,7 @@ def test_other_parts_of_geminis_results_are_refused(part: Any) -> None:
 def test_geminis_usage_tells_tokens_of_images_from_those_of_text(
     num_cached: int, details: list[tuple[str, int]]
 ) -> None:
-    spans = (MediaSpan(b"", 10, 20), MediaSpan(b"", 32, 3))
+    spans = (ImageTokens(b"", 10, 20), ImageTokens(b"", 32, 3))
     usage = AnswerUsage([PromptUsage(60, num_cached, 0)], [()], 5, media=[spans])
     written = usage_of(usage)
     told = [[(each["modality"], each["tokenCount"]) for each in written[field]] for field in DETAILS]

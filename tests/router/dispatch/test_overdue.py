@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from replicas.protocol.frames import LoadSnapshot
 from router.dispatch.overdue import OverdueWatch
-from router.dispatch.pulse import STEPS_OF_PATIENCE, UNMEASURED_FACTOR, Pulse
+from router.dispatch.progress_monitor import STEPS_OF_PATIENCE, UNMEASURED_FACTOR, ProgressMonitor
 from tests.router.dispatched_fleet import (
     GENERATION,
     DispatchedFleet,
@@ -27,27 +27,27 @@ MEASURED = LoadSnapshot(
 
 
 def test_a_replica_that_computes_nothing_hangs_after_the_set_time() -> None:
-    pulse = Pulse(60.0)
+    pulse = ProgressMonitor(60.0)
     assert [pulse.look(MEASURED, 5, {1: 0, 2: 7}, now) for now in (0.0, 30.0, 59.0)] == [(False, set())] * 3
     assert pulse.look(MEASURED, 5, {1: 0, 2: 7}, 60.0) == (True, {1, 2})
 
 
 def test_one_with_a_queue_hangs_as_well() -> None:
-    pulse = Pulse(60.0)
+    pulse = ProgressMonitor(60.0)
     queue = replace(MEASURED, num_waiting=50, num_pending_tokens=5_000)
     pulse.look(queue, 5, {1: 0}, 0.0)
     assert pulse.look(replace(queue, num_waiting=51), 5, {1: 0}, 60.0) == (True, {1})
 
 
 def test_a_queue_that_moves_is_waited_for() -> None:
-    pulse = Pulse(60.0)
+    pulse = ProgressMonitor(60.0)
     queue = replace(MEASURED, num_waiting=50, num_pending_tokens=5_000)
     for second in range(0, 100_000, 50):
         assert pulse.look(queue, second, {1: 0}, float(second)) == (False, set())
 
 
 def test_a_long_prefill_that_moves_is_waited_for() -> None:
-    pulse = Pulse(60.0)
+    pulse = ProgressMonitor(60.0)
     for second in range(0, 10_000, 50):
         load = replace(MEASURED, num_pending_tokens=1, num_used_blocks=second)
         assert pulse.look(load, 0, {1: 0}, float(second)) == (False, set())
@@ -55,24 +55,24 @@ def test_a_long_prefill_that_moves_is_waited_for() -> None:
 
 def test_a_step_has_many_times_what_the_measured_speed_makes_of_it() -> None:
     slow = replace(MEASURED, num_pending_tokens=100_000, prefill_seconds_per_token=1e-3)
-    assert Pulse(60.0).patience(slow) == pytest.approx(STEPS_OF_PATIENCE * 100)
+    assert ProgressMonitor(60.0).patience(slow) == pytest.approx(STEPS_OF_PATIENCE * 100)
     seeing = replace(slow, num_pending_image_tokens=4_000, encode_seconds_per_token=1e-2)
-    assert Pulse(60.0).patience(seeing) == pytest.approx(STEPS_OF_PATIENCE * 140)
+    assert ProgressMonitor(60.0).patience(seeing) == pytest.approx(STEPS_OF_PATIENCE * 140)
 
 
 def test_a_first_compilation_has_many_times_the_set_time() -> None:
-    assert Pulse(60.0).patience(LoadSnapshot()) == UNMEASURED_FACTOR * 60.0
+    assert ProgressMonitor(60.0).patience(LoadSnapshot()) == UNMEASURED_FACTOR * 60.0
 
 
 def test_a_request_that_gets_nothing_while_nothing_waits_has_been_forgotten() -> None:
-    pulse = Pulse(60.0)
+    pulse = ProgressMonitor(60.0)
     for second in range(0, 60, 10):
         assert pulse.look(MEASURED, second, {1: 3, 2: second}, float(second)) == (False, set())
     assert pulse.look(MEASURED, 60, {1: 3, 2: 60}, 60.0) == (False, {1})
 
 
 def test_a_request_that_came_late_has_all_of_its_time() -> None:
-    pulse = Pulse(60.0)
+    pulse = ProgressMonitor(60.0)
     pulse.look(MEASURED, 5, {1: 0}, 0.0)
     pulse.look(MEASURED, 5, {1: 0, 2: 0}, 50.0)
     assert pulse.look(MEASURED, 5, {1: 0, 2: 0}, 61.0) == (True, {1})

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 from prometheus_client import CollectorRegistry
 
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.frames import RefusalCode
 from replicas.protocol.images import media_hash
 from replicas.protocol.media import MEDIA_PART_BYTES
@@ -24,7 +24,7 @@ from router.errors import (
     TooLate,
 )
 from router.fleet.image_traffic import FAILURES
-from router.fleet.media_uploads import MAX_UPLOADS
+from router.fleet.image_uploads import MAX_UPLOADS
 from router.generation import Generation
 from router.observation.metrics import RouterMetrics
 from router.prompt.images import Media
@@ -48,7 +48,7 @@ PICTURE, LARGE = b"a picture", os.urandom(2 * MEDIA_PART_BYTES + 1)
 def showing(*contents: bytes, **values: Any) -> Generation:
     """A generation whose prompt refers to these images."""
     media = [Media(media_hash(ROOT, content), content) for content in contents]
-    spans = tuple(MediaSpan(each.content_hash, 10 * place, 5) for place, each in enumerate(media))
+    spans = tuple(ImageTokens(each.content_hash, 10 * place, 5) for place, each in enumerate(media))
     generation = changed(GENERATION, **values)
     return replace(generation, media=media, submit=structs.replace(generation.submit, media=spans))
 
@@ -296,7 +296,7 @@ async def test_a_picture_that_kills_replicas_condemns_no_other_of_its_size(fleet
 async def test_a_suspect_is_tried_alone_though_its_image_is_on_its_way(fleet: DispatchedFleet) -> None:
     replica = await fleet.add("r0", holding=True)
     suspect, state = showing(b"suspect"), fleet.dispatcher.state
-    digest = state.suspects.digest(suspect.model, suspect.told_apart_ids(), suspect.caller.owner)
+    digest = state.suspects.digest(suspect.model, suspect.token_ids_with_images(), suspect.caller.owner)
     state.suspects.blame([(digest, True)], state.clock())
     replica.script.holds_uploads = True
     runs = [asyncio.create_task(generate(fleet, suspect)) for _ in range(3)]

@@ -12,7 +12,7 @@ from router.dispatch.generation_run import GenerationRun
 from router.dispatch.retries import RetryPolicy
 from router.dispatch.waiting_room import WaitingRoom
 from router.errors import GenerationFailed, NoReplicaAvailable
-from router.fleet.outlook import Outlook
+from router.fleet.fleet_health import FleetHealth
 from router.generation import Generation
 from router.queue.room import NUM_NEXT
 from tests.router.dispatched_fleet import (
@@ -37,7 +37,7 @@ async def emptied(fleet: DispatchedFleet) -> AsyncIterator[DispatchedFleet]:
     """Its replica has gone, and others are said to come."""
     await (await fleet.add("gone")).kill()
     await eventually(lambda: fleet.clients["gone"].lost is not None)  # type: ignore[index]
-    fleet.outlook = Outlook(is_coming=True, away_seconds=AWAY_SECONDS)
+    fleet.outlook = FleetHealth(is_coming=True, away_seconds=AWAY_SECONDS)
     use(fleet, wait_seconds=50)
     yield fleet
 
@@ -121,7 +121,7 @@ async def test_after_the_wait_it_is_a_refusal_that_says_how_long_there_has_been_
 ) -> None:
     await (await fleet.add("gone")).kill()
     await eventually(lambda: fleet.clients["gone"].lost is not None)  # type: ignore[index]
-    fleet.outlook = Outlook(is_coming=True, away_seconds=AWAY_SECONDS)
+    fleet.outlook = FleetHealth(is_coming=True, away_seconds=AWAY_SECONDS)
     use(fleet, wait_seconds=0.3)
     began = time.monotonic()
     with pytest.raises(NoReplicaAvailable) as refused:
@@ -153,7 +153,7 @@ async def test_who_leaves_while_waiting_is_forgotten_and_holds_up_nobody(emptied
 
 async def test_an_answer_that_has_begun_waits_as_well_and_goes_on(fleet: DispatchedFleet) -> None:
     (await fleet.add("r0")).script.step_seconds = 0.01
-    fleet.outlook = Outlook(is_coming=True)
+    fleet.outlook = FleetHealth(is_coming=True)
     use(fleet, wait_seconds=50, max_waiting=0)
 
     async def kill(run: GenerationRun) -> None:
@@ -167,7 +167,7 @@ async def test_an_answer_that_has_begun_waits_as_well_and_goes_on(fleet: Dispatc
 
 async def test_an_answer_that_has_begun_and_waits_in_vain_has_failed(fleet: DispatchedFleet) -> None:
     (await fleet.add("r0")).script.step_seconds = 0.01
-    fleet.outlook = Outlook(is_coming=True)
+    fleet.outlook = FleetHealth(is_coming=True)
     use(fleet, wait_seconds=0.3)
 
     async def kill(run: GenerationRun) -> None:

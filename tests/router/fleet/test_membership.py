@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import ModelCard, ReplicaId, ReplicaState, TokenizerBundle
-from router.fleet.outlook import Outlook
+from router.fleet.fleet_health import FleetHealth
 from router.fleet.registry_source import RegistrySource
 from tests.redis_server import RedisServer
 from tests.router.scripted_replica import CARD, eventually
@@ -199,7 +199,7 @@ async def test_a_model_that_has_just_lost_its_last_replica_is_taken_to_get_anoth
     dying = await start("r0")
     await registry.put(dying)
     await world.wait_routed("r0")
-    assert world.membership.outlook("toy") == Outlook(is_coming=False)
+    assert world.membership.outlook("toy") == FleetHealth(is_coming=False)
     await dying.kill()
     await registry.end_lease(dying)
     await eventually(lambda: not world.membership.members())
@@ -208,7 +208,7 @@ async def test_a_model_that_has_just_lost_its_last_replica_is_taken_to_get_anoth
     back = await start("r1")
     await registry.put(back)
     await world.wait_routed("r1")
-    assert world.membership.outlook("toy") == Outlook(is_coming=False)
+    assert world.membership.outlook("toy") == FleetHealth(is_coming=False)
 
 
 async def test_a_model_whose_replicas_all_drain_is_taken_to_get_another(

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicas.protocol.blocks import pack_token_ids
-from router.history.remembered import Asked, Mark
+from router.history.remembered import AskedAnswer, Mark
 from router.history.retracing import ENDING_TOKENS, MOST_PLACES, Retracing, told_of
 
 BEGIN, END = [1, 2], [3]
@@ -18,9 +18,9 @@ turns = st.lists(st.tuples(texts, texts, texts), min_size=1, max_size=5)
 """What a user says, what the model does, and what a template makes of that later."""
 
 
-def added(prompt: list[int], said: list[int]) -> tuple[bytes, Asked]:
+def added(prompt: list[int], said: list[int]) -> tuple[bytes, AskedAnswer]:
     packed = pack_token_ids(prompt)
-    return packed + pack_token_ids(said), Asked(len(packed), may_call=False, starts_in_reasoning=False)
+    return packed + pack_token_ids(said), AskedAnswer(len(packed), may_call=False, starts_in_reasoning=False)
 
 
 @given(turns, texts)

@@ -8,7 +8,7 @@ import pytest
 from replicas.protocol.blocks import (
     HASH_BYTES,
     BlockHash,
-    MediaSpan,
+    ImageTokens,
     Namespace,
     PublishedBeginning,
     hash_blocks,
@@ -70,7 +70,7 @@ def test_block_hashes_are_those_of_everyone_where_prompts_have_media_and_a_publi
     model = tiny_model.catalog().get(tiny_model.MODEL)
     root, size = model.root("us"), tiny_model.BLOCK_SIZE
     token_ids = list(range(50 * size + 1))
-    media = [MediaSpan(b"an image", 19 * size - 1, size + 3), MediaSpan(b"another", 40 * size, 1)]
+    media = [ImageTokens(b"an image", 19 * size - 1, size + 3), ImageTokens(b"another", 40 * size, 1)]
     expected = hash_blocks(root, token_ids, size, media=media, published=published)
     for _ in range(3):
         assert model.block_hashes(root, pack_token_ids(token_ids), published, media) == expected

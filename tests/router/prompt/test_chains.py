@@ -11,7 +11,7 @@ from hypothesis import given
 from replicas.protocol.blocks import (
     HASH_BYTES,
     BlockHash,
-    MediaSpan,
+    ImageTokens,
     hash_blocks,
     hash_packed,
     pack_token_ids,
@@ -62,7 +62,7 @@ def test_a_prompt_that_comes_again_has_the_same_hashes(token_ids: list[int], blo
 
 
 spans = st.builds(
-    MediaSpan,
+    ImageTokens,
     st.sampled_from([b"an image", b"another one"]),
     st.integers(0, 4 * RUN_TOKENS),
     st.integers(0, RUN_TOKENS + 3),
@@ -74,7 +74,7 @@ spans = st.builds(
     max_runs=st.integers(0, 20),
 )
 def test_prompts_of_equal_tokens_with_media_in_them_are_told_apart(
-    asked: list[tuple[list[int], Sequence[MediaSpan], int]], max_runs: int
+    asked: list[tuple[list[int], Sequence[ImageTokens], int]], max_runs: int
 ) -> None:
     hasher = ChainHasher(max_runs * BYTES_PER_RUN)
     for numbers, media, num_before in asked:

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import ReplicaId
 from router.queue.room import DEFAULT_TOKEN_SECONDS, Room
@@ -11,7 +11,7 @@ from router.routing.decision import RoutingRequest
 from tests.router.routing.tables import BLOCK_SIZE, table_of
 
 A = ReplicaId("r0")
-IMAGES = (MediaSpan(b"", 100, 64), MediaSpan(b"", 300, 32))
+IMAGES = (ImageTokens(b"", 100, 64), ImageTokens(b"", 300, 32))
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def room() -> Room:
     return Room(table_of(1), target_seconds=1.0)
 
 
-def asked(*media: MediaSpan) -> RoutingRequest:
+def asked(*media: ImageTokens) -> RoutingRequest:
     return RoutingRequest(b"bucket", 500, BLOCK_SIZE, media=media)
 
 

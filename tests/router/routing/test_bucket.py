@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import pytest
 
 from replicas.protocol.affinity import AffinityRanking
-from replicas.protocol.blocks import BlockHash, MediaSpan
+from replicas.protocol.blocks import BlockHash, ImageTokens
 from replicas.protocol.status import ReplicaId
 from router.routing.bucket import bucket_of
 
@@ -54,11 +54,11 @@ def test_a_short_conversation_keeps_its_bucket_as_it_grows() -> None:
 
 def test_media_that_begin_in_the_head_count_and_no_other() -> None:
     def bucket(image: bytes, start: int, length: int = 64, stable: int | None = None) -> bytes:
-        return bucket_of(ROOT, None, TOKENS, stable, 16, [MediaSpan(image, start, length)])
+        return bucket_of(ROOT, None, TOKENS, stable, 16, [ImageTokens(image, start, length)])
 
     text = bucket_of(ROOT, None, TOKENS, None, 16)
-    told_apart = {text, bucket(b"a", 10), bucket(b"b", 10), bucket(b"a", 11), bucket(b"a", 10, 65)}
-    assert len(told_apart) == 5
+    with_image_ids = {text, bucket(b"a", 10), bucket(b"b", 10), bucket(b"a", 11), bucket(b"a", 10, 65)}
+    assert len(with_image_ids) == 5
     assert bucket(b"a", 256) == text
     assert bucket(b"a", 40, stable=40) == bucket_of(ROOT, None, TOKENS, 40, 16)
 

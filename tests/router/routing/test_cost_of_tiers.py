@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from msgspec import structs
 
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.status import ReplicaId
 from replicas.protocol.ways import DISK_MOVE_SECONDS, HOST_MOVE_SECONDS, PULL_MOVE_SECONDS, MoveSpeeds, Reach
 from router.routing.cost import CostParameters, FleetRates, cost_of
@@ -29,7 +29,7 @@ LOADS = st.builds(
     speeds=st.builds(MoveSpeeds, SPEEDS, SPEEDS, SPEEDS, st.sampled_from([0.0, 0.05, 2.0])),
 )
 IMAGES = st.lists(st.tuples(st.integers(0, 900), st.integers(1, 400)), max_size=4).map(
-    lambda images: tuple(MediaSpan(b"", 1000 * n + gap, length) for n, (gap, length) in enumerate(images))
+    lambda images: tuple(ImageTokens(b"", 1000 * n + gap, length) for n, (gap, length) in enumerate(images))
 )
 REACHES = st.lists(st.integers(0, 4000), min_size=4, max_size=4).map(lambda ends: Reach(*sorted(ends)))
 
@@ -39,7 +39,7 @@ def seconds_of(
     reach: Reach,
     num_tokens: int,
     num_ready: int,
-    images: Sequence[MediaSpan] = (),
+    images: Sequence[ImageTokens] = (),
     encode: float = 0.0,
 ) -> float:
     """Time to first token and what others lose, if just so much is made ready; infinite if it cannot be."""
@@ -73,7 +73,7 @@ def test_the_cheapest_way_is_taken(load: ReplicaLoad, reach: Reach) -> None:
 
 @given(LOADS, REACHES, IMAGES, st.sampled_from([1e-5, 1e-3]), st.integers(0, 5000))
 def test_the_cheapest_way_is_taken_of_a_prompt_with_images(
-    load: ReplicaLoad, reach: Reach, images: tuple[MediaSpan, ...], encode: float, num_pending: int
+    load: ReplicaLoad, reach: Reach, images: tuple[ImageTokens, ...], encode: float, num_pending: int
 ) -> None:
     load = structs.replace(load, num_pending_image_tokens=num_pending)
     rates = RATES._replace(encode_seconds_per_token=encode)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from msgspec import structs
 
-from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.status import ReplicaId
 from replicas.protocol.ways import Reach
 from router.routing.cost import CostParameters, cost_of, fleet_rates
@@ -361,7 +361,7 @@ def test_prompts_of_any_length_are_decided(num_tokens: int) -> None:
         assert decision.replica_id == "r0" or not found
 
 
-IMAGE = MediaSpan(b"", 3000, 1024)
+IMAGE = ImageTokens(b"", 3000, 1024)
 """Its last block is the 252nd."""
 
 

@@ -13,7 +13,7 @@ from replicas.protocol.prefix_leases import MAX_LEASE_SECONDS
 from router.errors import CacheGone, CachesFull, CachesUnavailable
 from router.features.named_caches.bounds import GONE_SECONDS, MAX_TTL_SECONDS, CacheBounds
 from router.features.named_caches.named_caches import RECHECK_SECONDS, REST_SECONDS, NamedCaches
-from router.features.named_caches.record import CacheContent, CacheKind, CacheRecord, LeaseOutcome
+from router.features.named_caches.record import CacheContent, CacheKind, CacheLease, CacheRecord
 from router.features.named_caches.store import INDEX_KEY, PREFIX, content_key, record_key, tenant_index_key
 from router.shared.tenant_tags import TenantTags
 from tests.redis_server import RedisServer
@@ -94,12 +94,12 @@ async def raw(url: str) -> AsyncIterator["redis.asyncio.Redis"]:
 
 async def test_what_one_router_creates_another_uses_whole(routers: Open) -> None:
     first, second = routers(), routers()
-    made = record(name="Größe", salt="s", lease=LeaseOutcome(60, 16, None), deleted=None)
+    made = record(name="Größe", salt="s", lease=CacheLease(60, 16, None), deleted=None)
     await first.create(made, CONTENT)
     assert await second.use(made.cache_id, "us") == (made, CONTENT)
     assert await second.look(made.cache_id, "us") == made
-    noted = await second.note_lease(made.cache_id, "us", LeaseOutcome(0, 0, "budget"))
-    assert (await first.look(made.cache_id, "us")).lease == noted.lease == LeaseOutcome(0, 0, "budget")
+    noted = await second.note_lease(made.cache_id, "us", CacheLease(0, 0, "budget"))
+    assert (await first.look(made.cache_id, "us")).lease == noted.lease == CacheLease(0, 0, "budget")
     assert second.num_uses == {"memory": 0, "redis": 1}
     await second.use(made.cache_id, "us")
     assert second.num_uses == {"memory": 1, "redis": 1}

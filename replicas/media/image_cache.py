@@ -1,4 +1,4 @@
-"""MediaShelf: an LRU cache of decoded images by hash, bounded in bytes.
+"""ImageCache: an LRU cache of decoded images by hash, bounded in bytes.
 
 Owns which are held by requests: those are never evicted. Pure: not thread-safe, and independent of the
 engine's type of content.
@@ -13,7 +13,7 @@ Content = TypeVar("Content")
 
 
 @dataclass(frozen=True, slots=True)
-class MediaItem(Generic[Content]):
+class CachedImage(Generic[Content]):
     """`token_ids` represent it in a prompt; `content` is the engine's input."""
 
     token_ids: tuple[int, ...]
@@ -23,11 +23,11 @@ class MediaItem(Generic[Content]):
 
 @dataclass(slots=True)
 class _Kept(Generic[Content]):
-    item: MediaItem[Content]
+    item: CachedImage[Content]
     num_holders: int = 0
 
 
-class MediaShelf(Generic[Content]):
+class ImageCache(Generic[Content]):
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._kept: OrderedDict[bytes, _Kept[Content]] = OrderedDict()
@@ -53,7 +53,7 @@ class MediaShelf(Generic[Content]):
         self._kept.move_to_end(content_hash)
         return True
 
-    def put(self, content_hash: bytes, item: MediaItem[Content]) -> bool:
+    def put(self, content_hash: bytes, item: CachedImage[Content]) -> bool:
         """Store an item; False, without eviction, if held items leave no room."""
         if self.has(content_hash):
             return True
@@ -64,7 +64,7 @@ class MediaShelf(Generic[Content]):
         self._num_bytes += item.num_bytes
         return True
 
-    def hold(self, hashes: Iterable[bytes]) -> list[MediaItem[Content]] | None:
+    def hold(self, hashes: Iterable[bytes]) -> list[CachedImage[Content]] | None:
         """Hold each hash's item until `release`. None, holding nothing, if one is missing."""
         wanted = list(hashes)
         if not all(content_hash in self._kept for content_hash in wanted):

@@ -18,8 +18,8 @@ from replicas.protocol.pulls import PullRequest
 from replicas.protocol.service import path
 from replicas.protocol.status import Epoch
 from replicas.protocol.wire import decode_pull_part, encode
-from replicas.serving import pull_desk
-from replicas.serving.pull_desk import MAX_PULLS, PullDesk
+from replicas.serving import pull_service
+from replicas.serving.pull_service import MAX_PULLS, PullService
 from tests.replicas.kvstore.chunk_images import LAYOUT
 from tests.replicas.kvstore.chunk_names import key, name
 
@@ -40,11 +40,11 @@ def arena() -> Iterator[Arena]:
 
 
 @asynccontextmanager
-async def served(arena: Arena | None) -> AsyncIterator[tuple[PullDesk, Any]]:
+async def served(arena: Arena | None) -> AsyncIterator[tuple[PullService, Any]]:
     """The desk, and the call."""
     shared = None if arena is None else SlotBooks(arena, 128, ID).shared
     reader = None if shared is None else ChunkReader(shared)
-    desk = PullDesk(reader, Epoch("e1"), Counter("sent", "", registry=None))
+    desk = PullService(reader, Epoch("e1"), Counter("sent", "", registry=None))
     server = grpc.aio.server()
     service, _, method = path("Pull").removeprefix("/").partition("/")
     handler = grpc.unary_stream_rpc_method_handler(desk.serve, response_serializer=encode)
@@ -107,8 +107,8 @@ async def test_peers_that_do_not_read_take_a_bounded_number_of_pulls_and_a_bound
 async def test_a_pull_waits_for_its_turn_and_begins_when_another_ends(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull_desk, "WAIT_SECONDS", 30.0)
-    monkeypatch.setattr(pull_desk, "MAX_WAITING", 2)
+    monkeypatch.setattr(pull_service, "WAIT_SECONDS", 30.0)
+    monkeypatch.setattr(pull_service, "MAX_WAITING", 2)
     async with served(arena) as (desk, pull):
         stalled = [pull(asking(*["a", "ab", "abc"] * 30), timeout=60) for _ in range(MAX_PULLS)]
         for call in stalled:
@@ -128,7 +128,7 @@ async def test_a_pull_waits_for_its_turn_and_begins_when_another_ends(
         assert desk._num_pulls == 0 and desk._places._value == MAX_PULLS
 
 
-async def num_pulls(desk: PullDesk, number: int) -> None:
+async def num_pulls(desk: PullService, number: int) -> None:
     while desk._num_pulls != number:  # noqa: ASYNC110 - what is waited for has no event
         await asyncio.sleep(0.01)
 

@@ -1,4 +1,4 @@
-"""TakeOverDesk: serves calls by which other replicas hand their leases over.
+"""TakeOverService: serves calls by which other replicas hand their leases over.
 
 Owns the bound on parallel calls, and their deadline. The store decides what it takes, and pulls it.
 """
@@ -21,7 +21,7 @@ ANSWER_SECONDS = 0.1
 """Margin before the deadline for an answer, even an empty one."""
 
 
-class TakeOverDesk:
+class TakeOverService:
     """For KV of this layout; None takes nothing."""
 
     def __init__(self, layout: bytes | None, store: StoreQuestions, outcomes: Counter) -> None:

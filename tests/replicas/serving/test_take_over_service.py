@@ -12,7 +12,7 @@ from replicas.protocol.pulls import PullHint
 from replicas.protocol.status import Epoch, ReplicaId
 from replicas.protocol.wire import encode
 from replicas.serving.store_questions import StoreQuestions
-from replicas.serving.take_over_desk import TakeOverDesk
+from replicas.serving.take_over_service import TakeOverService
 from tests.replicas.kvstore.chunk_names import name
 
 LAYOUT = bytes(16)
@@ -50,9 +50,9 @@ def asking() -> bytes:
     return encode(TakeOver(SOURCE, LAYOUT, (LeasedChunk(*name("a"), 600, 300.0),)))
 
 
-def desk_of(store: ScriptedStore) -> tuple[TakeOverDesk, CollectorRegistry]:
+def desk_of(store: ScriptedStore) -> tuple[TakeOverService, CollectorRegistry]:
     registry = CollectorRegistry()
-    return TakeOverDesk(
+    return TakeOverService(
         LAYOUT, store.questions, Counter("taken", "", ["outcome"], registry=registry)
     ), registry
 

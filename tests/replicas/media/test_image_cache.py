@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from replicas.media.shelf import MediaItem, MediaShelf
+from replicas.media.image_cache import CachedImage, ImageCache
 
 
-def item(num_bytes: int) -> MediaItem[int]:
-    return MediaItem((1, 2), num_bytes, num_bytes)
+def item(num_bytes: int) -> CachedImage[int]:
+    return CachedImage((1, 2), num_bytes, num_bytes)
 
 
 def name(number: int) -> bytes:
@@ -16,7 +16,7 @@ def name(number: int) -> bytes:
 
 
 def test_the_oldest_goes_first_and_what_is_looked_at_is_new() -> None:
-    shelf: MediaShelf[int] = MediaShelf(30)
+    shelf: ImageCache[int] = ImageCache(30)
     assert all(shelf.put(name(number), item(10)) for number in range(3))
     assert shelf.has(name(0))
     assert shelf.put(name(3), item(10))
@@ -25,7 +25,7 @@ def test_the_oldest_goes_first_and_what_is_looked_at_is_new() -> None:
 
 
 def test_what_is_held_is_never_forgotten_and_leaves_no_room_for_more() -> None:
-    shelf: MediaShelf[int] = MediaShelf(20)
+    shelf: ImageCache[int] = ImageCache(20)
     shelf.put(name(0), item(10))
     shelf.put(name(1), item(10))
     held = shelf.hold([name(0), name(1), name(0)])
@@ -42,14 +42,14 @@ def test_what_is_held_is_never_forgotten_and_leaves_no_room_for_more() -> None:
 
 
 def test_nothing_is_held_if_one_is_missing() -> None:
-    shelf: MediaShelf[int] = MediaShelf(20)
+    shelf: ImageCache[int] = ImageCache(20)
     shelf.put(name(0), item(10))
     assert shelf.hold([name(0), name(1)]) is None
     assert shelf.num_held == 0
 
 
 def test_what_does_not_fit_pushes_nothing_out() -> None:
-    shelf: MediaShelf[int] = MediaShelf(50)
+    shelf: ImageCache[int] = ImageCache(50)
     for number in range(5):
         shelf.put(name(number), item(10))
     shelf.hold([name(0), name(0)])
@@ -61,7 +61,7 @@ def test_what_does_not_fit_pushes_nothing_out() -> None:
 
 
 def test_what_is_larger_than_the_shelf_does_not_fit() -> None:
-    shelf: MediaShelf[int] = MediaShelf(20)
+    shelf: ImageCache[int] = ImageCache(20)
     assert not shelf.put(name(0), item(21))
     assert (len(shelf), shelf.num_bytes) == (0, 0)
 
@@ -69,7 +69,7 @@ def test_what_is_larger_than_the_shelf_does_not_fit() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_it_does_what_a_list_does(seed: int) -> None:
     rng = random.Random(seed)
-    shelf: MediaShelf[int] = MediaShelf(50)
+    shelf: ImageCache[int] = ImageCache(50)
     slow: list[tuple[bytes, int]] = []
     holds: list[list[bytes]] = []
 

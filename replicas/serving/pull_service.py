@@ -1,4 +1,4 @@
-"""PullDesk: chunks of KV for other replicas, straight from this one's host memory.
+"""PullService: chunks of KV for other replicas, straight from this one's host memory.
 
 Owns how many pulls are served at once, how many wait for that and how long, and that each has a deadline. The
 engine is not asked and does not know; copies and checksums are made by threads, beside the event loop.
@@ -32,7 +32,7 @@ GRACE_SECONDS = 5.0
 """More than the longest deadline allows, for clocks and for the way."""
 
 
-class PullDesk:
+class PullService:
     """For pulls from this incarnation of a replica; a `reader` of None has nothing to pull."""
 
     def __init__(self, reader: ChunkReader | None, epoch: Epoch, chunks: Counter) -> None:

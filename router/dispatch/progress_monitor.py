@@ -1,4 +1,4 @@
-"""Pulse: whether a live replica makes progress, and whether it has forgotten a request.
+"""ProgressMonitor: whether a live replica makes progress, and whether it has forgotten a request.
 
 Owns the observations of one replica. Times are arguments.
 
@@ -27,7 +27,7 @@ class _Quiet:
     since: float
 
 
-class Pulse:
+class ProgressMonitor:
     """`seconds` is the shortest time in which something must have come."""
 
     def __init__(self, seconds: float) -> None:

@@ -9,12 +9,12 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from replicas.observation.media_metrics import MediaMetrics
+from replicas.observation.media_metrics import ImageMetrics
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.images import media_hash
-from replicas.protocol.media import MAX_MEDIA_BYTES, MEDIA_PART_BYTES, MediaAnswer, MediaPart, MediaQuestion
+from replicas.protocol.media import MAX_MEDIA_BYTES, MEDIA_PART_BYTES, ImagePart, ImageQuery, ImageQueryAnswer
 from replicas.protocol.wire import decode_media_taken, encode
-from replicas.serving.media_desk import MAX_BYTES, MAX_CALLS, MediaDesk
+from replicas.serving.image_service import MAX_BYTES, MAX_CALLS, ImageService
 from tests.replicas.builders import ROOT
 from tests.router.scripted_replica import eventually
 
@@ -26,13 +26,13 @@ class Desk:
 
     def __init__(self, *, takes_images: bool = True) -> None:
         self.registry = CollectorRegistry()
-        self.desk = MediaDesk(self, MediaMetrics(self.registry), takes_images=takes_images)
-        self.questions: list[MediaQuestion] = []
+        self.desk = ImageService(self, ImageMetrics(self.registry), takes_images=takes_images)
+        self.questions: list[ImageQuery] = []
         self.num_asked = 0
         self.waits = False
         self.answer: dict[str, Any] = {}
 
-    def take_media(self, question: MediaQuestion) -> None:
+    def take_media(self, question: ImageQuery) -> None:
         self.questions.append(question)
         self.num_asked += 1
         if not self.waits:
@@ -42,7 +42,7 @@ class Desk:
         questions, self.questions = self.questions, []
         for question in questions:
             answer = self.answer or {"content_hash": media_hash(question.root, question.content)}
-            self.desk.take([MediaAnswer(question.number, **answer)])
+            self.desk.take([ImageQueryAnswer(question.number, **answer)])
 
     def count(self, outcome: str) -> float | None:
         return self.registry.get_sample_value("replica_images_total", {"outcome": outcome})
@@ -73,21 +73,21 @@ async def desk() -> AsyncIterator[Desk]:
 
 def parts_of(
     content: bytes, *, root: BlockHash | None = ROOT, num_bytes: int | None = None
-) -> list[bytes | MediaPart]:
+) -> list[bytes | ImagePart]:
     cuts = range(0, max(1, len(content)), MEDIA_PART_BYTES)
-    parts: list[bytes | MediaPart] = [MediaPart(content[at : at + MEDIA_PART_BYTES]) for at in cuts]
-    parts[0] = MediaPart(
+    parts: list[bytes | ImagePart] = [ImagePart(content[at : at + MEDIA_PART_BYTES]) for at in cuts]
+    parts[0] = ImagePart(
         content[:MEDIA_PART_BYTES], root or b"", len(content) if num_bytes is None else num_bytes
     )
     return parts
 
 
-async def sending(parts: Sequence[bytes | MediaPart]) -> AsyncIterator[bytes]:
+async def sending(parts: Sequence[bytes | ImagePart]) -> AsyncIterator[bytes]:
     for part in parts:
         yield part if isinstance(part, bytes) else encode(part)
 
 
-async def refusal(desk: Desk, parts: Sequence[bytes | MediaPart], timeout: float | None = 30) -> Any:
+async def refusal(desk: Desk, parts: Sequence[bytes | ImagePart], timeout: float | None = 30) -> Any:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await desk.put(sending(parts), timeout=timeout)
     return refused.value
@@ -158,7 +158,7 @@ async def test_so_many_at_once_and_so_many_bytes_and_no_more(desk: Desk) -> None
     most = MAX_BYTES // MAX_MEDIA_BYTES
 
     async def only_announced() -> AsyncIterator[bytes]:
-        yield encode(MediaPart(b"x", ROOT, MAX_MEDIA_BYTES))
+        yield encode(ImagePart(b"x", ROOT, MAX_MEDIA_BYTES))
         await asyncio.Event().wait()
 
     calls = [desk.put(only_announced(), timeout=30) for _ in range(most)]

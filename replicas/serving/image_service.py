@@ -1,4 +1,4 @@
-"""MediaDesk: receives images from routers, in parts, for the engine.
+"""ImageService: receives images from routers, in parts, for the engine.
 
 Owns the bounds on parallel uploads and their bytes, the deadline of each call, and the waiters for the
 engine's answers.
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, Protocol
 
 import grpc
 
-from replicas.observation.media_metrics import MediaMetrics, MediaOutcome
+from replicas.observation.media_metrics import ImageMetrics, ImageOutcome
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from replicas.protocol.media import (
     MAX_MEDIA_BYTES,
     MAX_MEDIA_SECONDS,
-    MediaAnswer,
-    MediaQuestion,
-    MediaTaken,
+    ImageQuery,
+    ImageQueryAnswer,
+    ImageTaken,
 )
 from replicas.protocol.wire import decode_media_part
 
@@ -33,21 +33,21 @@ GRACE_SECONDS = 5.0
 FULL = "this replica has no room for more images now"
 
 
-class MediaInbox(Protocol):
+class ImageInbox(Protocol):
     """The part of the engine loop that is used here."""
 
-    def take_media(self, question: MediaQuestion) -> None: ...
+    def take_media(self, question: ImageQuery) -> None: ...
 
 
 class _Asked(NamedTuple):
-    answer: asyncio.Future[MediaAnswer]
+    answer: asyncio.Future[ImageQueryAnswer]
     num_bytes: int
 
 
-class MediaDesk:
+class ImageService:
     """`takes_images` comes from the model's card."""
 
-    def __init__(self, inbox: MediaInbox, metrics: MediaMetrics, *, takes_images: bool) -> None:
+    def __init__(self, inbox: ImageInbox, metrics: ImageMetrics, *, takes_images: bool) -> None:
         self._inbox = inbox
         self._metrics = metrics
         self._takes_images = takes_images
@@ -65,7 +65,7 @@ class MediaDesk:
     def num_calls(self) -> int:
         return self._num_calls
 
-    def take(self, answers: Sequence[MediaAnswer]) -> None:
+    def take(self, answers: Sequence[ImageQueryAnswer]) -> None:
         """Record the engine's answers."""
         for answer in answers:
             asked = self._asked.pop(answer.number, None)
@@ -74,7 +74,7 @@ class MediaDesk:
                 if not asked.answer.done():
                     asked.answer.set_result(answer)
 
-    async def serve(self, parts: AsyncIterator[bytes], context: Any) -> MediaTaken:
+    async def serve(self, parts: AsyncIterator[bytes], context: Any) -> ImageTaken:
         if not self._takes_images:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this replica's model reads text only")
         seconds = context.time_remaining()
@@ -84,17 +84,17 @@ class MediaDesk:
                 f"to send an image has a deadline within {MAX_MEDIA_SECONDS:g} seconds",
             )
         if self._num_calls >= MAX_CALLS:
-            await self._refuse(context, MediaOutcome.FULL)
+            await self._refuse(context, ImageOutcome.FULL)
         self._num_calls += 1
         root, content = await self._read(parts, context)
         answer = await self._ask(root, content)
         if answer.is_full:
-            await self._refuse(context, MediaOutcome.FULL)
+            await self._refuse(context, ImageOutcome.FULL)
         if answer.problem:
-            self._metrics.count(MediaOutcome.UNREADABLE)
+            self._metrics.count(ImageOutcome.UNREADABLE)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, answer.problem)
         self._metrics.taken(len(content), answer.seconds)
-        return MediaTaken(answer.content_hash)
+        return ImageTaken(answer.content_hash)
 
     async def _read(self, parts: AsyncIterator[bytes], context: Any) -> tuple[BlockHash, bytes]:
         """Read all parts; the bytes count from the first part on, and not at all if it does not come."""
@@ -111,7 +111,7 @@ class MediaDesk:
                             grpc.StatusCode.INVALID_ARGUMENT, "the first part says no root and no size"
                         )
                     if self._num_bytes + part.num_bytes > MAX_BYTES:
-                        await self._refuse(context, MediaOutcome.FULL)
+                        await self._refuse(context, ImageOutcome.FULL)
                     root, num_bytes = BlockHash(part.root), part.num_bytes
                     self._num_bytes += num_bytes
                 if len(content) + len(part.content) > num_bytes:
@@ -124,19 +124,19 @@ class MediaDesk:
             raise
         return root, bytes(content)
 
-    async def _ask(self, root: BlockHash, content: bytes) -> MediaAnswer:
+    async def _ask(self, root: BlockHash, content: bytes) -> ImageQueryAnswer:
         """Ask the engine until the call's deadline, which gRPC enforces. Content given to the engine counts
         until it has answered."""
         asked = _Asked(asyncio.get_running_loop().create_future(), len(content))
         number = next(self._numbers)
         self._asked[number] = asked
-        self._inbox.take_media(MediaQuestion(number, root, content))
+        self._inbox.take_media(ImageQuery(number, root, content))
         return await asked.answer
 
     def _give_back(self, num_bytes: int) -> None:
         self._num_calls -= 1
         self._num_bytes -= num_bytes
 
-    async def _refuse(self, context: Any, outcome: MediaOutcome) -> None:
+    async def _refuse(self, context: Any, outcome: ImageOutcome) -> None:
         self._metrics.count(outcome)
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, FULL)

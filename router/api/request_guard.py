@@ -1,4 +1,4 @@
-"""Door: what is refused by a request's head alone, on every route, before anything of its body is read.
+"""RequestGuard: refuses requests by their head alone, on every route, before their body is read.
 
 Owns four rules. On a loopback address the router answers to loopback's names only, and where names are set to
 those as well, on any other address too: a page whose name was pointed here (DNS rebinding) calls it by that
@@ -35,7 +35,7 @@ _JUDGED = _SINGLE | {b"origin", b"sec-fetch-site", b"content-type", b"content-en
 _MOST_SHOWN = 100
 
 
-class Door:
+class RequestGuard:
     """ASGI middleware of a whole listener. `host` is what that listens on, None for a Unix socket, which no
     browser opens; `allowed_hosts` are the names that clients call the router by, besides loopback's.
     `count` hears of each refusal, and `new_id` makes an id out of its beginning."""

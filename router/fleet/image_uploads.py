@@ -1,4 +1,4 @@
-"""MediaUploads: images sent to one replica over one connection, and those on their way.
+"""ImageUploads: images sent to one replica over one connection, and those on their way.
 
 Owns the router's belief. The replica evicts old images, and says so when a prompt refers to one: then it is
 sent again.
@@ -13,7 +13,7 @@ import grpc
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import RefusalCode
-from replicas.protocol.media import MEDIA_PART_BYTES, MediaPart
+from replicas.protocol.media import MEDIA_PART_BYTES, ImagePart
 from replicas.protocol.wire import decode_media_taken, encode
 from router.fleet.image_traffic import ImageTraffic
 from router.fleet.replica_channel import ReplicaChannel
@@ -54,7 +54,7 @@ class _Sending:
     has_begun: bool = False
 
 
-class MediaUploads:
+class ImageUploads:
     """Two prompts that wait for one image wait for one upload."""
 
     def __init__(self, channel: ReplicaChannel, traffic: ImageTraffic) -> None:
@@ -147,4 +147,4 @@ class MediaUploads:
 async def _parts(root: BlockHash, content: bytes) -> AsyncIterator[bytes]:
     for start in range(0, len(content), MEDIA_PART_BYTES):
         part = content[start : start + MEDIA_PART_BYTES]
-        yield encode(MediaPart(part) if start else MediaPart(part, root, len(content)))
+        yield encode(ImagePart(part) if start else ImagePart(part, root, len(content)))

@@ -1,4 +1,4 @@
-"""Outlook: knowledge about replicas that are absent now.
+"""FleetHealth: knowledge about replicas that are absent now.
 
 Plain data between the follower of the fleet and the owner of requests for it.
 """
@@ -6,11 +6,11 @@ Plain data between the follower of the fleet and the owner of requests for it.
 from typing import NamedTuple
 
 
-class Outlook(NamedTuple):
+class FleetHealth(NamedTuple):
     """Whether replicas of a model that has none are on their way, and for how long it has had none."""
 
     is_coming: bool
     away_seconds: float = 0.0
 
 
-NOTHING_COMING = Outlook(is_coming=False)
+NOTHING_COMING = FleetHealth(is_coming=False)

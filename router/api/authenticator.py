@@ -1,4 +1,4 @@
-"""Gate: whose a request is, told from its API key before anything of its body is read.
+"""Authenticator: whose a request is, told from its API key before anything of its body is read.
 
 Owns which header has a key in which dialect, which paths take none, and which take one of an operator's. The
 app behind finds the Caller in the scope. What a caller may ask for, and how much of it, is for others to say.
@@ -51,7 +51,7 @@ _ANTHROPIC = _Dialect((_X_API_KEY, _AUTHORIZATION), "'x-api-key: KEY' or 'Author
 _GEMINI = _Dialect((_X_GOOG_API_KEY, _AUTHORIZATION), "'x-goog-api-key: KEY' or 'Authorization: Bearer KEY'")
 
 
-class Gate:
+class Authenticator:
     """ASGI middleware of the clients' listener. `open_paths` tell nothing that is anybody's and take no key:
     whole paths, since what begins like one of them is another. `count` hears of each refusal, and `new_id`
     makes an id out of its beginning; `clock` tells seconds since 1970."""

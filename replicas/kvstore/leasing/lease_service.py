@@ -1,4 +1,4 @@
-"""LeaseDesk: takes requests for leases to the directory, and records them in the disk's journal.
+"""LeaseService: takes requests for leases to the directory, and records them in the disk's journal.
 
 Owns the time for leases. Inside a process it is a monotonic clock, so that jumps of the wall clock change
 nothing. The journal has the wall-clock time of each lease's end. A later process continues with the rest:
@@ -51,7 +51,7 @@ def restored_leases(journal: LeaseJournal, wall_clock: Callable[[], float]) -> I
             yield LeaseRecord(key, seconds, until - now, tenant)
 
 
-class LeaseDesk:
+class LeaseService:
     """`blocks_per_chunk` blocks are a chunk, which is `chunk_tokens` tokens. `clock` never goes back."""
 
     def __init__(
