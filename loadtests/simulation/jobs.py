@@ -51,7 +51,7 @@ class Source:
     flood: int = 1
     """Factor by which one of the tenants exceeds its own share."""
     seconds: float | None = None
-    """What arrives later is left out."""
+    """End of the trace that is simulated, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class Replica(Protocol):
         """TakeOver to TakenOver: chunks that another replica had leased and cannot keep any longer."""
 
     async def put_media(self, parts: AsyncIterator[bytes], context: Any) -> Any:
-        """MediaParts to MediaTaken: the content of an image that prompts will refer to."""
+        """ImageParts to ImageTaken: the content of an image that prompts will refer to."""
 
     async def begin_drain(self, request: bytes, context: Any) -> Any:
         """Nothing to Nothing: stop admitting, finish running requests, leave. Returns at once."""

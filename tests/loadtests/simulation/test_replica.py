@@ -14,7 +14,7 @@ from replicas.protocol.blocks import ImageTokens, pack_token_ids
 from replicas.protocol.frames import SamplingParams, Submit, UserTag
 from replicas.protocol.image_rules import CellRule, written_rule
 from replicas.protocol.images import media_hash
-from replicas.protocol.media import MediaQuestion
+from replicas.protocol.media import ImageQuery
 from replicas.protocol.status import ModelCard
 from replicas.scheduling.speed_meter import SpeedMeter
 from replicas.simulated_engine.engine import SimulatedEngine
@@ -85,7 +85,7 @@ def serve_with_the_engine(workload: Workload, shape: ReplicaShape) -> tuple[Time
         image_bytes=1 << 20,
     )
     for content in {image.content for each in workload.requests for image in each.images}:
-        engine.take_media(MediaQuestion(1, ROOT, png_of(content)))
+        engine.take_media(ImageQuery(1, ROOT, png_of(content)))
     waiting = [
         (prepared.trace.arrival_seconds, engine_request(prepared, workload.block_tokens))
         for prepared in prepare(workload)

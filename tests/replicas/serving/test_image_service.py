@@ -110,9 +110,9 @@ async def test_what_has_come_whole_is_named_by_its_hash(desk: Desk, content: byt
         (parts_of(b"x", root=BlockHash(b"short")), "no root"),
         (parts_of(b"", num_bytes=0), "no root and no size"),
         ([], "less has come"),
-        ([b"no part"], "not a MediaPart"),
-        ([encode([b"x", ROOT, MAX_MEDIA_BYTES + 1])], "not a MediaPart"),
-        ([encode([bytes(MEDIA_PART_BYTES + 1), ROOT, MEDIA_PART_BYTES + 1])], "not a MediaPart"),
+        ([b"no part"], "not a ImagePart"),
+        ([encode([b"x", ROOT, MAX_MEDIA_BYTES + 1])], "not a ImagePart"),
+        ([encode([bytes(MEDIA_PART_BYTES + 1), ROOT, MEDIA_PART_BYTES + 1])], "not a ImagePart"),
     ],
 )
 async def test_what_is_not_as_it_says_is_refused(desk: Desk, parts: Any, words: str) -> None:
