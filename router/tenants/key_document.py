@@ -274,8 +274,8 @@ def _from_yaml(content: bytes) -> object:
 def _check_yaml_size(content: bytes) -> None:
     if len(content) > MAX_YAML_BYTES:
         raise BadKeys(
-            f"it has {len(content)} bytes of YAML; {MAX_YAML_BYTES} are allowed: keep that many keys in Redis "
-            "(setting keys_in_redis), or write them as JSON"
+            f"it has {len(content)} bytes of YAML; {MAX_YAML_BYTES} are allowed: keep that many keys in "
+            "Redis (setting keys_in_redis), or write them as JSON"
         )
 
 
