@@ -136,8 +136,11 @@ class Router:
         yield StoredResponses.open(context, secret)
         name = f"{socket.gethostname()}, process {os.getpid()}"
         yield LivePage(context, FleetSource(name, self._membership, self._table, self._mirrors))
-        if config.has_keys:  # without keys there are no limits
-            yield RateExchange(config.redis_url, context.rates.limits, context.clock)
+        exchange = RateExchange(config.redis_url, context.rates.limits, context.clock)
+        if config.has_keys:
+            yield exchange
+        else:  # there are no limits, and alerts find the series that they go by
+            context.metrics.add(exchange.instruments())
         if context.history_exchange is not None:
             yield context.history_exchange
         if config.explain_bytes:
@@ -218,7 +221,7 @@ class Router:
         """Instruments of the parts that are named here; `ApiContext` has those of the HTTP endpoints."""
         yield from self._membership.instruments()
         yield from self._table.instruments()
-        yield from mirror_instruments(self._mirrors)
+        yield from mirror_instruments(self._mirrors, self._table.end_lingering)
         yield from self._lag.instruments()
         yield from self._tracing.instruments()
         yield gauge(
@@ -227,9 +230,9 @@ class Router:
             lambda: {} if self._tls is None else self._tls.ends,
             "file",
         )
-        for part in (self._keys, self._context.recorder):
-            if part is not None:
-                yield from part.instruments()
+        yield from (self._keys or KeysInForce(lambda: 0.0)).instruments()  # zeros, for alerts to go by
+        if self._context.recorder is not None:
+            yield from self._context.recorder.instruments()
 
 
 def _new_table(config: RouterConfig, rng: random.Random, clock: Callable[[], float]) -> RoutingTable:

@@ -392,8 +392,11 @@ def _raise_unless_missing(info: object) -> None:
         raise info
 
 
-def mirror_instruments(mirrors: Mapping[str, IndexMirror]) -> Iterator[Instrument]:
-    """Instruments of all mirrors, by the model's name. More mirrors may be added later."""
+def mirror_instruments(
+    mirrors: Mapping[str, IndexMirror], end_lingering: Callable[[], None]
+) -> Iterator[Instrument]:
+    """Instruments of all mirrors, by the model's name. More mirrors may be added later. `end_lingering` drops
+    the predictions whose time is over, before they are counted."""
 
     def each(read: Callable[[IndexMirror], float]) -> Callable[[], Mapping[str, float]]:
         return lambda: {name: read(mirror) for name, mirror in mirrors.items()}
@@ -410,10 +413,15 @@ def mirror_instruments(mirrors: Mapping[str, IndexMirror]) -> Iterator[Instrumen
         each(lambda mirror: mirror.num_departures),
         "model",
     )
+
+    def predictions() -> Mapping[str, float]:
+        end_lingering()
+        return each(lambda mirror: mirror.num_predictions)()
+
     yield gauge(
         "router_index_predictions",
         "Requests whose blocks are expected at a replica before its events report them",
-        each(lambda mirror: mirror.num_predictions),
+        predictions,
         "model",
     )
     yield counter(
