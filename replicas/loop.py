@@ -76,7 +76,7 @@ class EngineLoop:
     """Runs `engine` in a thread of its own until `stop` or until the engine raises.
 
     Every request gets a last delta, or was aborted, or the loop was stopped. An engine that raises ends all
-    its live requests with an INTERNAL refusal, and `submit` takes nothing more.
+    its live requests with an ENGINE_FAILED refusal, and `submit` takes nothing more.
     """
 
     def __init__(

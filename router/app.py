@@ -97,7 +97,7 @@ def create_apps(context: ApiContext) -> Apps:
 
     config, new_id = context.config, context.new_id
 
-    def behind_gate(app: ASGIApp) -> ASGIApp:
+    def authenticated(app: ASGIApp) -> ASGIApp:
         keys = context.keys
         if keys is None:
             return app
@@ -111,7 +111,7 @@ def create_apps(context: ApiContext) -> Apps:
             clock=context.wall_clock,
         )
 
-    def behind_door(app: ASGIApp, host: str | None) -> ASGIApp:
+    def guarded(app: ASGIApp, host: str | None) -> ASGIApp:
         return RequestGuard(
             app,
             host=host,
@@ -124,12 +124,12 @@ def create_apps(context: ApiContext) -> Apps:
     common = plain.health_routes()
     clients = client_routes(context)
     if not config.has_admin_listener:
-        everything = behind_gate(_app([*common, *clients, *admin], endpoint_of, new_id))
-        return Apps(behind_door(everything, config.host), None)
-    main = behind_gate(_app([*common, *clients, *plain.index_routes()], endpoint_of, new_id))
+        everything = authenticated(_app([*common, *clients, *admin], endpoint_of, new_id))
+        return Apps(guarded(everything, config.host), None)
+    main = authenticated(_app([*common, *clients, *plain.index_routes()], endpoint_of, new_id))
     admin_host = None if config.admin_port is None else config.admin_host
     admin_app = _app([*common, *admin], lambda path: None, new_id)
-    return Apps(behind_door(main, config.host), behind_door(admin_app, admin_host))
+    return Apps(guarded(main, config.host), guarded(admin_app, admin_host))
 
 
 def _app(

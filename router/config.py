@@ -74,7 +74,7 @@ class RouterConfig:
         "reaches it is then one and the same tenant",
     )
 
-    policy: str = setting("kvasir", help="how replicas are chosen; the others are baselines to compare with")
+    policy: str = setting("kvasir", help="how replicas are chosen; the others are there to compare with")
     room_price: float = setting(
         3.0,
         help="price of computing a prompt into a full cache, as a multiple of that computation; 0 ignores it",

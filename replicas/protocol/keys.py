@@ -1,6 +1,7 @@
-"""The Redis schema: key names and the encoding of their values.
+"""The Redis schema that replicas and routers share (`kvasir:v1:…`): key names and the encoding of values.
 
-Owns every byte that goes into or comes out of Redis; its callers own the connections.
+Owns these bytes; its callers own the connections. A router's own keys are named in the stores that write
+them.
 
 All keys of one model share a hash tag, so they live in one slot of a Redis cluster and can change in one
 transaction. `blocks` sets have one marker member that is no hash, so that an empty set exists and a lost one

@@ -1,4 +1,4 @@
-"""Asked: a request as it came, once its body has been read; and what makes of it something that can run.
+"""Asked: a request once its body has been read. Prepare: turns it into an ApiRequest that can run.
 
 Plain data.
 """

@@ -1,6 +1,6 @@
 """ApiContext: what every HTTP endpoint of a router shares.
 
-Knows no dialect; the parts that it names are built at the edge.
+Knows no dialect. `router/assembly.py` builds it and its features.
 """
 
 import random

@@ -1,6 +1,7 @@
 """The page at `/`: its files as they ship, read once when the process starts.
 
-Owns their headers. What the page shows comes from `live.py`; programs that ask for `/` get JSON.
+Owns their headers. What the page shows comes from `router/features/live_page/`; programs that ask for `/`
+get JSON.
 """
 
 import hashlib

@@ -38,7 +38,7 @@ RANGES = (
     ("priority", -MAX_INTEGER, MAX_INTEGER),
     ("top_k", -1, MAX_INTEGER),
 )
-"""Bounds of its numbers."""
+"""Fields of GenerationFields that are whole numbers, with their bounds."""
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")
 
@@ -56,7 +56,7 @@ stream_options_table = FieldTable(StreamOptions)
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
-    """Fields common to all dialects; `field_table.py` handles others.
+    """Fields that OpenAI's and Anthropic's bodies share; Gemini's are mapped to them in `gemini/fields.py`.
 
     A stop string is part of the text only with `include_stop_str_in_output`, as is the text of a token that
     ends the answer; special tokens are part of it unless `skip_special_tokens`. `truncate_prompt_tokens`

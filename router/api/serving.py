@@ -1,7 +1,7 @@
 """GenerationEndpoint: the raw ASGI application behind the routes that generate.
 
 Owns a request's way through the router, the same for every dialect: read, prepare, run, write, and count.
-Knows no field of any dialect and nothing of routing.
+Knows no field of a body and nothing of routing.
 """
 
 import asyncio

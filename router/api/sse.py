@@ -1,4 +1,4 @@
-"""Server-sent events of OpenAI's streams, written as bytes.
+"""Server-sent events: headers of all streams, and the chunks of OpenAI's.
 
 Owns the frames. Everything but the text is the same in each chunk of a stream, so it is encoded once.
 Does not know where the text comes from.

@@ -1,6 +1,6 @@
-"""Attempt and Choice: the parts of one generation at replicas, and their output.
+"""Attempt and ChoiceProgress: the parts of one generation at replicas, and their output.
 
-Plain records that `dispatcher.py` owns and changes.
+Plain records that `generation_run.py` owns and changes.
 """
 
 from collections.abc import Sequence

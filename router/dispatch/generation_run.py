@@ -195,8 +195,7 @@ class GenerationRun:
             charge.produces(len(delta.token_ids))
 
     def _hand_over(self, delta: TokenDelta) -> bool:
-        """Handle a delta like `_receive`, if that is little work, directly in the listener instead of a
-        batch."""
+        """Handle a plain delta at once, without waking the task; False leaves it to `_receive`."""
         if len(self._attempts) != 1 or delta.usage is not None or not self._visible:
             return False
         attempt, index = self._attempts[0], delta.key.choice

@@ -28,7 +28,7 @@ _SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 
 
 CONNECTION = "kvasir.connection"
-"""Key of the Connection in a scope's extensions."""
+"""Key of the ClientConnection in a scope's extensions."""
 
 _SIGN_SECONDS = (0.2, 0.2, 1.0, 5.0)
 

@@ -30,7 +30,7 @@ class Mailbox:
         self.listener: Listener | None = None
 
     def hands_over(self, delta: TokenDelta) -> bool:
-        """True when the listener has taken it: only while the task waits, which has dealt with all before."""
+        """Offer a delta to the listener; True if it took it. Only while the task waits, so none overtakes."""
         if self.listener is None or self._waiter is None or self._waiter.done():
             return False
         return self.listener(delta)

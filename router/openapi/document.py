@@ -1,7 +1,7 @@
 """The OpenAPI document of the clients' routes.
 
 Owns which route takes which body and gives which answer. Bodies are described by the very Structs that decode
-them, answers by `openapi_answers.py`.
+them, answers by `answers.py`.
 """
 
 import functools

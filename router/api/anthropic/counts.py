@@ -1,4 +1,4 @@
-"""POST /v1/messages/count_tokens: how many tokens a message's prompt has.
+"""Counts the tokens of a message's prompt, and writes the answer of /v1/messages/count_tokens.
 
 Owns its answer. Runs beside the event loop for small bodies, and in a process of its own for others.
 """

@@ -1,4 +1,4 @@
-"""POST /v1/messages/count_tokens: how many tokens a message's prompt has.
+"""POST /v1/messages/count_tokens: the route.
 
 Owns the route. The answer is written in `counts.py`, here or where large bodies are prepared.
 """

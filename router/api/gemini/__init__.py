@@ -1,1 +1,1 @@
-"""Gemini's API: how a body is read and an answer written, its models and its caches."""
+"""Gemini's API: how a body is read and an answer written, and its models."""

@@ -1,6 +1,6 @@
-"""POST /v1/chat/completions: the dialect of its answers.
+"""POST /v1/chat/completions: writes its answers.
 
-That of the question is in `chat_body.py`.
+`chat_body.py` reads its bodies.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """POST, GET, PATCH and DELETE …/cachedContents, and requests that begin with one.
 
-These are named caches in Gemini's words. Owns the routes and the shape of a cache in their answers; what a
-named cache is and does is every dialect's: `cache_making.py` and `cached_requests.py`.
+Owns the routes and the shape of a cache in Gemini's words. `making.py` and `requests.py` are for every
+dialect.
 """
 
 import dataclasses
