@@ -6,9 +6,9 @@ and in its encoder's cache, so it never comes from a client. Imports nothing of 
 
 from typing import Any
 
+from replicas.kvcache.hash_map import PlacedMedia
 from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.images import MEDIA_HASH_BYTES
-from replicas.vllm_engine.hash_map import PlacedMedia
 
 _DIGITS = 2 * MEDIA_HASH_BYTES
 

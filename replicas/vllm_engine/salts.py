@@ -5,9 +5,7 @@ published beginning; then the namespace's own root is hashed with the block afte
 vLLM (`core_view.py`). A salt is never sent anywhere: the engine core runs in this process.
 """
 
-from typing import Any
-
-from replicas.protocol.blocks import HASH_BYTES, BlockHash, PublishedBeginning
+from replicas.protocol.blocks import BlockHash, PublishedBeginning
 from replicas.protocol.frames import Submit
 
 
@@ -37,15 +35,3 @@ def roots_in(salt: str) -> tuple[BlockHash, PublishedBeginning | None]:
     if not isinstance(salt, PublishedSalt):
         return first, None
     return BlockHash(bytes.fromhex(salt.own_root)), PublishedBeginning(first, salt.num_blocks)
-
-
-def root_in(extra_keys: Any) -> BlockHash | None:
-    """The root that a block was hashed with: the last of its keys, and behind the adapter's name if it has
-    one. None: it goes on under that of the block before it."""
-    if not extra_keys:
-        return None
-    try:
-        root = bytes.fromhex(extra_keys[-1])
-    except (TypeError, ValueError):
-        return None
-    return BlockHash(root) if len(root) == HASH_BYTES else None

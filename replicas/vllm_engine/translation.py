@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from replicas.kvcache.hash_map import HashMap, UnknownBlock, root_in
 from replicas.kvcache.writers import BlockWriters, Shares
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier
 from replicas.protocol.frames import NO_USER, UserTag
 from replicas.vllm_engine.core_view import VllmAllBlocksCleared, VllmBlockRemoved, VllmBlockStored
-from replicas.vllm_engine.hash_map import HashMap, UnknownBlock
 from replicas.vllm_engine.media_spans import media_in
-from replicas.vllm_engine.salts import root_in
 
 logger = logging.getLogger(__name__)
 

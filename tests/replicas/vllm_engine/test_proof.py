@@ -35,7 +35,7 @@ def test_a_translation_with_another_root_is_refused(run: EngineRun, monkeypatch:
 def test_a_translation_that_loses_the_chain_is_refused(
     run: EngineRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from replicas.vllm_engine import hash_map
+    from replicas.kvcache import hash_map
 
     def unchained(root: BlockHash, token_ids: Any, block_size: int, **named: Any) -> list[BlockHash]:
         blocks = [token_ids[at : at + block_size] for at in range(0, len(token_ids), block_size)]

@@ -1,7 +1,7 @@
 """HashMap: from vLLM's block hashes to ours, for as long as vLLM holds the block in any tier.
 
 Owns the map and the count of copies, by tier, behind each entry. vLLM's hashes are bytes here:
-`translation.py` reads its events and passes what was stored, with which tokens, after which block.
+engines read its events and pass what was stored, with which tokens, after which block.
 
 vLLM chains its hashes from other inputs than ours, so neither follows from the other. A block that is stored
 on the device comes with its tokens and its parent's hash; the parent is held by the same request, so it is in
@@ -19,9 +19,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from replicas.protocol.blocks import BlockHash, ImageTokens, hash_blocks
+from replicas.protocol.blocks import HASH_BYTES, BlockHash, ImageTokens, hash_blocks
 from replicas.protocol.events import AllBlocksCleared, BlockStored, Tier
 
 
@@ -34,6 +34,18 @@ class PlacedMedia(NamedTuple):
 
 class UnknownBlock(Exception):
     """vLLM named a block that it never stored, or has removed."""
+
+
+def root_in(extra_keys: Any) -> BlockHash | None:
+    """The root that a block was hashed with: the last of its keys, and behind the adapter's name if it has
+    one. None: it goes on under that of the block before it."""
+    if not extra_keys:
+        return None
+    try:
+        root = bytes.fromhex(extra_keys[-1])
+    except (TypeError, ValueError):
+        return None
+    return BlockHash(root) if len(root) == HASH_BYTES else None
 
 
 class _Name(NamedTuple):

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from replicas.kvcache.hash_map import HashMap, PlacedMedia, UnknownBlock
 from replicas.protocol.blocks import BlockHash, ImageTokens, hash_blocks
 from replicas.protocol.events import AllBlocksCleared, BlockStored, Tier
-from replicas.vllm_engine.hash_map import HashMap, PlacedMedia, UnknownBlock
 from tests.replicas.builders import OTHER_ROOT, ROOT
 
 TOKENS = list(range(100, 116))
