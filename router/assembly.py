@@ -35,13 +35,13 @@ from router.features.live_page.fleet_source import FleetSource
 from router.features.live_page.routes import LivePage
 from router.features.named_caches.feature import NamedCacheFeature
 from router.features.published.routes import Published
+from router.features.recorded_bodies.feature import BodyRecorder
 from router.features.responses.routes import StoredResponses
 from router.features.usage.routes import Usage
 from router.fleet.index_mirror import IndexMirror, mirror_instruments
 from router.fleet.membership import Membership
 from router.fleet.registry_source import RegistrySource
 from router.observation.access_log import log_request
-from router.observation.body_recorder import BodyRecorder
 from router.observation.loop_lag import LoopLag
 from router.observation.metrics import RouterMetrics
 from router.observation.trace_points import Tracing
@@ -115,7 +115,6 @@ class Router:
             keys=self._keys,
             index_of=self._table.index,
             history_exchange=_open_history(config, common_secret if has_common_secret else None),
-            recorder=_open_recorder(config),
             tracing=self._tracing,
             bounds=bounds or Bounds(),
         )
@@ -136,6 +135,11 @@ class Router:
         yield StoredResponses.open(context, secret)
         name = f"{socket.gethostname()}, process {os.getpid()}"
         yield LivePage(context, FleetSource(name, self._membership, self._table, self._mirrors))
+        if config.record_bodies is not None:
+            logger.warning(
+                "all that clients ask is recorded in %s, as setting record_bodies says", config.record_bodies
+            )
+            yield BodyRecorder(config.record_bodies, config.record_bodies_bytes)
         exchange = RateExchange(config.redis_url, context.rates.limits, context.clock)
         if config.has_keys:
             yield exchange
@@ -189,8 +193,6 @@ class Router:
     async def close(self) -> None:
         """Write what is left, after the last request has ended."""
         await asyncio.to_thread(self._tracing.close, FAREWELL_SECONDS)
-        if self._context.recorder is not None:
-            await asyncio.to_thread(self._context.recorder.close)
 
     async def _add_model(self, card: ModelCard, bundle: TokenizerBundle) -> None:
         verdict = await self._context.offload.try_out(bundle_digest(bundle), bundle)
@@ -231,8 +233,6 @@ class Router:
             "file",
         )
         yield from (self._keys or KeysInForce(lambda: 0.0)).instruments()  # zeros, for alerts to go by
-        if self._context.recorder is not None:
-            yield from self._context.recorder.instruments()
 
 
 def _new_table(config: RouterConfig, rng: random.Random, clock: Callable[[], float]) -> RoutingTable:
@@ -311,16 +311,6 @@ def _open_history(config: RouterConfig, secret: ClusterSecret | None) -> History
         return None
     bounds = HistoryBounds(num_bytes=config.all_history_bytes, seconds=config.history_seconds)
     return HistoryExchange(RedisHistory(config.redis_url, secret, bounds), config.history_wait_seconds)
-
-
-def _open_recorder(config: RouterConfig) -> BodyRecorder | None:
-    """Raises SettingsError."""
-    if config.record_bodies is None:
-        return None
-    logger.warning(
-        "all that clients ask is recorded in %s, as setting record_bodies says", config.record_bodies
-    )
-    return BodyRecorder(config.record_bodies, config.record_bodies_bytes)
 
 
 def _open_tls(config: RouterConfig) -> RouterTls | None:

@@ -1,21 +1,29 @@
-"""Feature: a part of a router that is not on the way of every request.
+"""Feature: a part of a router beside the pipeline of requests.
 
-Owns the contract: what such a part may add. By default it adds nothing.
+Owns the contract: what such a part may add, and when its hooks are called. By default it adds nothing.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from starlette.routing import Route
 
 from router.shared.instruments import Instrument
 
 if TYPE_CHECKING:
+    from router.api.api_request import ApiRequest, Prompt
     from router.api.asked import Prepare
+    from router.edge.http import Header
+    from router.served import ServedRequest
 
 
 class Feature:
-    """`run()` as a task of the router's, `close()` when no request is left."""
+    """Instruments, routes, a background task, and hooks into each request that generates.
+
+    Hooks run on the event loop, in the request's own task, and never raise unless they say so. A hook is
+    called only if a feature overrides it. A feature keeps its notes on a request in `request.state`, under
+    the feature itself.
+    """
 
     def instruments(self) -> Iterable[Instrument]:
         return ()
@@ -35,4 +43,37 @@ class Feature:
         """Work in the background until cancelled."""
 
     async def close(self) -> None:
-        """Let go of connections and threads."""
+        """Close connections and threads, after the last request has ended."""
+
+    def prepared(self, request: "ApiRequest", body: bytes) -> None:
+        """Hook: the request can run. `body` is as the client sent it."""
+
+    def started(self, request: "ApiRequest", prompt: "Prompt") -> None:
+        """Hook: a replica has reported the usage of one prompt, with its first token."""
+
+    def headers(self, request: "ApiRequest") -> "Iterable[Header]":
+        """Hook: headers of its answer, called when that begins."""
+        return ()
+
+    def answered(self, request: "ApiRequest") -> None:
+        """Hook: all of its answer is there, and its client has not received the end."""
+
+    def ended(self, request: "ApiRequest", served: "ServedRequest") -> None:
+        """Hook: the request has ended, whatever its end was, after it was prepared."""
+
+
+class Hooks:
+    """The hooks that the features of a router override, by stage, in the features' order."""
+
+    def __init__(self) -> None:
+        self.prepared: list[Callable[[ApiRequest, bytes], None]] = []
+        self.started: list[Callable[[ApiRequest, Prompt], None]] = []
+        self.headers: list[Callable[[ApiRequest], Iterable[Header]]] = []
+        self.answered: list[Callable[[ApiRequest], None]] = []
+        self.ended: list[Callable[[ApiRequest, ServedRequest], None]] = []
+
+    def add(self, feature: Feature) -> None:
+        stages: dict[str, list[Any]] = vars(self)
+        for stage, hooks in stages.items():
+            if getattr(type(feature), stage) is not getattr(Feature, stage):
+                hooks.append(getattr(feature, stage))

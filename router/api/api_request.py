@@ -7,7 +7,7 @@ HTTP nor routing is known here.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -23,11 +23,12 @@ from router.api.chat_history import Turn, tenant_label
 from router.api.choice_output import ChoiceOutput
 from router.api.context import ApiContext
 from router.api.sampling import GenerationFields, stop_strings
-from router.caller import Caller
+from router.caller import OPEN_CALLER, Caller
 from router.edge.http_error import HttpError
 from router.explain.diagnosis import Diagnosis
 from router.explain.outline import PromptOutline
 from router.explain.witness import salt_tag
+from router.feature import Feature
 from router.generation import Generation
 from router.keeping import LeaseRequest, leases_of
 from router.misses import Misses
@@ -113,6 +114,18 @@ class ApiRequest:
     """The answer that its prompt is to be compared with."""
     during: AbstractContextManager[None] = field(default_factory=nullcontext)
     """Further context held while it runs."""
+    request_id: str = ""
+    caller: Caller = OPEN_CALLER
+    path: str = ""
+    """The path that its client asked for."""
+    route: str = ""
+    """Name of its route in metrics."""
+    arrived_at: float = 0.0
+    """In seconds since 1970."""
+    prepared_at: float = 0.0
+    """The same; zero before."""
+    state: dict[Feature, Any] = field(default_factory=dict)
+    """Notes of features, each under the feature itself."""
 
     def num_used_tokens(self) -> int | None:
         """Count the answers' tokens so far; None if no replica was chosen for any."""

@@ -26,7 +26,7 @@ from router.config import RouterConfig
 from router.edge.connections import Connections, address_of
 from router.edge.http import read_body
 from router.explain.witness import Witness
-from router.feature import Feature
+from router.feature import Feature, Hooks
 from router.fleet.inflight import Listener
 from router.generation import Generation
 from router.large_bodies.offload import Offload
@@ -34,7 +34,6 @@ from router.limits.admission import Admission, AdmissionHold, demand_of
 from router.limits.body_budget import BodyBudget, BodyHold
 from router.limits.in_flight import InFlight
 from router.limits.preparing import PreparingTurns
-from router.observation.body_recorder import BodyRecorder
 from router.observation.metrics import RouterMetrics
 from router.observation.trace_points import GenerationTrace, Tracing
 from router.observation.unknown_fields import UnknownFields
@@ -106,8 +105,7 @@ class ApiContext:
     )
     """Finds how much of a prompt, as packed tokens, every tenant shares."""
     features: list[Feature] = field(default_factory=list)
-    recorder: BodyRecorder | None = None
-    """To be closed with the router; None where no bodies are recorded."""
+    hooks: Hooks = field(default_factory=Hooks)
     tracing: Tracing = field(default_factory=Tracing)
     in_flight: InFlight = field(init=False)
     """Counts requests while they are served."""
@@ -188,6 +186,7 @@ class ApiContext:
 
     def add(self, feature: Feature) -> None:
         self.features.append(feature)
+        self.hooks.add(feature)
         self.metrics.add(feature.instruments())
 
     def hold(self, generations: Sequence[Generation]) -> AdmissionHold:

@@ -70,6 +70,7 @@ class GenerationEndpoint:
         finally:
             served = exchange.served(self._route)
             trace.end(served)
+            exchange.has_ended(served)
             for observe in self._context.observers:
                 observe(served)
 
@@ -87,9 +88,8 @@ class GenerationEndpoint:
                         await context.preparing.turn(caller.tenant, len(body))
                         request = await self._prepare(context, Asked(body, address, scope))
                         set_timeout(request.prompts, timeout_seconds)
-                        exchange.has_prepared(request, body, self._route)
-                        if context.recorder is not None:
-                            context.recorder.take(scope["path"], caller.namespace, body, context.wall_clock())
+                        request.path, request.route = scope["path"], self._route
+                        exchange.has_prepared(request, body)
                         del body
                         held.give_back()
                         generations = [prompt.generation for prompt in request.prompts]
@@ -158,10 +158,15 @@ class _Exchange:
     def has_read(self) -> None:
         self._read_seconds = self._context.clock() - self._arrived
 
-    def has_prepared(self, request: ApiRequest, body: bytes, route: str) -> None:
+    def has_prepared(self, request: ApiRequest, body: bytes) -> None:
         self._request = request
+        request.request_id, request.caller, request.arrived_at = (
+            self.request_id,
+            self._caller,
+            self._arrived_at,
+        )
         self._telling = Telling(
-            self._context.stories, self._caller, self.request_id, request, self._arrived_at, route
+            self._context.stories, self._caller, self.request_id, request, self._arrived_at, request.route
         )
         self._telling.begin(body)
         self._model = request.model.name
@@ -171,7 +176,15 @@ class _Exchange:
             seconds = history.seconds_to_keep(prompt.turn, prompt.generation.tenant)
             if seconds is not None and not prompt.wished_leases:
                 prompt.keep_for(seconds, request.model.card.block_size)
+        for hook in self._context.hooks.prepared:
+            hook(request, body)
         self._prepared_seconds = self._context.clock() - self._arrived
+        request.prepared_at = self._arrived_at + self._prepared_seconds
+
+    def has_ended(self, served: ServedRequest) -> None:
+        if self._request is not None:
+            for hook in self._context.hooks.ended:
+                hook(self._request, served)
 
     def end_with(self, error: str, kind: ErrorKind, model: str | None = None) -> None:
         """`model` is whom the client asked for; it counts if that is served."""
@@ -278,7 +291,9 @@ class _Exchange:
                 prompt.usage = delta.usage
                 prompt.decision, prompt.decision_seconds = run.decision, run.decision_seconds
                 assert self._telling is not None
-                self._telling.read(prompt, self._arrived_at + (self._prepared_seconds or 0.0))
+                self._telling.read(prompt, request.prepared_at)
+                for hook in self._context.hooks.started:
+                    hook(request, prompt)
             parts = output.add(delta)
             if output.was_stopped:
                 run.abort_choice(choice)
@@ -324,6 +339,8 @@ class _Exchange:
         """The end of a stream, or the whole answer. It is remembered before its client can go on from it."""
         for prompt in request.prompts:
             self._context.history.remember(prompt.turn, prompt.generation, prompt.outputs)
+        for hook in self._context.hooks.answered:
+            hook(request)
         usage = request.usage()
         if request.stream:
             await self._stream(request.writer.end(usage), is_last=True)
@@ -370,6 +387,9 @@ class _Exchange:
         stories = [] if self._telling is None else self._telling.stories_so_far()
         if stories:
             headers.append((b"x-kvasir-cache", header_of(stories)))
+        if self._request is not None:
+            for hook in self._context.hooks.headers:
+                headers += hook(self._request)
         if self._errors is OPENAI_ERRORS:
             milliseconds = (self._context.clock() - self._arrived) * 1000
             headers.append((b"openai-processing-ms", b"%d" % milliseconds))

@@ -14,7 +14,7 @@ import pytest
 
 from cluster.cli import main
 from cluster.commands import lint
-from router.observation.body_recorder import BodyRecorder
+from router.features.recorded_bodies.feature import BodyRecorder
 from tests.router import tiny_model
 from tests.router.explain.broken_prompts import broken
 from tests.router.explain.conversations import AS, Conversation, Turn, text
@@ -157,11 +157,11 @@ async def test_what_a_router_has_recorded_names_the_word_that_was_changed(
     ]
     broken = {**body, "messages": answered, "tools": [{"type": "function", "function": other}]}
     async with http_server() as server, httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-        server.context.recorder = recorder = BodyRecorder(str(log), 2**20)
+        server.context.add(recorder := BodyRecorder(str(log), 2**20))
         for sent in (body, broken):
             assert (await client.post("/v1/chat/completions", json=sent)).status_code == 200
         await server.wait_idle()
-    recorder.close()
+    recorder.finish()
     assert await asyncio.to_thread(main, ["lint", str(log), "--model", str(tmp_path), "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out)["findings"]
     assert (found["path"], found["habit"]) == ("tools[0].function.description", "tool_edited")

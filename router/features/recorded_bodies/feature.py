@@ -5,16 +5,20 @@ its owner may read. A thread writes; bodies that it cannot write in time, or bey
 out and counted. Several routers may share a file.
 """
 
+import asyncio
 import json
 import logging
 import os
 import queue
 import stat
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from replicas.process.settings import SettingsError
+from router.api.api_request import ApiRequest
+from router.feature import Feature
 from router.shared.instruments import Instrument, counter
 
 logger = logging.getLogger(__name__)
@@ -33,10 +37,10 @@ class RecordedBodies(NamedTuple):
     num_left_out: int
 
 
-class BodyRecorder:
-    def __init__(self, path: str, max_bytes: int) -> None:
+class BodyRecorder(Feature):
+    def __init__(self, path: str, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
         """Raises SettingsError."""
-        self._path, self._max_bytes = path, max_bytes
+        self._path, self._max_bytes, self._clock = path, max_bytes, clock
         self._file = _opened(path)
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -44,6 +48,9 @@ class BodyRecorder:
         self._num_written = self._num_left_out = 0
         self._is_full = False
         self._thread: threading.Thread | None = None
+
+    def prepared(self, request: ApiRequest, body: bytes) -> None:
+        self.take(request.path, request.caller.namespace, body, self._clock())
 
     def take(self, path: str, tenant: str | None, body: bytes, time: float) -> None:
         """`body` is JSON; `tenant` names whom it shares prefixes with."""
@@ -74,7 +81,10 @@ class BodyRecorder:
             "outcome",
         )
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        await asyncio.to_thread(self.finish)
+
+    def finish(self) -> None:
         """Close after writing what waits."""
         if self._thread is not None:
             self._lines.put(None)

@@ -13,8 +13,8 @@ import pytest
 
 from replicas.process.settings import SettingsError
 from router.explain.linting.log_lines import read_line
-from router.observation import body_recorder
-from router.observation.body_recorder import BodyRecorder, RecordedBodies
+from router.features.recorded_bodies import feature as body_recorder
+from router.features.recorded_bodies.feature import BodyRecorder, RecordedBodies
 from tests.router.http_server import http_server
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello\nthere \u2028 ok"}]}
@@ -25,7 +25,7 @@ def test_a_body_is_a_line_that_lint_reads_whatever_white_space_it_had(tmp_path: 
     recorder = BodyRecorder(str(path), 2**20)
     recorder.take("/v1/messages", "tenant:acme", json.dumps(CHAT, indent=2).encode() + b"\r\n", 17.25)
     recorder.take("/v1/chat/completions", None, json.dumps(CHAT).encode(), 18.0)
-    recorder.close()
+    recorder.finish()
     first, second = path.read_bytes().splitlines()
     read = read_line(first)
     assert (read.kind, read.tenant, read.time, read.body) == ("messages", "tenant:acme", 17.25, CHAT)
@@ -40,7 +40,7 @@ def test_the_file_stays_within_its_bound_and_what_is_left_out_is_counted(tmp_pat
     recorder = BodyRecorder(str(path), 1000)
     for number in range(50):
         recorder.take("/v1/completions", None, b'{"prompt": "%050d"}' % number, 0.0)
-    recorder.close()
+    recorder.finish()
     written, left_out = recorder.counts()
     assert written + left_out == 50
     assert written == len(path.read_bytes().splitlines())
@@ -61,7 +61,7 @@ def test_what_waits_for_a_slow_disk_is_bounded(tmp_path: Path, monkeypatch: pyte
         recorder.take("/v1/completions", None, b'{"prompt": "%050d"}' % 1, 0.0)
     assert recorder.counts().num_left_out >= 40
     may_write.set()
-    recorder.close()
+    recorder.finish()
     written, left_out = recorder.counts()
     assert (written + left_out, written) == (50, len((tmp_path / "bodies.jsonl").read_bytes().splitlines()))
 
@@ -74,7 +74,7 @@ def test_several_routers_write_whole_lines_to_one_file(tmp_path: Path) -> None:
         for recorder in recorders:
             recorder.take("/v1/completions", None, body, 0.0)
     for recorder in recorders:
-        recorder.close()
+        recorder.finish()
     lines = Path(path).read_bytes().splitlines()
     assert len(lines) == 60
     assert {json.dumps(read_line(line).body).encode() for line in lines} == {body}
@@ -95,7 +95,7 @@ def test_a_file_that_others_can_read_or_that_is_none_is_refused(tmp_path: Path) 
 async def test_requests_that_are_served_are_recorded_and_others_are_not(tmp_path: Path) -> None:
     path = tmp_path / "bodies.jsonl"
     async with http_server() as server, httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-        server.context.recorder = recorder = BodyRecorder(str(path), 2**20)
+        server.context.add(recorder := BodyRecorder(str(path), 2**20))
         assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
         gemini = {"contents": [{"parts": [{"text": "Hello"}]}]}
         assert (
@@ -104,7 +104,7 @@ async def test_requests_that_are_served_are_recorded_and_others_are_not(tmp_path
         assert (await client.post("/v1/chat/completions", content=b"{")).status_code == 400
         assert (await client.post("/v1/chat/completions", json={"model": "tiny"})).status_code == 400
         await server.wait_idle()
-    recorder.close()
+    recorder.finish()
     lines = path.read_bytes().splitlines()
     assert [read_line(line).kind for line in lines] == ["chat", "gemini"]
     assert read_line(lines[0]).body == CHAT
