@@ -10,7 +10,7 @@ from replicas.protocol.keys import Announcement
 
 class Announcements:
     def __init__(self) -> None:
-        self._live: dict[int, tuple[BlockHash, ...]] = {}
+        self._live: dict[int, Announcement] = {}
         self._begun: dict[int, None] = {}
         """Live ones that no write has brought, oldest first."""
         self._ended: dict[int, None] = {}
@@ -23,11 +23,13 @@ class Announcements:
     def has_change(self) -> bool:
         return bool(self._begun or self._ended)
 
-    def begin(self, announcement_id: int, block_hashes: tuple[BlockHash, ...]) -> bool:
+    def begin(
+        self, announcement_id: int, block_hashes: tuple[BlockHash, ...], points: tuple[BlockHash, ...] = ()
+    ) -> bool:
         """Begin an announcement; False, without effect, if readers know one of this id, or will."""
         if announcement_id in self._live or announcement_id in self._ended:
             return False
-        self._live[announcement_id] = block_hashes
+        self._live[announcement_id] = Announcement(announcement_id, block_hashes, points)
         self._begun[announcement_id] = None
         return True
 
@@ -40,7 +42,7 @@ class Announcements:
 
     def take_change(self) -> tuple[tuple[Announcement, ...], tuple[int, ...]]:
         """Return the announcements that began and the ids that ended since the last call."""
-        announced = tuple(Announcement(begun, self._live[begun]) for begun in self._begun)
+        announced = tuple(self._live[begun] for begun in self._begun)
         ended = tuple(self._ended)
         self._begun.clear()
         self._ended.clear()
@@ -50,4 +52,4 @@ class Announcements:
         """All that live, for readers that have forgotten everything."""
         self._begun.clear()
         self._ended.clear()
-        return tuple(Announcement(*live) for live in self._live.items())
+        return tuple(self._live.values())

@@ -34,6 +34,7 @@ from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from replicas.protocol.events import CacheEvent, Tier
 from replicas.protocol.keys import (
     BLOCKS_MARKER,
+    POINT_MARK,
     Announcement,
     IndexChange,
     blocks_key,
@@ -159,9 +160,12 @@ class IndexWriter:
             self._metrics.resident_hashes.labels(tier.value).set(self._residency.num_resident(tier))
         self._write_soon()
 
-    def announce(self, announcement_id: int, block_hashes: tuple[BlockHash, ...]) -> bool:
-        """A request that will store these blocks has been taken. False if the id is in use."""
-        if not self._announcements.begin(announcement_id, block_hashes):
+    def announce(
+        self, announcement_id: int, block_hashes: tuple[BlockHash, ...], points: tuple[BlockHash, ...] = ()
+    ) -> bool:
+        """A request that will store these blocks and resume points has been taken. False if the id is in
+        use."""
+        if not self._announcements.begin(announcement_id, block_hashes, points):
             logger.warning("an announcement's id is in use id=%d", announcement_id)
             return False
         self._metrics.announcements.set(len(self._announcements))
@@ -180,11 +184,12 @@ class IndexWriter:
         A set that was lost or restored from an old snapshot has another size than it should.
         """
         is_comparable = self.is_settled and number == self._last_change and number > 0
-        if is_comparable and num_members != len(self._residency.kept) + 1:
+        num_expected = len(self._residency.kept) + len(self._residency.points) + 1
+        if is_comparable and num_members != num_expected:
             logger.warning(
                 "the block index is not what this replica wrote; writing it again members=%d expected=%d",
                 num_members,
-                len(self._residency.kept) + 1,
+                num_expected,
             )
             self.rewrite()
 
@@ -295,6 +300,8 @@ class IndexWriter:
             reasons=kept.reasons,
             in_host=kept.in_host,
             on_disk=kept.on_disk,
+            points=kept.points,
+            points_removed=kept.points_removed,
             announced=announced,
             ended=ended,
         )
@@ -314,8 +321,12 @@ class IndexWriter:
                 moved = [(each, before[each]) for each in (*change.removed, *held) if each in before]
                 if moved:
                     pipeline.srem(self._blocks_key, *(blocks_member(*each) for each in moved))
+                if change.points_removed:
+                    pipeline.srem(self._blocks_key, *map(_point_member, change.points_removed))
                 if held:
                     pipeline.sadd(self._blocks_key, *(blocks_member(*each) for each in held.items()))
+                if change.points:
+                    pipeline.sadd(self._blocks_key, *map(_point_member, change.points))
                 self._append(pipeline, change)
             # Were the set lost and we to die now, what this leaves would else stay for ever.
             pipeline.pexpire(self._blocks_key, self._set_ttl_ms)
@@ -334,13 +345,16 @@ class IndexWriter:
             pipeline.sadd(self._building_key, BLOCKS_MARKER)
             pipeline.pexpire(self._building_key, self._set_ttl_ms)
             await pipeline.execute()
-        for some in _chunks(tuple(_held(whole).items()), HASHES_PER_CHANGE):
+        members = [blocks_member(*each) for each in _held(whole).items()]
+        members += map(_point_member, whole.points)
+        for some in _chunks(tuple(members), HASHES_PER_CHANGE):
             async with asyncio.timeout(TIMEOUT_SECONDS):
-                await self._redis.sadd(self._building_key, *(blocks_member(*each) for each in some))
+                await self._redis.sadd(self._building_key, *some)
         changes = self._change(
             added=whole.added,
             in_host=whole.in_host,
             on_disk=whole.on_disk,
+            points=whole.points,
             announced=announced,
             cleared=True,
         )
@@ -384,13 +398,22 @@ def _held(change: IndexChange | NetChange) -> dict[BlockHash, Tier]:
     }
 
 
+def _point_member(point: BlockHash) -> bytes:
+    return point + POINT_MARK
+
+
 def _num_hashes(change: IndexChange) -> int:
     """Count the hashes that concern the set."""
-    return len(change.added) + len(change.removed) + len(change.in_host) + len(change.on_disk)
+    num_points = len(change.points) + len(change.points_removed)
+    return len(change.added) + len(change.removed) + len(change.in_host) + len(change.on_disk) + num_points
 
 
 def _num_announced(change: IndexChange) -> int:
-    return sum(len(announcement.block_hashes) for announcement in change.announced)
+    return sum(map(_num_hashes_of, change.announced))
+
+
+def _num_hashes_of(announcement: Announcement) -> int:
+    return len(announcement.block_hashes) + len(announcement.points)
 
 
 def _num_bytes(change: IndexChange) -> int:
@@ -409,6 +432,10 @@ def _split(change: IndexChange) -> list[IndexChange]:
     parts += [replace(bare, added=some) for some in _chunks(change.added, HASHES_PER_CHANGE)]
     parts += [replace(bare, in_host=some) for some in _chunks(change.in_host, HASHES_PER_CHANGE)]
     parts += [replace(bare, on_disk=some) for some in _chunks(change.on_disk, HASHES_PER_CHANGE)]
+    parts += [
+        replace(bare, points_removed=some) for some in _chunks(change.points_removed, HASHES_PER_CHANGE)
+    ]
+    parts += [replace(bare, points=some) for some in _chunks(change.points, HASHES_PER_CHANGE)]
     parts += [replace(bare, announced=group) for group in _groups(change.announced, HASHES_PER_CHANGE)]
     parts[0] = replace(parts[0], cleared=change.cleared)
     parts[-1] = replace(parts[-1], ended=change.ended)
@@ -427,9 +454,9 @@ def _groups(announced: tuple[Announcement, ...], size: int) -> Iterator[tuple[An
     """Runs of announcements of at most `size` hashes together, or of a single larger one."""
     first = num_hashes = 0
     for position, announcement in enumerate(announced):
-        num_hashes += len(announcement.block_hashes)
+        num_hashes += _num_hashes_of(announcement)
         if num_hashes > size and position > first:
             yield announced[first:position]
-            first, num_hashes = position, len(announcement.block_hashes)
+            first, num_hashes = position, _num_hashes_of(announcement)
     if announced:
         yield announced[first:]

@@ -14,13 +14,23 @@ without that flag. The counts are bounded by the blocks of all tiers.
 
 The index has the tier of a kept hash's fastest copy, since that decides the reading time; and for a dropped
 hash, why its last copy went.
+
+Resume points are kept beside that, all of them: a set of their own, since a hash may be a block and a point.
 """
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Removal, Tier
+from replicas.protocol.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheEvent,
+    Removal,
+    ResumePointsChanged,
+    Tier,
+)
 from replicas.protocol.keys import is_indexed
 
 
@@ -30,7 +40,8 @@ class NetChange:
 
     `added`, `in_host` and `on_disk` name hashes whose fastest copy moved to the device, host memory or disk.
     `before` has the earlier tier of all hashes named here that were kept before. `reasons` has a byte, a
-    `Removal`, per hash in `removed`; it is empty if all were evicted.
+    `Removal`, per hash in `removed`; it is empty if all were evicted. `points` and `points_removed` are the
+    difference between two sets of resume points.
     """
 
     added: tuple[BlockHash, ...]
@@ -39,6 +50,8 @@ class NetChange:
     removed: tuple[BlockHash, ...]
     before: Mapping[BlockHash, Tier]
     reasons: bytes = b""
+    points: tuple[BlockHash, ...] = ()
+    points_removed: tuple[BlockHash, ...] = ()
 
 
 class Residency:
@@ -53,6 +66,9 @@ class Residency:
         """Hashes in which the two differ."""
         self._reasons: dict[BlockHash, Removal] = {}
         """Why those went that were not just evicted, and have left some tier or all: see `_has_left`."""
+        self._points: set[BlockHash] = set()
+        self._changed_points: set[BlockHash] = set()
+        """Points that came or went since the last take."""
 
     @property
     def kept(self) -> Set[BlockHash]:
@@ -64,13 +80,18 @@ class Residency:
         """The tier of the fastest copy of each kept hash."""
         return self._fastest
 
+    @property
+    def points(self) -> Set[BlockHash]:
+        """The resume points that the index should hold now."""
+        return self._points
+
     def num_resident(self, tier: Tier) -> int:
         """Distinct hashes with at least one copy in this tier."""
         return len(self._copies[tier])
 
     @property
     def has_change(self) -> bool:
-        return bool(self._changed)
+        return bool(self._changed or self._changed_points)
 
     def observe(self, events: Iterable[CacheEvent]) -> int:
         """Count events, in order. Returns how many removals named a hash that was not there."""
@@ -86,6 +107,10 @@ class Residency:
                     self._copies[tier] = {}
                     for block_hash in cleared:
                         self._has_left(block_hash, tier, Removal.CLEARED)
+                    if tier is Tier.DEVICE:
+                        self._change_points((), tuple(self._points))
+                case ResumePointsChanged(added, removed):
+                    self._change_points(added, removed)
         return num_unknown
 
     def take_all(self) -> NetChange:
@@ -93,6 +118,7 @@ class Residency:
         self._changed = set(self._fastest)
         self._reasons = {each: reason for each, reason in self._reasons.items() if each in self._fastest}
         self._taken.clear()
+        self._changed_points = set(self._points)
         return self.take_change()
 
     def take_change(self) -> NetChange:
@@ -112,6 +138,8 @@ class Residency:
         reasons = (
             bytes(self._reasons.pop(each, Removal.EVICTED) for each in removed) if self._reasons else b""
         )
+        points, points_removed = self._changed_points & self._points, self._changed_points - self._points
+        self._changed_points.clear()
         return NetChange(
             tuple(now[Tier.DEVICE]),
             tuple(now[Tier.HOST]),
@@ -119,7 +147,15 @@ class Residency:
             removed,
             before,
             reasons if any(reasons) else b"",
+            tuple(points),
+            tuple(points_removed),
         )
+
+    def _change_points(self, added: Iterable[BlockHash], removed: Iterable[BlockHash]) -> None:
+        came, went = set(added) - self._points, self._points.intersection(removed)
+        self._points |= came
+        self._points -= went
+        self._changed_points ^= came | went
 
     def _store(self, event: BlockStored) -> None:
         copies = self._copies[event.tier]

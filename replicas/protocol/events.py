@@ -75,4 +75,17 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
     tier: Tier = Tier.DEVICE
 
 
-CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+class ResumePointsChanged(msgspec.Struct, frozen=True, tag=True):
+    """Hashes at which a hit may end from now on, and those at which it no longer may.
+
+    Only for a model whose card says `is_sparse`: there the blocks of the other events are those of full
+    attention alone, and a prompt is served from the deepest point of its chain, whatever lies before it.
+    Points are a set, in no order: `added` were none before, `removed` were. They come after the other events
+    of their step. A cleared device has none left.
+    """
+
+    added: tuple[BlockHash, ...] = ()
+    removed: tuple[BlockHash, ...] = ()
+
+
+CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared | ResumePointsChanged

@@ -125,7 +125,7 @@ class Submit(Struct, frozen=True, omit_defaults=True):
     - `priority`: lower goes first. `adapter`: one of the model card's.
     - `announced_hashes`: the prompt's blocks that the index would keep and that the router expects this
       replica to compute. The replica announces them to all routers under `announcement_id`, which is unique
-      in the cluster; 0 is none.
+      in the cluster; 0 is none. `announced_points`: likewise the resume points, for a sparse model.
     - `num_expected_tokens`: tokens that the router expects it to compute, for the load until the engine has
       counted them; 0 is unknown.
     - `leases`: how long the prompt's KV should be kept. `bucket`: finds their next keeper when this replica
@@ -152,6 +152,9 @@ class Submit(Struct, frozen=True, omit_defaults=True):
     announced_hashes: tuple[
         Annotated[BlockHash, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)], ...
     ] = ()
+    announced_points: tuple[
+        Annotated[BlockHash, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)], ...
+    ] = ()
     announcement_id: Uint64 = 0
     num_expected_tokens: Uint32 = 0
     leases: Annotated[tuple[PrefixLease, ...], Meta(max_length=MAX_LEASES)] = ()
@@ -168,10 +171,9 @@ class Submit(Struct, frozen=True, omit_defaults=True):
     def __post_init__(self) -> None:
         if len(self.packed_tokens) % 4:
             raise ValueError(f"{len(self.packed_tokens)} bytes are not tokens of 4 bytes each")
-        if len(self.announced_hashes) > self.num_tokens:
-            raise ValueError(
-                f"{self.num_tokens} tokens cannot become {len(self.announced_hashes)} announced blocks"
-            )
+        num_announced = max(len(self.announced_hashes), len(self.announced_points))
+        if num_announced > self.num_tokens:
+            raise ValueError(f"{self.num_tokens} tokens cannot become {num_announced} announced blocks")
 
     @property
     def num_tokens(self) -> int:
@@ -210,7 +212,8 @@ class PromptUsage(Struct, frozen=True, omit_defaults=True):
     that were not cached, `num_evicted_early_tokens` had been leased and went before their time, the first for
     the reason `broken_by`. Of the others, `num_unmoved_tokens` lay below the device, where computing was
     sooner than moving; `num_lost_tokens` were to be moved and did not come in time; `num_expired_tokens` were
-    evicted after their lease ended.
+    evicted after their lease ended; `num_unresumable_tokens`, the first of all, were held by some layers, but
+    no resume point lay behind them.
     """
 
     num_prompt_tokens: Uint32
@@ -227,6 +230,7 @@ class PromptUsage(Struct, frozen=True, omit_defaults=True):
     num_unmoved_tokens: Uint32 = 0
     num_lost_tokens: Uint32 = 0
     num_expired_tokens: Uint32 = 0
+    num_unresumable_tokens: Uint32 = 0
 
     @property
     def num_device_tokens(self) -> int:

@@ -6,7 +6,7 @@ them.
 All keys of one model share a hash tag, so they live in one slot of a Redis cluster and can change in one
 transaction. `blocks` sets have one marker member that is no hash, so that an empty set exists and a lost one
 is noticed. Every other member is a hash, with a suffix if the block's fastest copy is in host memory or on
-disk.
+disk, or if it is a resume point; a hash may be a block and a point.
 """
 
 import contextlib
@@ -43,6 +43,9 @@ TIER_MARKS = {Tier.DEVICE: b"", Tier.HOST: b"h", Tier.DISK: b"d"}
 """Suffix of the hash in a member of a blocks set."""
 
 _TIERS_BY_MARK = {mark: tier for tier, mark in TIER_MARKS.items()}
+
+POINT_MARK = b"p"
+"""Suffix of a resume point in a member of a blocks set."""
 
 RECORD_FIELDS = (
     *("epoch", "address", "state", "card_digest", "last_change", "load", "order", "beat"),
@@ -85,6 +88,12 @@ def decode_blocks_member(member: bytes) -> tuple[BlockHash, Tier] | None:
     if tier is None or len(member) < HASH_BYTES:
         return None
     return BlockHash(member[:HASH_BYTES]), tier
+
+
+def decode_point_member(member: bytes) -> BlockHash | None:
+    """Decode a member that is a resume point; None for any other."""
+    is_point = len(member) == HASH_BYTES + 1 and member.endswith(POINT_MARK)
+    return BlockHash(member[:HASH_BYTES]) if is_point else None
 
 
 def registrations_key(model: str) -> str:
@@ -217,10 +226,12 @@ def _decode_each(members: object, check: Callable[[str], str]) -> tuple[list[str
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Blocks that the replica does not hold, but will as soon as it has computed some request's prompt."""
+    """Blocks that the replica does not hold, but will as soon as it has computed some request's prompt, and
+    resume points that it then will have."""
 
     announcement_id: int
     block_hashes: tuple[BlockHash, ...]
+    points: tuple[BlockHash, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +241,8 @@ class IndexChange:
     `added`, `in_host` and `on_disk` are hashes of the set by the tier of the fastest copy: device, host
     memory, disk. A present hash moves there. `reasons` has a byte, a `Removal`, per hash in `removed`; it is
     empty if all were evicted.
+
+    `points_removed` and then `points` are resume points, which are in the set beside the blocks.
 
     `announced` and then `ended` follow: announcements that begin, and the ids of those that end.
     Announcements are not in the set; `cleared` ends all of the replica's. Numbered from 1 per epoch without
@@ -247,6 +260,8 @@ class IndexChange:
     in_host: tuple[BlockHash, ...] = ()
     on_disk: tuple[BlockHash, ...] = ()
     reasons: bytes = b""
+    points: tuple[BlockHash, ...] = ()
+    points_removed: tuple[BlockHash, ...] = ()
 
     def removed_by_reason(self) -> Iterator[tuple[Removal, Sequence[BlockHash]]]:
         """`removed` in groups; an unknown reason counts as EVICTED."""
@@ -275,8 +290,16 @@ def encode_change(change: IndexChange) -> dict[str, str | bytes]:
         fields["reasons"] = change.reasons
     if change.on_disk:
         fields["on_disk"] = b"".join(change.on_disk)
+    if change.points:
+        fields["points"] = b"".join(change.points)
+    if change.points_removed:
+        fields["points_removed"] = b"".join(change.points_removed)
     if change.announced:
-        fields["announced"] = b"".join(map(_pack_announcement, change.announced))
+        pairs = [(each.announcement_id, each.block_hashes) for each in change.announced]
+        fields["announced"] = b"".join(map(_pack_announced, pairs))
+        points = [(each.announcement_id, each.points) for each in change.announced if each.points]
+        if points:
+            fields["announced_points"] = b"".join(map(_pack_announced, points))
     if change.ended:
         fields["ended"] = struct.pack(f"<{len(change.ended)}Q", *change.ended)
     return fields
@@ -284,7 +307,7 @@ def encode_change(change: IndexChange) -> dict[str, str | bytes]:
 
 def decode_change(fields: Mapping[bytes, bytes]) -> IndexChange:
     """Raises ValueError if a field is missing, unreadable or out of bounds. Without announcements, tiers
-    below the device or reasons it has no such fields."""
+    below the device, reasons or resume points it has no such fields."""
     num_bytes = sum(map(len, fields.values()))
     if num_bytes > MAX_HASHES_PER_CHANGE * HASH_BYTES:
         raise ValueError(f"an index change has {num_bytes} bytes, which is too many")
@@ -302,19 +325,28 @@ def decode_change(fields: Mapping[bytes, bytes]) -> IndexChange:
             in_host=split_hashes(fields.get(b"in_host", b"")),
             on_disk=split_hashes(fields.get(b"on_disk", b"")),
             cleared=fields[b"cleared"] == b"1",
-            announced=tuple(_unpack_announcements(fields.get(b"announced", b""))),
+            points=split_hashes(fields.get(b"points", b"")),
+            points_removed=split_hashes(fields.get(b"points_removed", b"")),
+            announced=_announcements(fields.get(b"announced", b""), fields.get(b"announced_points")),
             ended=_unpack_ids(fields.get(b"ended", b"")),
         )
     except KeyError as error:
         raise ValueError(f"an index change has no field {error}") from error
 
 
-def _pack_announcement(announcement: Announcement) -> bytes:
-    hashes = announcement.block_hashes
-    return _ANNOUNCEMENT_HEAD.pack(announcement.announcement_id, len(hashes)) + b"".join(hashes)
+def _pack_announced(announced: tuple[int, Sequence[BlockHash]]) -> bytes:
+    announcement_id, hashes = announced
+    return _ANNOUNCEMENT_HEAD.pack(announcement_id, len(hashes)) + b"".join(hashes)
 
 
-def _unpack_announcements(packed: bytes) -> Iterator[Announcement]:
+def _announcements(packed: bytes, packed_points: bytes | None) -> tuple[Announcement, ...]:
+    points = {} if packed_points is None else dict(_unpack_announced(packed_points))
+    return tuple(
+        Announcement(each, hashes, points.get(each, ())) for each, hashes in _unpack_announced(packed)
+    )
+
+
+def _unpack_announced(packed: bytes) -> Iterator[tuple[int, tuple[BlockHash, ...]]]:
     at = 0
     while at < len(packed):
         if len(packed) - at < _ANNOUNCEMENT_HEAD.size:
@@ -324,7 +356,7 @@ def _unpack_announcements(packed: bytes) -> Iterator[Announcement]:
         end = at + num_hashes * HASH_BYTES
         if end > len(packed):
             raise ValueError(f"an announcement of {num_hashes} hashes has only {len(packed) - at} bytes")
-        yield Announcement(announcement_id, split_hashes(packed[at:end]))
+        yield announcement_id, split_hashes(packed[at:end])
         at = end
 
 

@@ -58,6 +58,15 @@ class ModelCard:
     fingerprints compute the same KV for the same tokens. `kv_layout` is the hex digest of the layout of KV
     that others may pull from its host memory; empty if it takes no part in pulls. `image_rule` maps an
     image's size to tokens, as `image_rules.written_rule` writes it; empty for a text model.
+
+    Hits are multiples of `block_size`, the unit of block hashes. The cache is divided into `num_blocks` for
+    all layers, and holds `capacity_tokens` in sequences of the full context.
+
+    `is_sparse`: layers keep different caches, so a hit ends at a resume point only (`hits.py`); the index has
+    the points, and apart from them how far full attention reaches. `peek_tokens`: a hit ends this far before
+    the last block that it was found by, since a draft model reads that; 0 or a block. `retention_interval`:
+    the tokens from one resume point to the next that a request leaves; with 0 it leaves one before its
+    prompt's end, and one where the beginning ends that it shares with earlier prompts.
     """
 
     name: str
@@ -73,6 +82,16 @@ class ModelCard:
     adapters: tuple[Adapter, ...] = ()
     kv_layout: str = ""
     image_rule: str = ""
+    capacity_tokens: int = 0
+    """0 is `num_blocks` of `block_size`."""
+    is_sparse: bool = False
+    peek_tokens: int = 0
+    retention_interval: int = 0
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """The cache's size in tokens."""
+        return self.capacity_tokens or self.num_blocks * self.block_size
 
     def digest(self) -> str:
         """Changes whenever any field does: a router fetches the card again when it sees a new one."""

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from replicas.protocol.bounds import (
+    MAX_BLOCKS,
     MAX_MESSAGE_CHARACTERS,
     MAX_NAME_CHARACTERS,
     MAX_REQUESTS,
@@ -195,6 +196,10 @@ def _check_card(card: ModelCard) -> None:
         ("a vocabulary's size", card.vocab_size, MAX_TOKENS),
     ):
         checked_count(value - 1, most, f"{what} less one")
+    checked_count(card.capacity_tokens, MAX_BLOCKS << 16, "a capacity in tokens")
+    checked_count(card.retention_interval, MAX_TOKENS, "a retention interval")
+    if card.peek_tokens not in (0, card.block_size):
+        raise ValueError(f"a draft model peeks {shown(card.peek_tokens)} tokens, not a block or nothing")
     if len(card.eos_token_ids) > MAX_NAME_CHARACTERS or len(card.adapters) > MAX_REQUESTS:
         raise ValueError(f"a model card is too long: {shown(card)}")
     checked_count(len(card.image_rule), MAX_RULE_CHARACTERS, "the length of an image rule")
@@ -214,6 +219,7 @@ def _check_usage(usage: PromptUsage) -> None:
         + usage.num_unmoved_tokens
         + usage.num_lost_tokens
         + usage.num_expired_tokens
+        + usage.num_unresumable_tokens
         <= usage.num_prompt_tokens - cached
     ):
         raise ValueError(f"a usage does not add up: {shown(usage)}")

@@ -78,7 +78,9 @@ class EngineInbox(StoreInbox, ImageInbox, Protocol):
 class Announcer(Protocol):
     """The part of the index writer that the server uses."""
 
-    def announce(self, announcement_id: int, block_hashes: tuple[BlockHash, ...]) -> bool: ...
+    def announce(
+        self, announcement_id: int, block_hashes: tuple[BlockHash, ...], points: tuple[BlockHash, ...]
+    ) -> bool: ...
 
     def end(self, announcement_id: int) -> None: ...
 
@@ -410,8 +412,14 @@ class ReplicaServer:
             stream.offer_load(self.load)
 
     def _announce(self, request: OpenRequest, submit: Submit) -> None:
-        announcement_id, hashes = submit.announcement_id, submit.announced_hashes
-        if announcement_id and hashes and self._announcer.announce(announcement_id, hashes):
+        announcement_id, hashes, points = (
+            submit.announcement_id,
+            submit.announced_hashes,
+            submit.announced_points,
+        )
+        if not (announcement_id and (hashes or points)):
+            return
+        if self._announcer.announce(announcement_id, hashes, points):
             request.announcement_id = announcement_id
 
     def _end_announcement(self, request: OpenRequest) -> None:

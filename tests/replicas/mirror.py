@@ -13,6 +13,7 @@ from replicas.protocol.keys import (
     blocks_key,
     decode_blocks_member,
     decode_change,
+    decode_point_member,
     decode_record,
     events_key,
     replica_key,
@@ -31,7 +32,14 @@ async def read_set(redis: Any, model: str, replica_id: ReplicaId, epoch: Epoch) 
     if not members:
         return None
     assert BLOCKS_MARKER in members
-    return set(map(_block_hash, members - {BLOCKS_MARKER}))
+    points = {each for each in members if decode_point_member(each) is not None}
+    return set(map(_block_hash, members - {BLOCKS_MARKER} - points))
+
+
+async def read_points(redis: Any, model: str, replica_id: ReplicaId, epoch: Epoch) -> set[BlockHash]:
+    """The resume points in the blocks set."""
+    members = await redis.smembers(blocks_key(model, replica_id, epoch))
+    return {point for point in map(decode_point_member, members) if point is not None}
 
 
 async def read_tiers(redis: Any, model: str, replica_id: ReplicaId, epoch: Epoch) -> dict[BlockHash, Tier]:
@@ -68,6 +76,18 @@ def replay(changes: list[IndexChange]) -> set[BlockHash]:
         mirrored.difference_update(change.removed)
         mirrored.update(change.added, change.in_host, change.on_disk)
     return mirrored
+
+
+def replay_points(changes: list[IndexChange]) -> set[BlockHash]:
+    """The resume points that such a mirror holds."""
+    points: set[BlockHash] = set()
+    for change in changes:
+        if change.cleared:
+            points.clear()
+        assert points.issuperset(change.points_removed) and points.isdisjoint(change.points)
+        points.difference_update(change.points_removed)
+        points.update(change.points)
+    return points
 
 
 def live_announcements(changes: list[IndexChange]) -> dict[int, tuple[BlockHash, ...]]:

@@ -27,10 +27,12 @@ class Announcer:
         self.live: dict[int, tuple[BlockHash, ...]] = {}
         self.num_begun = 0
 
-    def announce(self, announcement_id: int, block_hashes: tuple[BlockHash, ...]) -> bool:
+    def announce(
+        self, announcement_id: int, block_hashes: tuple[BlockHash, ...], points: tuple[BlockHash, ...] = ()
+    ) -> bool:
         if announcement_id in self.live:
             return False
-        self.live[announcement_id] = block_hashes
+        self.live[announcement_id] = block_hashes + points
         self.num_begun += 1
         return True
 

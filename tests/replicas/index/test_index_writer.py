@@ -9,10 +9,24 @@ from prometheus_client import CollectorRegistry
 from replicas.index import index_writer
 from replicas.index.index_writer import IndexWriter
 from replicas.observation.metrics import ReplicaMetrics
-from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, Removal, Tier
+from replicas.protocol.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Removal,
+    ResumePointsChanged,
+    Tier,
+)
 from replicas.protocol.keys import blocks_key, events_key
 from tests.redis_server import RedisServer
-from tests.replicas.mirror import connect, read_changes, read_set, read_tiers
+from tests.replicas.mirror import (
+    connect,
+    read_changes,
+    read_points,
+    read_set,
+    read_tiers,
+    replay_points,
+)
 from tests.replicas.scripted_engine import CARD
 from tests.replicas.waiting import until
 from tests.replicas.written_index import (
@@ -73,6 +87,34 @@ async def test_set_and_stream_say_where_the_fastest_copy_lies(redis_url: str) ->
         last = (await read_changes(redis, MODEL, EPOCH))[-1]
         assert last.cleared and (set(last.in_host), last.on_disk, last.added) == ({two, four}, (three,), ())
         await redis.aclose()
+
+
+async def test_resume_points_are_kept_beside_the_blocks_of_equal_hashes(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_writer, "HASHES_PER_CHANGE", 2)
+    redis = connect(redis_url)
+
+    async def assert_points(*numbers: int) -> None:
+        await until(lambda: writer.is_settled)
+        assert await read_points(redis, MODEL, REPLICA, EPOCH) == set(hashes(*numbers))
+        assert replay_points(await read_changes(redis, MODEL, EPOCH)) == set(hashes(*numbers))
+        members = await redis.scard(blocks_key(MODEL, REPLICA, EPOCH))
+        writer.check(writer.last_change, members)
+        assert writer.is_settled
+
+    async with running_writer(redis_url) as writer:
+        writer.observe([stored(1, 2, 3), ResumePointsChanged(hashes(2, 3, 7, 8, 9))])
+        await assert_points(2, 3, 7, 8, 9)
+        writer.observe([BlockRemoved(hashes(2)), ResumePointsChanged(hashes(1), hashes(3, 7, 8))])
+        await assert_points(1, 2, 9)
+        await assert_redis_holds(redis_url, [1, 3])
+        writer.rewrite()
+        await assert_points(1, 2, 9)
+        writer.observe([AllBlocksCleared(), ResumePointsChanged(hashes(5))])
+        await assert_points(5)
+        await assert_redis_holds(redis_url, [])
+    await redis.aclose()
 
 
 async def test_what_comes_and_goes_between_two_writes_is_never_written(redis_url: str) -> None:

@@ -56,7 +56,7 @@ async def test_the_end_comes_with_what_was_observed_before_it(redis_url: str) ->
         await until(lambda: writer.is_settled)
         writer.observe([stored(1, 2)])
         writer.end(7)
-        writer.announce(8, hashes(3))
+        writer.announce(8, hashes(3), hashes(4))
         await until(lambda: writer.is_settled)
         redis = connect(redis_url)
         last = (await read_changes(redis, MODEL, EPOCH))[-1]
@@ -64,7 +64,7 @@ async def test_the_end_comes_with_what_was_observed_before_it(redis_url: str) ->
         assert (set(last.added), last.ended, last.announced) == (
             set(hashes(1, 2)),
             (7,),
-            (Announcement(8, hashes(3)),),
+            (Announcement(8, hashes(3), hashes(4)),),
         )
 
 

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from replicas.index.residency import Residency
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Removal, Tier
+from replicas.protocol.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheEvent,
+    Removal,
+    ResumePointsChanged,
+    Tier,
+)
 
 BLOCK_SIZE, STRIDE = 4, 12  # every third block is on the stride
 
@@ -19,9 +27,15 @@ HASHES = [[BlockHash(bytes([chain, position]) * 8) for position in range(7)] for
 class NaiveTwin:
     copies: list[tuple[Tier, BlockHash]] = field(default_factory=list)
     prompt_ends: set[BlockHash] = field(default_factory=set)
-    story: list[CacheEvent] = field(default_factory=list)
+    story: list[BlockStored | BlockRemoved] = field(default_factory=list)
+    points: set[BlockHash] = field(default_factory=set)
 
     def observe(self, event: CacheEvent) -> None:
+        if isinstance(event, ResumePointsChanged):
+            self.points = (self.points | set(event.added)) - set(event.removed)
+            return
+        if isinstance(event, AllBlocksCleared) and event.tier is Tier.DEVICE:
+            self.points = set()
         self.story += self._told_of_last_copies(event)
         if isinstance(event, BlockStored):
             self.copies.extend((event.tier, block_hash) for block_hash in event.block_hashes)
@@ -35,7 +49,9 @@ class NaiveTwin:
             self.copies = [copy for copy in self.copies if copy[0] is not event.tier]
         self.prompt_ends &= self.resident()
 
-    def _told_of_last_copies(self, event: CacheEvent) -> list[CacheEvent]:
+    def _told_of_last_copies(
+        self, event: BlockStored | BlockRemoved | AllBlocksCleared
+    ) -> list[BlockStored] | list[BlockRemoved]:
         """The same, one hash at a time, and of removals those that empty a tier of a hash that is kept."""
         if isinstance(event, BlockStored):
             return [BlockStored((each,), 0, tier=event.tier) for each in event.block_hashes]
@@ -94,6 +110,13 @@ EVENTS = st.one_of(
         st.sampled_from(Removal),
     ),
     st.builds(AllBlocksCleared, TIERS),
+    st.sets(st.sampled_from(ALL_HASHES)).flatmap(
+        lambda added: st.builds(
+            ResumePointsChanged,
+            st.just(tuple(added)),
+            st.sets(st.sampled_from(ALL_HASHES)).map(lambda removed: tuple(removed - added)),
+        )
+    ),
 )
 
 
@@ -103,6 +126,7 @@ def test_what_is_kept_and_the_sum_of_all_changes_equal_the_naive_twin(
 ) -> None:
     residency, twin = Residency(BLOCK_SIZE, STRIDE), NaiveTwin()
     mirrored: dict[BlockHash, Tier] = {}
+    points: set[BlockHash] = set()
     for batch in batches:
         residency.observe(batch)
         for event in batch:
@@ -112,6 +136,9 @@ def test_what_is_kept_and_the_sum_of_all_changes_equal_the_naive_twin(
         for tier in Tier:
             assert residency.num_resident(tier) == len(twin.resident(tier))
         change = residency.take_change()
+        assert points.isdisjoint(change.points) and points.issuperset(change.points_removed)
+        points = (points | set(change.points)) - set(change.points_removed)
+        assert points == residency.points == twin.points
         before = {each: mirrored.pop(each) for each in change.removed}
         for tier, hashes in zip(Tier, (change.added, change.in_host, change.on_disk), strict=True):
             before |= {each: mirrored[each] for each in hashes if each in mirrored}
@@ -129,6 +156,7 @@ def test_what_is_kept_and_the_sum_of_all_changes_equal_the_naive_twin(
     assert set(whole.in_host) == {each for each, tier in mirrored.items() if tier is Tier.HOST}
     assert set(whole.on_disk) == {each for each, tier in mirrored.items() if tier is Tier.DISK}
     assert not whole.removed and not whole.before and not residency.has_change
+    assert set(whole.points) == points and not whole.points_removed
 
 
 def test_a_prompt_end_is_kept_until_the_last_copy_is_gone_whichever_copy_goes_first() -> None:

@@ -43,6 +43,10 @@ def removals(draw: st.DrawFn) -> tuple[tuple[BlockHash, ...], bytes]:
     return hashes, draw(st.sampled_from([b"", draw(st.binary(min_size=len(hashes), max_size=len(hashes)))]))
 
 
+def _id(announcement: keys.Announcement) -> int:
+    return announcement.announcement_id
+
+
 @st.composite
 def changes(draw: st.DrawFn) -> keys.IndexChange:
     removed, reasons = draw(removals())
@@ -53,16 +57,21 @@ def changes(draw: st.DrawFn) -> keys.IndexChange:
         added=draw(HASHES),
         removed=removed,
         cleared=draw(st.booleans()),
-        announced=tuple(draw(st.lists(st.builds(keys.Announcement, IDS, HASHES), max_size=4))),
+        announced=tuple(
+            draw(st.lists(st.builds(keys.Announcement, IDS, HASHES, HASHES), max_size=4, unique_by=_id))
+        ),
         ended=tuple(draw(st.lists(IDS, max_size=4))),
         in_host=draw(HASHES),
         on_disk=draw(HASHES),
         reasons=reasons,
+        points=draw(HASHES),
+        points_removed=draw(HASHES),
     )
 
 
 CHANGES = changes()
-NOT_ALWAYS = {b"announced", b"ended", b"in_host", b"on_disk", b"reasons"}
+NOT_ALWAYS = {b"announced", b"announced_points", b"ended", b"in_host", b"on_disk", b"points"}
+NOT_ALWAYS |= {b"points_removed", b"reasons"}
 """Fields that only a change has which needs them."""
 
 

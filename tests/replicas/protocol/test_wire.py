@@ -105,10 +105,11 @@ def usages(least: int) -> st.SearchStrategy[frames.PromptUsage]:
             num_unmoved_tokens=missed[1],
             num_lost_tokens=missed[2],
             num_expired_tokens=missed[3],
+            num_unresumable_tokens=missed[4],
             **leases,
         ),
         *[counts] * 7,
-        st.tuples(*[counts] * 4),
+        st.tuples(*[counts] * 5),
         leases=st.lists(filled(LeaseAnswer), min_size=min(1, least), max_size=2).map(tuple),
         broken_by=st.sampled_from(LeaseBreak),
     )
@@ -147,13 +148,15 @@ CARDS = st.builds(
     *(BLOCK_SIZES, U32, *[st.integers(1, 2**32 - 1)] * 2),
     *(st.lists(U32, max_size=3).map(tuple), U32, U32),
 )
+ONE_HASH = st.lists(filled(BlockHash), min_size=1, max_size=1).map(tuple)
 WHOLE: Special = {
-    (frames.Submit, "announced_hashes"): st.lists(filled(BlockHash), min_size=1, max_size=1).map(tuple),
     frames.PromptUsage: usages(1),
     PullHint: HINTS,
     frames.LoadSnapshot: loads(1),
     frames.TokenLogprobs: LOGPROBS,
-    (ModelCard, "block_size"): BLOCK_SIZES,
+    (frames.Submit, "announced_hashes"): ONE_HASH,
+    (frames.Submit, "announced_points"): ONE_HASH,
+    **{(ModelCard, name): st.just(32) for name in ("block_size", "peek_tokens")},
     str: NAMES,
 }
 """What `filled` cannot know: there are not more announced blocks than tokens, and other bounds."""
@@ -254,6 +257,8 @@ SUBMIT = {
         {"num_choices": 2**32},
         {"announced_hashes": [bytes(15)]},
         {"announced_hashes": [bytes(HASH_BYTES)] * 3},
+        {"announced_points": [bytes(15)]},
+        {"announced_points": [bytes(HASH_BYTES)] * 3},
         {"user": bytes(frames.MAX_USER_TAG_BYTES + 1)},
         {"priority": 2**31},
         {"num_output_tokens": -1},
@@ -360,7 +365,16 @@ def test_what_is_no_frame_is_a_value_error_whole_and_part_by_part(encoded: bytes
 
 @pytest.mark.parametrize(
     "change",
-    [{"name": "a\nb"}, {"block_size": 0}, {"num_blocks": 2**32}, {"vocab_size": 0}, {"max_running": -1}],
+    [
+        {"name": "a\nb"},
+        {"block_size": 0},
+        {"num_blocks": 2**32},
+        {"vocab_size": 0},
+        {"max_running": -1},
+        {"capacity_tokens": -1},
+        {"retention_interval": -1},
+        {"peek_tokens": 15},
+    ],
 )
 def test_an_impossible_card_is_a_value_error(change: dict[str, Any]) -> None:
     card = {"name": "toy", "fingerprint": "f", "engine": "e"}

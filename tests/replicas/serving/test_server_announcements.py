@@ -78,6 +78,17 @@ async def test_a_request_without_hashes_or_without_an_id_is_not_announced(
     assert harness.announcer.num_begun == 0
 
 
+async def test_a_request_that_will_only_add_a_resume_point_is_announced(
+    client: RouterClient, harness: Harness
+) -> None:
+    harness.engine.gate.clear()
+    await client.send(replace(announcing(1, 71), announced_hashes=(), announced_points=HASHES[:1]))
+    await until(lambda: harness.announcer.live == {71: HASHES[:1]})
+    harness.engine.gate.set()
+    await client.finish((1, 0))
+    assert harness.announcer.live == {}
+
+
 async def test_two_requests_with_one_announcement_end_it_once(client: RouterClient, harness: Harness) -> None:
     harness.engine.gate.clear()
     await client.send(announcing(1, 71), announcing(2, 71))
