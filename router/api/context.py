@@ -33,7 +33,7 @@ from router.large_bodies.offload import Offload
 from router.limits.admission import Admission, AdmissionHold, demand_of
 from router.limits.body_budget import BodyBudget, BodyHold
 from router.limits.in_flight import InFlight
-from router.limits.preparing import PreparingTurns
+from router.limits.tenant_turns import TenantTurns
 from router.observation.metrics import RouterMetrics
 from router.observation.trace_points import GenerationTrace, Tracing
 from router.observation.unknown_fields import UnknownFields
@@ -134,7 +134,7 @@ class ApiContext:
     images: BodyBudget = field(init=False)
     """Images of requests being served."""
     unknown_fields: UnknownFields = field(init=False)
-    preparing: PreparingTurns = field(default_factory=PreparingTurns)
+    tenant_turns: TenantTurns = field(default_factory=TenantTurns)
     turns: Turns = field(default_factory=Turns)
     """For what takes long and is done on the event loop all the same."""
 

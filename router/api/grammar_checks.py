@@ -1,21 +1,17 @@
 """GrammarChecks: what answers are to be held to, checked beside the event loop, and remembered.
 
 Owns how many grammars are worked out at once and for whom, how many wait for that and how long, and which are
-known. A check takes milliseconds, for the worst that a client can ask seconds: owners take turns
-(`replicas/process/fair_line.py`). An owner is a tenant, or without keys an address. Where it is worked out is
-given.
+known. A check takes milliseconds, for the worst that a client can ask seconds: owners take turns. An owner is
+a tenant, or without keys an address. Where it is worked out is given.
 """
 
-import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Hashable
 from typing import NamedTuple
 
 import msgspec
 
-from replicas.process.fair_line import FairLine
 from router.answers.formats import AnswerFormat
 from router.answers.grammar_check import ANY_TEXT, NO_GRAMMAR, CheckedGrammar, WishedGrammar, checked_grammar
 from router.answers.grammars import grammar_for
@@ -25,6 +21,7 @@ from router.errors import RouterBusy
 from router.prompt.engines import TooMuchWork
 from router.prompt.text_model import TextModel
 from router.shared.bounded_cache import BoundedCache
+from router.shared.fair_places import FairPlaces, NoPlace
 
 MAX_CHARACTERS = 64 * 1024
 """Longest grammar checked inline; longer ones go to the worker process."""
@@ -78,14 +75,6 @@ def check(wished: WishedGrammar) -> CheckedGrammar:
     return CheckedGrammar(followed.text, followed.num_bytes, time.thread_time() - started)
 
 
-class _Waiting:
-    """For a place. `called` is set with one that is already counted as this one's, or with `is_lost`."""
-
-    def __init__(self) -> None:
-        self.called = asyncio.Event()
-        self.is_lost = False
-
-
 class _Known(NamedTuple):
     """`owner` is whose request was the first with it."""
 
@@ -99,14 +88,9 @@ _Key = tuple[WishedGrammar, Hashable]
 class GrammarChecks:
     """`work_out` does it elsewhere, and raises InvalidRequest and RouterBusy."""
 
-    def __init__(
-        self,
-        work_out: Callable[[WishedGrammar], Awaitable[CheckedGrammar]],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, work_out: Callable[[WishedGrammar], Awaitable[CheckedGrammar]]) -> None:
         self._work_out = work_out
-        self._clock = clock
-        self._line: FairLine[_Waiting] = FairLine(num_places=NUM_PLACES, most_waiting=MAX_WAITING)
+        self._places = FairPlaces(num_places=NUM_PLACES, most_waiting=MAX_WAITING, wait_seconds=WAIT_SECONDS)
         self._known: BoundedCache[_Key, _Known] = BoundedCache(MAX_KNOWN)
 
     async def checked(
@@ -123,11 +107,17 @@ class GrammarChecks:
             return known.grammar
         if len(wished.text) > MAX_CHARACTERS:
             raise TooMuchWork
-        async with self._place(owner):
-            known = self._known.get(key)  # the same one may have been before it in the line
-            if known is not None:
-                return known.grammar
-            grammar = await self._work_out(wished)
+        try:
+            async with self._places.place(owner):
+                known = self._known.get(key)  # the same one may have been before it in the line
+                if known is not None:
+                    return known.grammar
+                grammar = await self._work_out(wished)
+        except NoPlace as error:
+            raise RouterBusy(
+                "Too many schemas and grammars are being worked out. Please try again.",
+                retry_after_seconds=RETRY_SECONDS,
+            ) from error
         self._remember(key, _Known(msgspec.structs.replace(grammar, seconds=0.0), owner))
         return grammar
 
@@ -139,50 +129,6 @@ class GrammarChecks:
             ((largest, _),) = num_of.most_common(1)
             self._known.pop(next(kept for kept, each in self._known.items() if each.owner == largest))
         self._known.put(key, known)
-
-    @asynccontextmanager
-    async def _place(self, owner: str) -> AsyncIterator[None]:
-        """Raises RouterBusy."""
-        await self._wait_for_place(owner)
-        started = self._clock()
-        try:
-            yield
-        finally:
-            self._give_back(owner, self._clock() - started)
-
-    async def _wait_for_place(self, owner: str) -> None:
-        waiting = _Waiting()
-        lost = self._line.enter(owner, waiting)
-        if lost is not None:
-            lost.is_lost = True
-            lost.called.set()
-        self._call_next()
-        try:
-            async with asyncio.timeout(WAIT_SECONDS):
-                await waiting.called.wait()
-        except BaseException as error:
-            if not self._line.leave(owner, waiting) and not waiting.is_lost:
-                self._give_back(owner, 0.0)
-            if isinstance(error, TimeoutError):
-                raise _busy() from error
-            raise
-        if waiting.is_lost:
-            raise _busy()
-
-    def _give_back(self, owner: str, seconds: float) -> None:
-        self._line.ends(owner, seconds)
-        self._call_next()
-
-    def _call_next(self) -> None:
-        while (found := self._line.next()) is not None:
-            found[1].called.set()
-
-
-def _busy() -> RouterBusy:
-    return RouterBusy(
-        "Too many schemas and grammars are being worked out. Please try again.",
-        retry_after_seconds=RETRY_SECONDS,
-    )
 
 
 def _special_tokens(model: TextModel) -> tuple[str, ...]:

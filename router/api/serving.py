@@ -85,7 +85,7 @@ class GenerationEndpoint:
                 exchange.has_read()
                 with context.in_flight.hold(address):
                     async with exchange.while_connected(receive):
-                        await context.preparing.turn(caller.tenant, len(body))
+                        await context.tenant_turns.turn(caller.tenant, len(body))
                         request = await self._prepare(context, Asked(body, address, scope))
                         set_timeout(request.prompts, timeout_seconds)
                         request.path, request.route = scope["path"], self._route

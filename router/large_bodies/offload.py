@@ -1,7 +1,7 @@
 """Offload: large bodies are prepared, and grammars worked out, beside the event loop.
 
 Owns the process that does it (`router/api/preparing_process.py`). `PLACES` bodies are worked on,
-`MOST_WAITING` wait, for `WAIT_SECONDS` at most, in a line that no address fills (`offload_queue.py`).
+`MOST_WAITING` wait, for `WAIT_SECONDS` at most, in a line that no address fills.
 
 The process is started when it is first needed, and again if it has died.
 """
@@ -18,7 +18,6 @@ import msgspec
 from replicas.protocol.status import TokenizerBundle
 from router.answers.grammar_check import CheckedGrammar, WishedGrammar
 from router.errors import InvalidRequest, RouterBusy
-from router.large_bodies.offload_queue import OffloadQueue, QueueFull
 from router.prepared import (
     GRAMMAR,
     LENGTH,
@@ -36,6 +35,7 @@ from router.prepared import (
 )
 from router.prompt.catalog import ModelCatalog
 from router.prompt.template import TemplateVerdict
+from router.shared.fair_places import FairPlaces, NoPlace
 from router.shared.instruments import Instrument, counter, gauge
 
 PLACES = 2
@@ -73,11 +73,11 @@ class Offload:
         self._process: subprocess.Popen[bytes] | None = None
         self._verdicts: dict[Digest, TemplateVerdict] = {}
         self._starting = asyncio.Lock()
-        self._queue = OffloadQueue(
+        self._places = FairPlaces(
             num_places=PLACES,
             most_waiting=MOST_WAITING,
             wait_seconds=WAIT_SECONDS,
-            address_share=address_share,
+            owner_share=address_share,
         )
         self.num_done = self.num_ended = self.num_refused = 0
 
@@ -86,9 +86,9 @@ class Offload:
         client's address or of all; NoReplicaAvailable while no model is known."""
         self._catalog.check_known()
         try:
-            async with self._queue.place(address):
+            async with self._places.place(address):
                 outcome = await self._prepare(kind, body)
-        except QueueFull as error:
+        except NoPlace as error:
             raise self._refused() from error
         _raise_if_failed(outcome, "a request body could not be prepared")
         return outcome
@@ -127,11 +127,11 @@ class Offload:
 
     @property
     def num_working(self) -> int:
-        return self._queue.num_working
+        return self._places.num_working
 
     @property
     def num_waiting(self) -> int:
-        return self._queue.num_waiting
+        return self._places.num_waiting
 
     def instruments(self) -> Iterator[Instrument]:
         yield gauge(

@@ -58,6 +58,27 @@ def test_the_owner_with_least_time_goes_next_and_nobody_saves_up() -> None:
     assert begun(waiting) == ["a3"]
 
 
+def test_an_owner_that_comes_back_while_others_wait_owes_what_it_has_used() -> None:
+    waiting = line(num_places=1)
+    for number in range(4):
+        waiting.enter("many", f"m{number}")
+    waiting.enter("single", "s0")
+    order = []
+    for number in range(1, 5):
+        owner, item = waiting.next() or ("", "")
+        order.append(item)
+        waiting.ends(owner, 3.0 if owner == "single" else 1.0)
+        if owner == "single":
+            waiting.enter("single", f"s{number}")
+    assert order == ["m0", "s0", "m1", "m2"]
+
+
+def test_an_owner_beyond_its_share_of_the_line_is_refused_however_empty_that_is() -> None:
+    waiting: FairLine[str] = FairLine(num_places=1, most_waiting=8, most_waiting_of_owner=2)
+    assert [waiting.enter("flood", str(number)) for number in range(3)] == [None, None, "2"]
+    assert waiting.enter("other", "o") is None
+
+
 def test_a_full_line_takes_from_the_owner_with_most() -> None:
     waiting = line(num_places=1, most_waiting=3)
     floods = [f"f{number}" for number in range(3)]

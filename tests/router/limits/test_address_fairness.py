@@ -5,9 +5,6 @@ import contextlib
 import os
 import signal
 
-import pytest
-
-from router.large_bodies.offload_queue import OffloadQueue, QueueFull
 from router.limits.address_shares import AddressShares
 from tests.router.http_server import http_server
 from tests.router.raw_client import CHAT, connected, post, status_of, wait_for
@@ -58,74 +55,6 @@ async def test_a_flood_of_large_bodies_from_one_address_holds_up_no_other() -> N
         await stack.aclose()
         await server.wait_idle()
         assert (offload.num_working, offload.num_waiting) == (0, 0)
-
-
-def queue(wait_seconds: float = 5.0) -> OffloadQueue:
-    return OffloadQueue(num_places=4, most_waiting=8, wait_seconds=wait_seconds, address_share=0.5)
-
-
-class Worker:
-    """Has a place until it is told to leave."""
-
-    def __init__(self, queue: OffloadQueue, address: str | None) -> None:
-        self._leave = asyncio.Event()
-        self.is_working = False
-        self.task = asyncio.create_task(self._run(queue, address))
-
-    async def _run(self, queue: OffloadQueue, address: str | None) -> None:
-        async with queue.place(address):
-            self.is_working = True
-            await self._leave.wait()
-
-    async def leave(self) -> None:
-        self._leave.set()
-        await self.task
-        await asyncio.sleep(0.01)
-
-
-async def test_others_go_before_an_address_that_has_its_share_and_it_goes_on_in_order() -> None:
-    places = queue()
-    flood = [Worker(places, FLOOD) for _ in range(4)]
-    await asyncio.sleep(0)
-    others = [Worker(places, "127.0.0.3"), Worker(places, None)]
-    await asyncio.sleep(0.01)
-    assert [worker.is_working for worker in (*flood, *others)] == [True, True, False, False, True, True]
-    late = Worker(places, "127.0.0.4")  # all places are taken
-    await asyncio.sleep(0.01)
-    assert (places.num_working, places.num_waiting) == (4, 3)
-    await others[0].leave()
-    assert late.is_working and not flood[2].is_working
-    await flood[0].leave()
-    assert flood[2].is_working and not flood[3].is_working
-    for worker in (flood[1], flood[2], flood[3], others[1], late):
-        await worker.leave()
-    assert (places.num_working, places.num_waiting) == (0, 0)
-
-
-async def test_those_that_leave_the_line_or_wait_in_vain_give_their_places_back() -> None:
-    places = queue(wait_seconds=0.05)
-    working = [Worker(places, FLOOD) for _ in range(2)]
-    await asyncio.sleep(0)
-    gone = Worker(places, FLOOD)
-    await asyncio.sleep(0.01)
-    gone.task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await gone.task
-    assert places.num_waiting == 0
-    with pytest.raises(QueueFull):
-        await Worker(places, FLOOD).task
-    called = Worker(places, FLOOD)
-    await asyncio.sleep(0.01)
-    leaving = asyncio.create_task(working[0].leave())
-    while places.num_waiting:  # noqa: ASYNC110
-        await asyncio.sleep(0)
-    called.task.cancel()  # it has been called, and has not come yet
-    with pytest.raises(asyncio.CancelledError):
-        await called.task
-    await leaving
-    assert places.num_working == 1
-    await working[1].leave()
-    assert (places.num_working, places.num_waiting) == (0, 0)
 
 
 def test_a_share_is_at_least_one_and_without_an_address_only_the_whole_counts() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 
 from router.caller import Tenant
-from router.limits import preparing
-from router.limits.preparing import REQUEST_BYTES, PreparingTurns
+from router.limits import tenant_turns
+from router.limits.tenant_turns import REQUEST_BYTES, TenantTurns
 
 FLOOD, OTHER, HEAVY = Tenant(name="flood"), Tenant(name="other"), Tenant(name="heavy", weight=3.0)
 
@@ -18,7 +18,7 @@ class Preparations:
     """What has been prepared: by whom, and in which pass of the loop."""
 
     def __init__(self) -> None:
-        self.turns = PreparingTurns()
+        self.turns = TenantTurns()
         self.prepared: list[tuple[str, int]] = []
         self.number = 0
 
@@ -49,7 +49,7 @@ def start(*preparations: Awaitable[None]) -> list["asyncio.Task[None]"]:
     return [asyncio.ensure_future(each) for each in preparations]
 
 
-def does_not_give_way(turns: PreparingTurns, tenant: Tenant) -> bool:
+def does_not_give_way(turns: TenantTurns, tenant: Tenant) -> bool:
     try:
         turns.turn(tenant, 0).send(None)
     except StopIteration:
@@ -58,11 +58,11 @@ def does_not_give_way(turns: PreparingTurns, tenant: Tenant) -> bool:
 
 
 async def test_a_tenant_that_is_alone_does_not_even_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = PreparingTurns()
+    turns = TenantTurns()
     assert all(does_not_give_way(turns, FLOOD) for _ in range(100))
     await asyncio.sleep(0)
     assert does_not_give_way(turns, OTHER)
-    monkeypatch.setattr(preparing, "MIXED_SECONDS", 0.0)
+    monkeypatch.setattr(tenant_turns, "MIXED_SECONDS", 0.0)
     await asyncio.sleep(0)
     assert all(does_not_give_way(turns, FLOOD) for _ in range(100)), "the other has not come for a while"
 
@@ -133,6 +133,7 @@ async def test_everyone_who_stays_gets_a_turn_and_nothing_is_kept(
     await seen.passes(2)
     turns = seen.turns
     assert turns.num_waiting == 0
-    assert not turns._is_taken and not turns._order and not turns._given
+    line = turns._places._line
+    assert line.num_working == 0 and not line._owners and not line._idle
     assert does_not_give_way(turns, OTHER)
     await asyncio.sleep(0)
