@@ -30,7 +30,6 @@ from router.api.gemini.models import GeminiRoutes
 from router.api.gemini.paths import COUNT, GENERATE_CONTENT, MODELS_PATHS, model_method
 from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
-from router.api.page import PageRoutes
 from router.api.request_guard import RequestGuard
 from router.api.responses.answers import prepare_plain_response
 from router.api.serving import GenerationEndpoint
@@ -78,7 +77,6 @@ def create_apps(context: ApiContext) -> Apps:
     plain = ControlRoutes(context)
     admin = [*plain.metrics_routes(), *ExplainRoutes(context, access, prepares).routes()]
     admin += OperatorStoryRoutes(context, access).routes()
-    admin += PageRoutes(access, plain.index).routes()
     for feature in context.features:
         admin += feature.operator_routes()
     hot = {
@@ -121,12 +119,12 @@ def create_apps(context: ApiContext) -> Apps:
             new_id=new_id,
         )
 
-    common = plain.health_routes()
+    common, index = plain.health_routes(), plain.index_routes()
     clients = client_routes(context)
     if not config.has_admin_listener:
-        everything = authenticated(_app([*common, *clients, *admin], endpoint_of, new_id))
+        everything = authenticated(_app([*common, *clients, *admin, *index], endpoint_of, new_id))
         return Apps(guarded(everything, config.host), None)
-    main = authenticated(_app([*common, *clients, *plain.index_routes()], endpoint_of, new_id))
+    main = authenticated(_app([*common, *clients, *index], endpoint_of, new_id))
     admin_host = None if config.admin_port is None else config.admin_host
     admin_app = _app([*common, *admin], lambda path: None, new_id)
     return Apps(guarded(main, config.host), guarded(admin_app, admin_host))

@@ -31,13 +31,13 @@ from router.dispatch.overdue import OverdueWatch
 from router.dispatch.retries import RetryPolicy
 from router.dispatch.waiting_room import WaitingRoom
 from router.feature import Feature
+from router.features.live_page.feature import LivePage
 from router.features.live_page.fleet_source import FleetSource
-from router.features.live_page.routes import LivePage
 from router.features.named_caches.feature import NamedCacheFeature
-from router.features.published.routes import Published
+from router.features.published.feature import Published
 from router.features.recorded_bodies.feature import BodyRecorder
-from router.features.responses.routes import StoredResponses
-from router.features.usage.routes import Usage
+from router.features.responses.feature import StoredResponses
+from router.features.usage.feature import Usage
 from router.fleet.index_mirror import IndexMirror, mirror_instruments
 from router.fleet.membership import Membership
 from router.fleet.registry_source import RegistrySource

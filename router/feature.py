@@ -25,6 +25,9 @@ class Feature:
     the feature itself.
     """
 
+    store: "Feature | None" = None
+    """The part of it that works in the background, if that is on: added with it."""
+
     def instruments(self) -> Iterable[Instrument]:
         return ()
 

@@ -16,7 +16,6 @@ from router.api.access import AdminAccess, AdminGuard
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
 from router.caller import Right, caller_of
-from router.edge.connections import address_of
 from router.errors import NotAllowed, StoryGone
 from router.explain.story import Story, told
 
@@ -32,7 +31,7 @@ class StoryRoutes:
 
     async def explain(self, request: Request) -> Response:
         context, caller = self._context, caller_of(request.scope)
-        with context.in_flight.hold(address_of(request.scope.get("client"))):
+        with context.hold_place(request.scope):
             if not caller.may(Right.EXPLAIN):
                 raise NotAllowed("This key may not have requests explained: it lacks the right 'explain'.")
             return await _answer(context, caller.tenant.name, request.path_params["id"])
@@ -51,7 +50,7 @@ class OperatorStoryRoutes:
 
     async def explain(self, request: Request) -> Response:
         asked = request.path_params
-        with self._context.in_flight.hold(address_of(request.scope.get("client"))):
+        with self._context.hold_place(request.scope):
             return await _answer(self._context, asked["tenant"], asked["id"])
 
 

@@ -6,7 +6,7 @@ Knows no dialect. `router/assembly.py` builds it and its features.
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
@@ -188,6 +188,8 @@ class ApiContext:
         self.features.append(feature)
         self.hooks.add(feature)
         self.metrics.add(feature.instruments())
+        if feature.store is not None:
+            self.add(feature.store)
 
     def hold(self, generations: Sequence[Generation]) -> AdmissionHold:
         """While a request is served. Raises Overloaded, or InvalidRequest for one that asks for too much."""
@@ -207,6 +209,10 @@ class ApiContext:
                 held.take(num_bytes)
             yield
 
+    def hold_place(self, scope: Scope) -> AbstractContextManager[None]:
+        """For a request's place among those in flight. Raises RouterBusy."""
+        return self.in_flight.hold(address_of(scope.get("client")))
+
     async def read_body(self, scope: Scope, receive: Receive, held: BodyHold) -> bytes:
         """Raises BodyTooLarge, BodiesFull, UploadTooSlow or ClientGone."""
         config = self.config
@@ -224,7 +230,7 @@ class ApiContext:
         """A request's body and its place among those in flight, for routes that answer at once."""
         with self.hold_body(scope) as held:
             body = await self.read_body(scope, receive, held)
-            with self.in_flight.hold(address_of(scope.get("client"))):
+            with self.hold_place(scope):
                 yield body
 
     def priority(self, asked: int | None, caller: Caller) -> int:

@@ -16,7 +16,7 @@ from router.api.anthropic.models import model_object, model_page
 from router.api.context import ApiContext
 from router.api.error_shapes import is_for_anthropic
 from router.api.gemini.models import gemini_model
-from router.api.json_body import encode_json
+from router.api.routes import json_response
 from router.api.token_counts import detokenize, tokenize
 from router.api.written_answers import WriteAnswer, written_answer
 from router.errors import UnknownModel
@@ -65,15 +65,15 @@ class ControlRoutes:
 
     async def index(self, request: Request) -> Response:
         """Answer a program at `/`."""
-        return _json({"name": "kvasir", "models": self._names()})
+        return json_response({"name": "kvasir", "models": self._names()})
 
     async def models(self, request: Request) -> Response:
         """In OpenAI's words and in Gemini's, whose clients read different fields; Anthropic's clients read
         some of OpenAI's otherwise, and are known by a header."""
         models = [self._context.catalog.get(name) for name in self._names()]
         if is_for_anthropic(request.scope):
-            return _json(model_page(models, request.query_params))
-        return _json(
+            return json_response(model_page(models, request.query_params))
+        return json_response(
             {
                 "object": "list",
                 "data": [_model_object(model) for model in models],
@@ -84,12 +84,12 @@ class ControlRoutes:
     async def model(self, request: Request) -> Response:
         model = self._context.catalog.get(request.path_params["name"])
         if is_for_anthropic(request.scope):
-            return _json(model_object(model))
-        return _json(_model_object(model) | gemini_model(model))
+            return json_response(model_object(model))
+        return json_response(_model_object(model) | gemini_model(model))
 
     async def health(self, request: Request) -> Response:
         """The process is up; whether it can serve is `ready`'s answer."""
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
         num_replicas = {name: self._num_replicas(name) for name in self._context.catalog.names()}
@@ -100,14 +100,14 @@ class ControlRoutes:
             "num_replicas": total,
             "models": num_replicas,
         }
-        return _json(content, status)
+        return json_response(content, status)
 
     async def version(self, request: Request) -> Response:
-        return _json({"version": VERSION})
+        return json_response({"version": VERSION})
 
     async def load(self, request: Request) -> Response:
         """How many requests this router serves."""
-        return _json({"server_load": self._context.in_flight.num})
+        return json_response({"server_load": self._context.in_flight.num})
 
     async def metrics(self, request: Request) -> Response:
         content = await self._context.metrics.scrape()
@@ -146,7 +146,3 @@ def _model_object(model: ServedModel) -> dict[str, Any]:
         "parent": None if model.adapter is None else model.card.name,
         "max_model_len": model.card.context_length,
     }
-
-
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(encode_json(content), status, media_type="application/json")

@@ -19,7 +19,7 @@ from router.api.openai.completion_prompt import CompletionRequest
 from router.api.responses.body import ResponsesBody
 from router.api.token_counts import DetokenizedTokens, TokenizedText
 from router.features.named_caches.body import CacheChange, NewCache
-from router.features.published.routes import NewPrefix
+from router.features.published.feature import NewPrefix
 from router.openapi.answers import ANSWERS, Schema, ref
 
 OPENAI, ANTHROPIC, GEMINI, CACHES, CONTROL = "OpenAI", "Anthropic", "Gemini", "Named caches", "Control"

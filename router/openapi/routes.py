@@ -3,14 +3,13 @@
 Owns the two routes. The page's files are our own; nothing of it comes from anywhere else.
 """
 
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router.api.page import FILES, INDEX, PageFile, file_answer, read_files
+from router.features.live_page.page_files import FILES, INDEX, endpoint_of, read_files
 from router.openapi.document import openapi_document
 
 PAGE = "/docs"
@@ -22,23 +21,16 @@ _FILES = {ICON: FILES[ICON], **read_files(Path(__file__).resolve().parent / "doc
 
 def docs_routes() -> list[Route]:
     files = [
-        Route(f"{PAGE}/{name}", _endpoint(file), methods=["GET"])
+        Route(f"{PAGE}/{name}", endpoint_of(file), methods=["GET"])
         for name, file in _FILES.items()
         if name != INDEX
     ]
     return [
         Route("/openapi.json", _document, methods=["GET"]),
-        Route(PAGE, _endpoint(_FILES[INDEX]), methods=["GET"]),
+        Route(PAGE, endpoint_of(_FILES[INDEX]), methods=["GET"]),
         *files,
     ]
 
 
 async def _document(request: Request) -> Response:
     return Response(openapi_document(), media_type="application/json")
-
-
-def _endpoint(file: PageFile) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(request: Request) -> Response:
-        return file_answer(request, file)
-
-    return endpoint

@@ -19,14 +19,14 @@ from router.config import RouterConfig
 from router.edge.connections import Connections
 from router.edge.http_protocol import protocol_of
 from router.edge.listeners import SEND_BUFFER_BYTES
-from router.features.live_page.routes import LiveFleet, LivePage
+from router.features.live_page.feature import LiveFleet, LivePage
 from router.features.named_caches.feature import NamedCacheFeature
 from router.features.named_caches.named_caches import NamedCaches
-from router.features.published.routes import Published
+from router.features.published.feature import Published
 from router.features.published.store import PublishedStore
-from router.features.responses.routes import StoredResponses
+from router.features.responses.feature import StoredResponses
 from router.features.responses.store import ResponseStore
-from router.features.usage.routes import Usage
+from router.features.usage.feature import Usage
 from router.features.usage.store import UsageStore
 from router.observation.metrics import RouterMetrics
 from router.prepared import Bounds

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import Epoch, ReplicaId
+from router.features.live_page.feature import Mirror
 from router.features.live_page.live_view import LiveReplica
-from router.features.live_page.routes import Mirror
 
 
 def replica_view(name: str, load: LoadSnapshot | None = None, complaint: str | None = None) -> LiveReplica:

@@ -14,7 +14,7 @@ from router.api.context import ApiContext
 from router.api.gemini.body import MODELS
 from router.api.gemini.count import count_tokens
 from router.api.gemini.paths import COUNT, GENERATE, STREAM, VERSIONS, model_method, with_path_fields
-from router.api.json_body import encode_json
+from router.api.routes import json_response
 from router.api.written_answers import written_answer
 from router.prompt.catalog import ServedModel
 
@@ -50,10 +50,10 @@ class GeminiRoutes:
     async def models(self, request: Request) -> Response:
         catalog = self._context.catalog
         names = [*catalog.names(), *catalog.adapter_names()]
-        return _json({"models": [gemini_model(catalog.get(name)) for name in names]})
+        return json_response({"models": [gemini_model(catalog.get(name)) for name in names]})
 
     async def model(self, request: Request) -> Response:
-        return _json(gemini_model(self._context.catalog.get(request.path_params["name"])))
+        return json_response(gemini_model(self._context.catalog.get(request.path_params["name"])))
 
     async def count(self, request: Request) -> Response:
         asked = model_method(request.scope["path"])
@@ -62,7 +62,3 @@ class GeminiRoutes:
             body = with_path_fields(sent, asked)
             written = await written_answer(self._context, request, "gemini_count", body, count_tokens)
         return Response(written, media_type="application/json")
-
-
-def _json(content: Any) -> Response:
-    return Response(encode_json(content), media_type="application/json")

@@ -3,14 +3,14 @@
 Owns which requests may name one, and which routes there are.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from starlette.routing import Route
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.api.asked import Prepare
 from router.api.context import ApiContext
-from router.api.gemini.paths import GENERATE_CONTENT
+from router.api.gemini.paths import GENERATE_CONTENT, VERSIONS
 from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
 from router.feature import Feature
@@ -20,15 +20,16 @@ from router.features.named_caches.named_caches import NamedCaches
 from router.features.named_caches.record import CacheKind
 from router.features.named_caches.requests import with_caches
 from router.features.named_caches.routes import CacheRoutes
-from router.shared.instruments import Instrument
 
 
 class NamedCacheFeature(Feature):
-    """`caches` is None where there are none: without a secret prompts are not written to Redis."""
+    """`store` is None where there are none: without a secret prompts are not written to Redis."""
 
-    def __init__(self, context: ApiContext, caches: NamedCaches | None) -> None:
+    store: NamedCaches | None
+
+    def __init__(self, context: ApiContext, store: NamedCaches | None) -> None:
         self._context = context
-        self.caches = caches
+        self.store = store
 
     @classmethod
     def open(cls, context: ApiContext, secret: ClusterSecret | None) -> "NamedCacheFeature":
@@ -45,18 +46,15 @@ class NamedCacheFeature(Feature):
 
     def prepares(self) -> Mapping[str, Prepare]:
         return {
-            "/v1/chat/completions": with_caches(self.caches, CacheKind.CHAT, prepare_chat),
-            "/v1/completions": with_caches(self.caches, CacheKind.COMPLETION, prepare_completion),
-            GENERATE_CONTENT: with_cached_contents(self.caches),
+            "/v1/chat/completions": with_caches(self.store, CacheKind.CHAT, prepare_chat),
+            "/v1/completions": with_caches(self.store, CacheKind.COMPLETION, prepare_completion),
+            GENERATE_CONTENT: with_cached_contents(self.store),
         }
 
     def client_routes(self) -> Sequence[Route]:
-        routes = CacheRoutes(self._context, self.caches).routes()
-        return [*routes, *GeminiCacheRoutes(self._context, self.caches).routes()]
-
-    def instruments(self) -> Iterable[Instrument]:
-        return () if self.caches is None else self.caches.instruments()
-
-    async def close(self) -> None:
-        if self.caches is not None:
-            await self.caches.close()
+        own = CacheRoutes(self._context, self.store)
+        gemini = GeminiCacheRoutes(self._context, self.store)
+        return [
+            *own.routes("/v1/caches"),
+            *(route for version in VERSIONS for route in gemini.routes(f"{version}/cachedContents")),
+        ]

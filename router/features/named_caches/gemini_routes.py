@@ -9,16 +9,14 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from router.api.api_request import ApiRequest
 from router.api.asked import Asked, Prepare
 from router.api.context import ApiContext
 from router.api.gemini.answers import prepare_gemini, with_path
 from router.api.gemini.body import MODELS
-from router.api.gemini.paths import VERSIONS
-from router.api.json_body import encode_json
 from router.api.paging import DEFAULT_PAGE, MAX_PAGE
+from router.api.routes import json_response
 from router.caller import tenant_of
 from router.edge.connections import address_of
 from router.errors import CacheGone, InvalidRequest, about_model
@@ -31,10 +29,11 @@ from router.features.named_caches.gemini_body import (
     new_cached_content,
     with_cached_content,
 )
-from router.features.named_caches.making import CacheMaker, CacheWish
+from router.features.named_caches.making import CacheWish
 from router.features.named_caches.named_caches import NamedCaches
 from router.features.named_caches.record import CacheKind, CacheRecord, gone_words, moment
 from router.features.named_caches.requests import keep_beginning, opened
+from router.features.named_caches.routes import CacheRoutes
 
 
 def with_cached_contents(caches: NamedCaches | None) -> Prepare:
@@ -64,32 +63,7 @@ def with_cached_contents(caches: NamedCaches | None) -> Prepare:
     return prepare_content
 
 
-class GeminiCacheRoutes:
-    def __init__(self, context: ApiContext, caches: NamedCaches | None) -> None:
-        self._context = context
-        self._caches = caches
-        self._maker = CacheMaker(context, caches)
-
-    def routes(self) -> list[Route]:
-        paths = [f"{version}/cachedContents" for version in VERSIONS]
-        return [
-            *(Route(path, self._all, methods=["GET", "POST"]) for path in paths),
-            *(Route(path + "/{cache_id}", self._one, methods=["GET", "PATCH", "DELETE"]) for path in paths),
-        ]
-
-    async def _all(self, request: Request) -> Response:
-        return await (self._create(request) if request.method == "POST" else self._list(request))
-
-    async def _one(self, request: Request) -> Response:
-        cache_id = request.path_params["cache_id"]
-        match request.method:
-            case "PATCH":
-                return await self._change(request, cache_id)
-            case "DELETE":
-                return await self._delete(request, cache_id)
-        with self._context.in_flight.hold(address_of(request.scope.get("client"))):
-            return _json(_object(await self._look(request, cache_id)))
-
+class GeminiCacheRoutes(CacheRoutes):
     async def _create(self, request: Request) -> Response:
         context = self._context
         async with context.body(request.scope, request.receive) as body:
@@ -100,57 +74,56 @@ class GeminiCacheRoutes:
             )
             asked = Asked(body, address_of(request.scope.get("client")), request.scope)
             record = await self._maker.create(wish, content, asked)
-        return _json(_object(record))
+        return json_response(self._object(record))
 
     async def _list(self, request: Request) -> Response:
         query = request.query_params
         limit, after = _page_size(query.get("pageSize")), query.get("pageToken") or None
-        with self._context.in_flight.hold(address_of(request.scope.get("client"))):
+        with self._context.hold_place(request.scope):
             page = await opened(self._caches).page(tenant_of(request.scope), limit, after, CacheKind.GEMINI)
-        answer: dict[str, Any] = {"cachedContents": [_object(record) for record in page.records]}
+        answer: dict[str, Any] = {"cachedContents": [self._object(record) for record in page.records]}
         if page.has_more:
             answer["nextPageToken"] = page.records[-1].cache_id
-        return _json(answer)
+        return json_response(answer)
 
-    async def _change(self, request: Request, cache_id: str) -> Response:
+    async def _change(self, request: Request) -> Response:
         context = self._context
         async with context.body(request.scope, request.receive) as body:
             ttl = cached_content_change(body, context.wall_clock())
-            await self._look(request, cache_id)
+            cache_id = (await self._find(request)).cache_id
             asked = Asked(body, address_of(request.scope.get("client")), request.scope)
             record = await self._maker.change(cache_id, ttl, None, asked)
-        return _json(_object(record))
+        return json_response(self._object(record))
 
-    async def _delete(self, request: Request, cache_id: str) -> Response:
-        with self._context.in_flight.hold(address_of(request.scope.get("client"))):
-            await self._look(request, cache_id)
-            await opened(self._caches).delete(cache_id, tenant_of(request.scope))
-        return _json({})
+    async def _delete(self, request: Request) -> Response:
+        with self._context.hold_place(request.scope):
+            record = await self._find(request)
+            await opened(self._caches).delete(record.cache_id, tenant_of(request.scope))
+        return json_response({})
 
-    async def _look(self, request: Request, cache_id: str) -> CacheRecord:
+    async def _find(self, request: Request) -> CacheRecord:
         """Raises CacheGone, also for a cache in another dialect's words, and CachesUnavailable."""
         try:
-            record = await opened(self._caches).look(cache_id, tenant_of(request.scope))
+            record = await super()._find(request)
             if record.kind is not CacheKind.GEMINI:
-                why, words = gone_words(cache_id, None, self._context.wall_clock())
+                why, words = gone_words(record.cache_id, None, self._context.wall_clock())
                 raise CacheGone(words, f"cache_{why.value}")
         except CacheGone as error:
             error.parameter = "name"
             raise
         return record
 
-
-def _object(record: CacheRecord) -> dict[str, Any]:
-    described = {} if record.name is None else {"displayName": record.name}
-    return {
-        "name": CACHED_CONTENTS + record.cache_id,
-        "model": MODELS + record.model,
-        **described,
-        "createTime": moment(record.created),
-        "updateTime": moment(record.expires - record.ttl),
-        "expireTime": moment(record.expires),
-        "usageMetadata": {"totalTokenCount": record.num_tokens},
-    }
+    def _object(self, record: CacheRecord) -> dict[str, Any]:
+        described = {} if record.name is None else {"displayName": record.name}
+        return {
+            "name": CACHED_CONTENTS + record.cache_id,
+            "model": MODELS + record.model,
+            **described,
+            "createTime": moment(record.created),
+            "updateTime": moment(record.expires - record.ttl),
+            "expireTime": moment(record.expires),
+            "usageMetadata": {"totalTokenCount": record.num_tokens},
+        }
 
 
 def _page_size(text: str | None) -> int:
@@ -162,7 +135,3 @@ def _page_size(text: str | None) -> int:
             f"Invalid value for 'pageSize': '{text[:20]}' is no number.", parameter="pageSize"
         )
     return min(int(text), MAX_PAGE) or DEFAULT_PAGE
-
-
-def _json(content: Any) -> Response:
-    return Response(encode_json(content), media_type="application/json")

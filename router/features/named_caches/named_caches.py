@@ -17,6 +17,7 @@ import msgspec
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.errors import CacheGone, CachesFull, CachesUnavailable
+from router.feature import Feature
 from router.features.named_caches.bounds import CacheBounds
 from router.features.named_caches.record import (
     CacheContent,
@@ -56,7 +57,7 @@ class Page(NamedTuple):
     has_more: bool
 
 
-class NamedCaches:
+class NamedCaches(Feature):
     """For one event loop. `close()` when no request is left."""
 
     def __init__(

@@ -3,7 +3,6 @@
 Owns the routes, and the shape of a cache in answers.
 """
 
-import contextlib
 from typing import Any
 
 from starlette.requests import Request
@@ -12,8 +11,8 @@ from starlette.routing import Route
 
 from router.api.asked import Asked
 from router.api.context import ApiContext
-from router.api.json_body import encode_json
 from router.api.paging import page_limit
+from router.api.routes import by_method, json_response
 from router.caller import tenant_of
 from router.edge.connections import address_of
 from router.features.named_caches.body import CacheChange, cache_change, new_cache
@@ -24,29 +23,42 @@ from router.features.named_caches.requests import opened
 
 
 class CacheRoutes:
+    """The routes in Kvasir's own words; other dialects override what they say otherwise."""
+
     def __init__(self, context: ApiContext, caches: NamedCaches | None) -> None:
         self._context = context
         self._caches = caches
         self._maker = CacheMaker(context, caches)
 
-    def routes(self) -> list[Route]:
+    def routes(self, path: str) -> list[Route]:
         return [
-            Route("/v1/caches", self._all, methods=["GET", "POST"]),
-            Route("/v1/caches/{cache_id}", self._one, methods=["GET", "PATCH", "DELETE"]),
+            by_method(path, GET=self._list, POST=self._create),
+            by_method(path + "/{cache_id}", GET=self._get, PATCH=self._change, DELETE=self._delete),
         ]
 
-    async def _all(self, request: Request) -> Response:
-        return await (self._create(request) if request.method == "POST" else self._list(request))
+    async def _get(self, request: Request) -> Response:
+        with self._context.hold_place(request.scope):
+            return json_response(self._object(await self._find(request)))
 
-    async def _one(self, request: Request) -> Response:
-        cache_id = request.path_params["cache_id"]
-        match request.method:
-            case "PATCH":
-                return await self._change(request, cache_id)
-            case "DELETE":
-                return await self._delete(request, cache_id)
-        with self._in_flight(request):
-            return _json(_object(await opened(self._caches).look(cache_id, tenant_of(request.scope))))
+    async def _find(self, request: Request) -> CacheRecord:
+        """Raises CacheGone and CachesUnavailable."""
+        return await opened(self._caches).look(request.path_params["cache_id"], tenant_of(request.scope))
+
+    def _object(self, record: CacheRecord) -> dict[str, Any]:
+        return {
+            "id": record.cache_id,
+            "object": "cache",
+            "name": record.name,
+            "model": record.model,
+            "kind": record.kind.value,
+            "tokens": record.num_tokens,
+            "bytes": record.num_bytes,
+            "created_at": int(record.created),
+            "expires_at": int(record.expires),
+            "expires": moment(record.expires),
+            "ttl": record.ttl,
+            "lease": _lease(record.lease),
+        }
 
     async def _create(self, request: Request) -> Response:
         context = self._context
@@ -55,34 +67,35 @@ class CacheRoutes:
             asked = Asked(body, address_of(request.scope.get("client")), request.scope)
             wish = CacheWish(new.model, kind, new.ttl, new.name, new.cache_salt)
             record = await self._maker.create(wish, content, asked)
-        return _json(_object(record), 201)
+        return json_response(self._object(record), 201)
 
     async def _list(self, request: Request) -> Response:
         query = request.query_params
-        with self._in_flight(request):
+        with self._context.hold_place(request.scope):
             page = await opened(self._caches).page(
                 tenant_of(request.scope), page_limit(query.get("limit")), query.get("after")
             )
-        data = [_object(record) for record in page.records]
+        data = [self._object(record) for record in page.records]
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-        return _json(
+        return json_response(
             {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": page.has_more}
         )
 
-    async def _change(self, request: Request, cache_id: str) -> Response:
-        context = self._context
+    async def _change(self, request: Request) -> Response:
+        context, cache_id = self._context, request.path_params["cache_id"]
         async with context.body(request.scope, request.receive) as body:
             change: CacheChange = cache_change(body)
             asked = Asked(body, address_of(request.scope.get("client")), request.scope)
             record = await self._maker.change(cache_id, change.ttl, change.name, asked)
-        return _json(_object(record))
+        return json_response(self._object(record))
 
-    async def _delete(self, request: Request, cache_id: str) -> Response:
-        with self._in_flight(request):
+    async def _delete(self, request: Request) -> Response:
+        with self._context.hold_place(request.scope):
+            cache_id = request.path_params["cache_id"]
             record = await opened(self._caches).delete(cache_id, tenant_of(request.scope))
         lease = record.lease
         kept = lease is not None and lease.refused is None
-        return _json(
+        return json_response(
             {
                 "id": record.cache_id,
                 "object": "cache.deleted",
@@ -90,26 +103,6 @@ class CacheRoutes:
                 "lease": "ends_by_itself" if kept else "none",
             }
         )
-
-    def _in_flight(self, request: Request) -> contextlib.AbstractContextManager[Any]:
-        return self._context.in_flight.hold(address_of(request.scope.get("client")))
-
-
-def _object(record: CacheRecord) -> dict[str, Any]:
-    return {
-        "id": record.cache_id,
-        "object": "cache",
-        "name": record.name,
-        "model": record.model,
-        "kind": record.kind.value,
-        "tokens": record.num_tokens,
-        "bytes": record.num_bytes,
-        "created_at": int(record.created),
-        "expires_at": int(record.expires),
-        "expires": moment(record.expires),
-        "ttl": record.ttl,
-        "lease": _lease(record.lease),
-    }
 
 
 def _lease(lease: CacheLease | None) -> dict[str, Any] | None:
@@ -119,7 +112,3 @@ def _lease(lease: CacheLease | None) -> dict[str, Any] | None:
     if lease.refused is not None:
         return {"status": "refused", "reason": lease.refused}
     return {"status": "granted", "seconds": lease.seconds, "tokens": lease.num_tokens}
-
-
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(encode_json(content), status, media_type="application/json")

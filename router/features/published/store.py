@@ -14,6 +14,7 @@ import msgspec
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.errors import CachesUnavailable
+from router.feature import Feature
 from router.features.published.prefixes import PublishedPrefix, PublishedPrefixes
 from router.shared.redis_health import REDIS_FAILURES, RedisHealth
 from router.shared.sealed_store import SealedStore
@@ -30,7 +31,7 @@ _decode = msgspec.msgpack.Decoder(list[PublishedPrefix]).decode
 Change = Callable[[list[PublishedPrefix]], list[PublishedPrefix]]
 
 
-class PublishedStore(SealedStore):
+class PublishedStore(SealedStore, Feature):
     """Keeps `prefixes` as Redis has them, once it runs."""
 
     def __init__(self, redis_url: str, secret: ClusterSecret) -> None:

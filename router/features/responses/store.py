@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from redis.exceptions import ResponseError
 
 from router.errors import ResponseGone, ResponsesUnavailable
+from router.feature import Feature
 from router.features.responses.memory import Key, ResponseMemory
 from router.features.responses.record import ResponseBounds, StoredResponse, is_response_id
 from router.features.responses.redis_responses import RedisResponses
@@ -33,7 +34,7 @@ LOOK_SECONDS = (0.0, 0.05, 0.1)
 """Pause before each lookup of a missing response: another router may just be writing it."""
 
 
-class ResponseStore:
+class ResponseStore(Feature):
     """For one event loop. `close()` when no request is left."""
 
     def __init__(

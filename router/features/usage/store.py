@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.errors import UsageUnavailable
+from router.feature import Feature
 from router.features.usage.amounts import Amounts
 from router.features.usage.ledger import HOUR_SECONDS, Ledger
 from router.features.usage.ratios import Cost, RatioTable, cost_of
@@ -41,7 +42,7 @@ MAX_HASHES = 100_000
 Tell = Callable[[ServedRequest, Amounts, Cost], None]
 
 
-class UsageStore:
+class UsageStore(Feature):
     """For one event loop. Feed `observe`, have `run()` run, and `close()` when no request is left."""
 
     def __init__(

@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from replicas.protocol.frames import LoadSnapshot
-from router.api.page import FILES
 from router.errors import GenerationFailed
 from router.features.live_page import live_view
-from router.features.live_page.routes import PREFIXES_SECONDS
+from router.features.live_page.feature import PREFIXES_SECONDS
+from router.features.live_page.page_files import FILES
 from tests.router.http_server import HttpServer, http_server
 from tests.router.quiet_fleet import QuietFleet, replica_view
 from tests.router.scripted_dispatch import says

@@ -14,8 +14,8 @@ from replicas.process.plain_redis import plain_redis
 from replicas.protocol.blocks import PublishedBeginning, hash_blocks
 from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.image_rules import written_rule
+from router.features.published.feature import Published
 from router.features.published.prefixes import MAX_PREFIXES, PUBLISHED_NAMESPACE, PublishedPrefixes
-from router.features.published.routes import Published
 from router.features.published.store import KEY, PublishedStore
 from router.prompt.catalog import ModelCatalog
 from tests.redis_server import RedisServer

@@ -16,9 +16,10 @@ from replicas.protocol.blocks import PublishedBeginning
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.api.asked import Asked
 from router.api.context import ApiContext
-from router.api.json_body import decode_body, encode_json, unsupported
+from router.api.json_body import decode_body, unsupported
 from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
+from router.api.routes import by_method, json_response
 from router.caller import Right, caller_of
 from router.edge.connections import address_of
 from router.errors import InvalidRequest, NotAllowed, PrefixGone
@@ -50,6 +51,8 @@ _decoder = msgspec.json.Decoder(NewPrefix)
 class Published(Feature):
     """`store` is None where nothing can be published: everybody is one tenant, or there is no secret."""
 
+    store: PublishedStore | None
+
     def __init__(self, context: ApiContext, store: PublishedStore | None) -> None:
         self._context = context
         self.store = store
@@ -63,14 +66,6 @@ class Published(Feature):
             return cls(context, None)
         return cls(context, PublishedStore(config.redis_url, secret))
 
-    async def run(self) -> None:
-        if self.store is not None:
-            await self.store.run()
-
-    async def close(self) -> None:
-        if self.store is not None:
-            await self.store.close()
-
     def _beginning(self, model: ServedModel, packed_tokens: bytes) -> PublishedBeginning | None:
         assert self.store is not None
         num_blocks = self.store.prefixes.num_blocks(model.name, packed_tokens, model.card.block_size)
@@ -78,17 +73,15 @@ class Published(Feature):
 
     def client_routes(self) -> Sequence[Route]:
         return [
-            Route("/v1/published", self._all, methods=["GET", "POST"]),
+            by_method("/v1/published", GET=self._list, POST=self._publish),
             Route("/v1/published/{prefix_id}", self._delete, methods=["DELETE"]),
         ]
 
-    async def _all(self, request: Request) -> Response:
-        if request.method == "POST":
-            return await self._publish(request)
-        with self._context.in_flight.hold(address_of(request.scope.get("client"))):
+    async def _list(self, request: Request) -> Response:
+        with self._context.hold_place(request.scope):
             store = self.store
             prefixes = () if store is None else store.prefixes.all()
-            return _json({"object": "list", "data": list(map(_object, prefixes))})
+            return json_response({"object": "list", "data": list(map(_object, prefixes))})
 
     async def _publish(self, request: Request) -> Response:
         context, store = self._context, self._store(request)
@@ -104,7 +97,7 @@ class Published(Feature):
             return [*prefixes, prefix]
 
         await store.change(added)
-        return _json(_object(prefix), 201)
+        return json_response(_object(prefix), 201)
 
     async def _prefix(self, request: Request, body: bytes) -> PublishedPrefix:
         context = self._context
@@ -144,9 +137,9 @@ class Published(Feature):
                 raise PrefixGone(f"There is no published prefix '{prefix_id[:60]}'.")
             return rest
 
-        with self._context.in_flight.hold(address_of(request.scope.get("client"))):
+        with self._context.hold_place(request.scope):
             await store.change(removed)
-        return _json({"id": prefix_id, "object": "published.deleted", "deleted": True})
+        return json_response({"id": prefix_id, "object": "published.deleted", "deleted": True})
 
     def _store(self, request: Request) -> PublishedStore:
         """Raises NotAllowed for who is no operator, and InvalidRequest where nothing can be published."""
@@ -173,7 +166,3 @@ def _object(prefix: PublishedPrefix) -> dict[str, Any]:
         "tokens": prefix.num_tokens,
         "created_at": int(prefix.created),
     }
-
-
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(encode_json(content), status, media_type="application/json")

@@ -19,6 +19,7 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.status import ReplicaId
 from router.api.access import AdminAccess, AdminGuard, admin_access
 from router.api.context import ApiContext
+from router.api.control import ControlRoutes
 from router.api.json_body import encode_json
 from router.edge.http_error import HttpError
 from router.explain.sightings import Node
@@ -26,6 +27,7 @@ from router.feature import Feature
 from router.features.live_page import live_view
 from router.features.live_page.live import Live
 from router.features.live_page.live_view import LiveReplica
+from router.features.live_page.page_files import page_routes
 
 STATE_SECONDS = 0.5
 PREFIXES_SECONDS = 1.5
@@ -94,7 +96,9 @@ class LivePage(Feature):
 
     def operator_routes(self) -> Sequence[Route]:
         guard = [Middleware(AdminGuard, access=self._access)]
+        plain = ControlRoutes(self._context).index
         return [
+            *page_routes(self._access, plain),
             Route("/live/state", self.state, methods=["GET"], middleware=guard),
             Route("/live/prefixes", self.prefixes, methods=["GET"], middleware=guard),
             Route("/live/decisions", self.decisions, methods=["GET"], middleware=guard),

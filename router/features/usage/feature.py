@@ -5,7 +5,7 @@ Owns the query and the shape of the answer. A caller sees its own tenant; who ma
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,7 +21,6 @@ from replicas.protocol.cluster_secret import ClusterSecret
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
 from router.caller import Caller, Right, caller_of
-from router.edge.connections import address_of
 from router.errors import InvalidRequest
 from router.feature import Feature
 from router.features.usage.amounts import (
@@ -53,6 +52,8 @@ MAX_MOMENT = 10**11
 class Usage(Feature):
     """`store` is None where nothing is counted."""
 
+    store: UsageStore | None
+
     def __init__(self, context: ApiContext, store: UsageStore | None) -> None:
         self._context = context
         self.store = store
@@ -73,18 +74,8 @@ class Usage(Feature):
             return cls(context, None)
         return cls(context, UsageStore(config.redis_url, config.usage_hours, ratios, secret=secret))
 
-    def instruments(self) -> Iterator[Instrument]:
-        yield from self._metrics.families
-        if self.store is not None:
-            yield from self.store.instruments()
-
-    async def run(self) -> None:
-        if self.store is not None:
-            await self.store.run()
-
-    async def close(self) -> None:
-        if self.store is not None:
-            await self.store.close()
+    def instruments(self) -> Iterable[Instrument]:
+        return self._metrics.families
 
     def client_routes(self) -> Sequence[Route]:
         return [Route("/v1/usage", self.usage, methods=["GET"])]
@@ -93,7 +84,7 @@ class Usage(Feature):
         context, store = self._context, self.store
         if store is None:  # nothing is counted
             raise HTTPException(404)
-        with context.in_flight.hold(address_of(request.scope.get("client"))):
+        with context.hold_place(request.scope):
             caller, now = caller_of(request.scope), context.wall_clock()
             query = usage_query(request.query_params, caller, now, store.num_hours)
             try:

@@ -6,9 +6,8 @@ request like any other, with all of its input.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,9 +18,10 @@ from router.api.api_request import ApiRequest
 from router.api.asked import Asked, Prepare
 from router.api.body_weight import is_light_chat
 from router.api.context import ApiContext
-from router.api.json_body import encode_json, unsupported
+from router.api.json_body import unsupported
 from router.api.paging import page_limit
 from router.api.responses.answers import ResponseWriter, prepare_plain_response
+from router.api.routes import by_method, json_response
 from router.caller import tenant_of
 from router.edge.connections import address_of
 from router.errors import InvalidRequest, ResponseGone, about_model
@@ -44,7 +44,6 @@ from router.features.responses.splicing import (
     with_items,
 )
 from router.features.responses.store import ResponseStore
-from router.shared.instruments import Instrument
 
 
 async def _prepare(store: ResponseStore | None, context: ApiContext, asked: Asked) -> ApiRequest:
@@ -149,6 +148,8 @@ def _opened(store: ResponseStore | None) -> ResponseStore:
 class StoredResponses(Feature):
     """`store` is None where no responses are stored."""
 
+    store: ResponseStore | None
+
     def __init__(self, context: ApiContext, store: ResponseStore | None) -> None:
         self._context = context
         self.store = store
@@ -172,31 +173,26 @@ class StoredResponses(Feature):
     def prepares(self) -> Mapping[str, Prepare]:
         return {"/v1/responses": self._prepare}
 
-    def instruments(self) -> Iterable[Instrument]:
-        return () if self.store is None else self.store.instruments()
-
-    async def close(self) -> None:
-        if self.store is not None:
-            await self.store.close()
-
     def client_routes(self) -> Sequence[Route]:
         return [
             Route("/v1/responses/compact", self._compact, methods=["POST"]),
             Route("/v1/responses/input_tokens", self._count, methods=["POST"]),
-            Route("/v1/responses/{response_id}", self._one, methods=["GET", "DELETE"]),
+            by_method("/v1/responses/{response_id}", GET=self._get, DELETE=self._delete),
             Route("/v1/responses/{response_id}/input_items", self._items, methods=["GET"]),
             Route("/v1/responses/{response_id}/cancel", self._cancel, methods=["POST"]),
         ]
 
-    async def _one(self, request: Request) -> Response:
+    async def _delete(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
-        if request.method == "DELETE":
-            with self._in_flight(request):
-                await self._stored().delete(response_id, tenant_of(request.scope))
-            return _json({"id": response_id, "object": "response", "deleted": True})
+        with self._context.hold_place(request.scope):
+            await self._stored().delete(response_id, tenant_of(request.scope))
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    async def _get(self, request: Request) -> Response:
         if request.query_params.get("stream") == "true":
             raise unsupported("stream", "Only responses in the background can be streamed again.")
-        with self._in_flight(request):
+        with self._context.hold_place(request.scope):
+            response_id = request.path_params["response_id"]
             stored = await self._stored().find(response_id, tenant_of(request.scope))
         return Response(stored.response, media_type="application/json")
 
@@ -204,13 +200,13 @@ class StoredResponses(Feature):
         query = request.query_params
         limit, is_ascending = page_limit(query.get("limit")), query.get("order") == "asc"
         response_id = request.path_params["response_id"]
-        with self._in_flight(request):
+        with self._context.hold_place(request.scope):
             stored = await self._stored().find(response_id, tenant_of(request.scope))
         data, has_more = page_of(
             stored.items, response_id, limit=limit, is_ascending=is_ascending, after=query.get("after")
         )
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-        return _json(
+        return json_response(
             {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": has_more}
         )
 
@@ -221,7 +217,7 @@ class StoredResponses(Feature):
             prepared = await self._prepare(context, Asked(body, address, request.scope))
         (prompt,) = prepared.prompts
         num_tokens = len(prompt.generation.token_ids)
-        return _json({"object": "response.input_tokens", "input_tokens": num_tokens})
+        return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def _cancel(self, request: Request) -> Response:
         raise InvalidRequest(
@@ -239,10 +235,3 @@ class StoredResponses(Feature):
         if self.store is None:
             raise ResponseGone("No responses are stored here (they are off).")
         return self.store
-
-    def _in_flight(self, request: Request) -> contextlib.AbstractContextManager[Any]:
-        return self._context.in_flight.hold(address_of(request.scope.get("client")))
-
-
-def _json(content: Any) -> Response:
-    return Response(encode_json(content), media_type="application/json")

@@ -1,11 +1,10 @@
 """The page at `/`: its files as they ship, read once when the process starts.
 
-Owns their headers. What the page shows comes from `router/features/live_page/`; programs that ask for `/`
-get JSON.
+Owns their routes and headers. Programs that ask for `/` get JSON.
 """
 
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,8 @@ from starlette.routing import Route
 from router.api.access import AdminAccess, AdminGuard, refusal_of
 
 INDEX = "index.html"
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -54,39 +55,30 @@ def read_files(folder: Path) -> Mapping[str, PageFile]:
     return files
 
 
-FILES = read_files(Path(__file__).resolve().parent.parent / "features" / "live_page" / "page")
+FILES = read_files(Path(__file__).resolve().parent / "page")
 
 
-class PageRoutes:
+def page_routes(access: AdminAccess, plain: Endpoint) -> Iterator[Route]:
     """`plain` answers for `/` where no page was asked for."""
 
-    def __init__(self, access: AdminAccess, plain: Callable[[Request], Awaitable[Response]]) -> None:
-        self._access = access
-        self._plain = plain
-
-    def routes(self) -> list[Route]:
-        guard = Middleware(AdminGuard, access=self._access)
-        return [
-            Route("/", self.index, methods=["GET"]),
-            *(
-                Route(f"/page/{name}", _endpoint(file), methods=["GET"], middleware=[guard])
-                for name, file in FILES.items()
-                if name != INDEX
-            ),
-        ]
-
-    async def index(self, request: Request) -> Response:
+    async def index(request: Request) -> Response:
         if "text/html" not in request.headers.get("accept", ""):
-            response = await self._plain(request)
+            response = await plain(request)
             response.headers["vary"] = "accept"
             return response
-        refusal = refusal_of(self._access, request.scope)
+        refusal = refusal_of(access, request.scope)
         if refusal is None:
             return file_answer(request, FILES[INDEX])
         return Response(refusal.body(), refusal.status, {"vary": "accept"}, "application/json")
 
+    yield Route("/", index, methods=["GET"])
+    guard = Middleware(AdminGuard, access=access)
+    for name, file in FILES.items():
+        if name != INDEX:
+            yield Route(f"/page/{name}", endpoint_of(file), methods=["GET"], middleware=[guard])
 
-def _endpoint(file: PageFile) -> Callable[[Request], Awaitable[Response]]:
+
+def endpoint_of(file: PageFile) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         return file_answer(request, file)
 
