@@ -216,6 +216,18 @@ class ReplicaConfig:
         "whose `when` is in the prompt's text, the one whose stands last; none, or no such rule, means "
         "arbitrary words",
     )
+    simulated_groups: str | None = setting(
+        None,
+        help="the simulated engine's layers keep different KV: gpt-oss, gemma-3, llama-4, qwen3-next, "
+        "deepseek-v4, or groups such as window:16:128 full:16 (kind, block size, window), which replace "
+        "block_size and share num_blocks",
+    )
+    simulated_retention: int = setting(
+        0,
+        help="with simulated_groups, a prompt can also be resumed at every multiple of this: vLLM's "
+        "prefix_cache_retention_interval; 0 means only at its end and where a beginning is shared",
+        minimum=0,
+    )
 
     index_stride: int = setting(
         128, help="the index keeps one block hash per this many tokens of a prompt", minimum=1
@@ -262,6 +274,8 @@ class ReplicaConfig:
             raise SettingsError(f"setting attention is for the engine torch, not for {self.engine}")
         if self.simulated_script and self.engine != "simulated":
             raise SettingsError(f"setting simulated_script is for the engine simulated, not {self.engine}")
+        if self.simulated_groups and self.engine != "simulated":
+            raise SettingsError(f"setting simulated_groups is for the engine simulated, not {self.engine}")
         for name in ("engine_args", "adapters", "trust_code"):
             if getattr(self, name) and self.engine != "vllm":
                 raise SettingsError(f"setting {name} is for the engine vllm, not for {self.engine}")

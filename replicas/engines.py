@@ -24,6 +24,8 @@ from replicas.process.settings import SettingsError
 from replicas.protocol.image_rules import written_rule
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.simulated_engine.engine import SimulatedEngine
+from replicas.simulated_engine.grouped_cache import GroupedCache
+from replicas.simulated_engine.groups import CacheGroup, GroupKind, alignment_of, num_blocks_for, parse_groups
 from replicas.simulated_engine.hardware import HARDWARE
 from replicas.simulated_engine.script import MAX_BYTES, Script, ScriptError, read_rules
 from replicas.toy_model import checkpoint_directory
@@ -59,21 +61,31 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
     check_simulation(config)
     hardware, speed = HARDWARE[config.simulated_hardware], config.simulated_speed
     sizes = read_text_sizes(directory)
-    num_blocks = config.num_blocks or hardware.cache_tokens // config.tokens_per_block
+    groups = simulated_groups(config)
+    block_size = alignment_of(groups) if groups else config.tokens_per_block
+    num_blocks = config.num_blocks or num_blocks_for(
+        hardware.cache_tokens, groups or [CacheGroup(GroupKind.FULL, block_size)]
+    )
+    capacity_tokens = num_blocks * block_size
     max_batched_tokens = config.max_batched_tokens or hardware.max_batched_tokens
+    if groups:
+        capacity_tokens = GroupedCache(
+            num_blocks + 1, groups, max_batched_tokens=max_batched_tokens
+        ).capacity_tokens
     card = ModelCard(
         name=config.model_name or directory.resolve().name,
         fingerprint=files_fingerprint(directory),
         engine="simulated",
-        block_size=config.tokens_per_block,
+        block_size=block_size,
         num_blocks=num_blocks,
-        context_length=min(
-            config.context_length or sizes.longest_context, num_blocks * config.tokens_per_block
-        ),
+        context_length=min(config.context_length or sizes.longest_context, capacity_tokens),
         vocab_size=sizes.vocab_size,
         eos_token_ids=read_eos_token_ids(directory),
         max_batched_tokens=max_batched_tokens,
         max_running=config.max_running,
+        capacity_tokens=capacity_tokens if groups else 0,
+        is_sparse=bool(groups),
+        retention_interval=config.simulated_retention,
     )
     rule = served_image_rule(directory) if config.image_bytes else None
     if rule is not None and has_room_for_any(card, rule):
@@ -91,8 +103,25 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
         script=_script(config, card, bundle),
         constraints=open_holder(bundle, card, config.grammar_seconds),
         image_bytes=config.image_bytes,
+        groups=groups,
     )
     return engine, bundle
+
+
+def simulated_groups(config: ReplicaConfig) -> tuple[CacheGroup, ...]:
+    """Raises SettingsError."""
+    if config.simulated_groups is None:
+        return ()
+    try:
+        groups = parse_groups(config.simulated_groups)
+    except ValueError as error:
+        raise SettingsError(f"setting simulated_groups: {error}") from error
+    if config.simulated_retention % alignment_of(groups):
+        raise SettingsError(
+            f"setting simulated_retention is a multiple of {alignment_of(groups)} for these groups, "
+            f"not {config.simulated_retention}"
+        )
+    return groups
 
 
 def check_simulation(config: ReplicaConfig) -> None:

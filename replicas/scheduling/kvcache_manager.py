@@ -32,6 +32,10 @@ class KVCacheManager:
         """Tokens of KV in the whole pool: the most for one request."""
         return self.pool.num_usable * self.block_size
 
+    @property
+    def has_events(self) -> bool:
+        return self.pool.has_events
+
     def find_cached(self, request: Request) -> list[int]:
         """Return the blocks of the longest cached prefix of a request that holds none, without changing the
         pool.
@@ -58,6 +62,10 @@ class KVCacheManager:
     def fits(self, request: Request, cached_block_ids: Sequence[int]) -> bool:
         """Whether all known tokens of a request without blocks fit into the free ones."""
         return self._num_missing(request, request.num_tokens, cached_block_ids) <= self.pool.num_free
+
+    def chunk_tokens(self, request: Request, num_tokens: int) -> int:
+        """Return how many of the next `num_tokens` tokens of a prompt to compute in one step."""
+        return num_tokens
 
     def allocate(self, request: Request, num_new_tokens: int, cached_block_ids: Sequence[int] = ()) -> bool:
         """Allocate blocks for the next `num_new_tokens` tokens after the computed (or just found) ones.

@@ -44,6 +44,7 @@ class Request:
         "num_slower_tier_tokens",
         "num_submitted_tokens",
         "num_unmoved_tokens",
+        "num_unresumable_tokens",
         "rank",
         "sampling",
         "seed",
@@ -83,6 +84,8 @@ class Request:
         """To be brought to the device, and not come."""
         self.num_unmoved_tokens: int = 0
         """Below the device, and sooner computed than moved."""
+        self.num_unresumable_tokens: int = 0
+        """Held by some layers, behind the last point that all of them can resume at."""
         self.lease_outcome: LeaseOutcome = without_tiers(self.submit.leases if self.key.choice == 0 else ())
         """Outcome of its leases, for its submit's first choice."""
         self.num_expected_tokens: int = 0

@@ -108,7 +108,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step has anything to do: a waiting or running request, or an event to report."""
         has_tier_work = self._lower_tiers is not None and self._lower_tiers.has_work
-        return bool(self._requests) or has_tier_work or self._manager.pool.has_events
+        return bool(self._requests) or has_tier_work or self._manager.has_events
 
     def reset_prefix_cache(self) -> bool:
         """Forget all KV. Returns False and does nothing while any request holds blocks or any chunk moves."""
@@ -234,6 +234,8 @@ class Scheduler:
             num_tokens = 1 if num_left == 1 else min(num_left, budget)
             if num_tokens == 0:
                 continue
+            if num_left > 1:
+                num_tokens = self._manager.chunk_tokens(request, num_tokens)
             while not self._manager.allocate(request, num_tokens):
                 if self._preempt_last() is request:
                     return budget
@@ -283,7 +285,7 @@ class Scheduler:
         """Its first chunk, from where its KV ends; the budget that is left."""
         start = request.num_computed_tokens
         num_left = len(request.token_ids) - start
-        num_tokens = min(num_left, budget)
+        num_tokens = self._manager.chunk_tokens(request, min(num_left, budget))
         allocated = self._manager.allocate(request, num_tokens, cached_block_ids)
         assert allocated, "the whole prompt fits, but not its first chunk"
         insort(self._running, request, key=_rank)

@@ -14,9 +14,10 @@ def prompt_usage(request: Request, block_size: int) -> PromptUsage:
     num_full_block_tokens = request.num_prompt_tokens // block_size * block_size
     num_cached_tokens = min(request.num_cached_tokens, request.num_prompt_tokens)
     outcome = request.lease_outcome
-    num_lost, num_unmoved, num_evicted_early, num_expired = shares_of(
+    num_unresumable, num_lost, num_unmoved, num_evicted_early, num_expired = shares_of(
         request.num_prompt_tokens - num_cached_tokens,
         (
+            request.num_unresumable_tokens,
             request.num_lost_tokens,
             request.num_unmoved_tokens,
             outcome.num_evicted_early_tokens,
@@ -38,6 +39,7 @@ def prompt_usage(request: Request, block_size: int) -> PromptUsage:
         num_unmoved_tokens=num_unmoved,
         num_lost_tokens=num_lost,
         num_expired_tokens=num_expired,
+        num_unresumable_tokens=num_unresumable,
     )
 
 

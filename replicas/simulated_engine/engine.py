@@ -2,8 +2,8 @@
 
 Owns the tokens of answers: a script's if it has one for the prompt, else arbitrary ones; under a grammar only
 allowed ones. Nothing is computed, and time is the given `sleep`. It reads images' headers, and each prompt
-encodes its own anew. For load tests of the router and for planning; its figures say nothing about a real
-engine.
+encodes its own anew. A sparse model's cache is divided into groups of layers. For load tests of the router
+and for planning; its figures say nothing about a real engine.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +25,9 @@ from replicas.protocol.status import ModelCard
 from replicas.scheduling.kvcache_manager import KVCacheManager
 from replicas.scheduling.request import Chunk, Request, SampledToken
 from replicas.scheduling.scheduler import Scheduler
+from replicas.simulated_engine.grouped_cache import GroupedCache
+from replicas.simulated_engine.grouped_manager import GroupedManager
+from replicas.simulated_engine.groups import CacheGroup
 from replicas.simulated_engine.hardware import FREE, CostModel
 from replicas.simulated_engine.script import Script
 
@@ -41,8 +44,8 @@ class _Looker(NamedTuple):
 
 
 class SimulatedEngine:
-    """`num_blocks` counts the null block. `printable` narrows the token ids of answers, EOS left out. Without
-    `constraints`, requests with a grammar are refused."""
+    """`num_blocks` counts the null block. `groups` are those of a sparse model. `printable` narrows the token
+    ids of answers, EOS left out. Without `constraints`, requests with a grammar are refused."""
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class SimulatedEngine:
         script: Script | None = None,
         constraints: Constraints | None = None,
         image_bytes: int = 0,
+        groups: Sequence[CacheGroup] = (),
     ) -> None:
         self._rule = rule_on_card(card.image_rule)
         self._images = None if self._rule is None else ImageCache[None](image_bytes)
@@ -78,7 +82,7 @@ class SimulatedEngine:
                 f"{len(candidates)} token ids leave none of a vocabulary of {card.vocab_size} to answer with"
             )
         self._scheduler = Scheduler(
-            KVCacheManager(num_blocks, card.block_size),
+            _manager(card, num_blocks, groups, max_batched_tokens),
             max_batched_tokens=max_batched_tokens,
             max_running=max_running,
             max_waiting=max_waiting,
@@ -208,6 +212,18 @@ class SimulatedEngine:
         mixed = ((mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9) & _MASK
         candidates = self._token_ids if request.constraint is None else request.constraint.allowed()
         return candidates[(mixed >> 20) % len(candidates)]
+
+
+def _manager(
+    card: ModelCard, num_blocks: int, groups: Sequence[CacheGroup], max_batched_tokens: int
+) -> KVCacheManager:
+    if not groups:
+        return KVCacheManager(num_blocks, card.block_size)
+    cache = GroupedCache(
+        num_blocks, groups, max_batched_tokens=max_batched_tokens, retention=card.retention_interval
+    )
+    assert card.is_sparse and card.block_size == cache.alignment
+    return GroupedManager(cache)
 
 
 def _taken(images: ImageCache[None], rule: ImageRule, question: ImageQuery) -> ImageQueryAnswer:

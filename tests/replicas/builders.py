@@ -6,7 +6,14 @@ from typing import Any
 
 from replicas.engine import EngineRequest
 from replicas.protocol.blocks import BlockHash, pack_token_ids
-from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier
+from replicas.protocol.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheEvent,
+    ResumePointsChanged,
+    Tier,
+)
 from replicas.protocol.frames import (
     RequestKey,
     SamplingParams,
@@ -95,7 +102,7 @@ class EventBalance:
 
     def apply(self, events: Iterable[CacheEvent]) -> None:
         for event in events:
-            if event.tier is not self._tier:
+            if isinstance(event, ResumePointsChanged) or event.tier is not self._tier:
                 continue
             match event:
                 case BlockStored(block_hashes):

@@ -12,10 +12,10 @@ from tests.replicas.engine_contract import EngineContract, run
 __all__ = ["run"]
 
 
-def built(engine: str, **settings: int) -> Iterator[Engine]:
+def built(engine: str, *, num_blocks: int = 64, **settings: int | str) -> Iterator[Engine]:
     config = ReplicaConfig(
         engine=engine,
-        num_blocks=64,
+        num_blocks=num_blocks,
         device="cpu",
         max_batched_tokens=256,
         max_running=16,
@@ -42,6 +42,13 @@ def simulated_engine() -> Iterator[Engine]:
     yield from built("simulated")
 
 
+@pytest.fixture(scope="module")
+def sparse_engine() -> Iterator[Engine]:
+    yield from built(
+        "simulated", num_blocks=128, simulated_groups="window:16:40 full:16", simulated_retention=16
+    )
+
+
 class TestTorchEngine(EngineContract):
     @pytest.fixture
     def engine(self, torch_engine: Engine) -> Engine:
@@ -61,3 +68,13 @@ class TestSimulatedEngine(EngineContract):
     @pytest.fixture
     def engine(self, simulated_engine: Engine) -> Engine:
         return simulated_engine
+
+
+class TestSparseSimulatedEngine(EngineContract):
+    has_a_model = False
+    has_one_cache = False
+    num_random_requests = 500
+
+    @pytest.fixture
+    def engine(self, sparse_engine: Engine) -> Engine:
+        return sparse_engine
