@@ -6,7 +6,7 @@ Knows no dialect. `router/assembly.py` builds it and its features.
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
@@ -196,18 +196,15 @@ class ApiContext:
         model = generations[0].model
         return self.admission.hold(demand_of(generations), lambda: self.dispatcher.retry_after_seconds(model))
 
-    def hold_body(self, scope: Scope) -> BodyHold:
-        """For the memory of a request's body, until it is prepared."""
-        return self.bodies.hold(address_of(scope.get("client")))
-
-    @contextmanager
-    def hold_images(self, scope: Scope, generations: Sequence[Generation]) -> Iterator[None]:
+    def hold_images(self, address: str | None, generations: Sequence[Generation]) -> BodyHold:
         """While a request is served. Raises BodiesFull."""
-        num_bytes = sum(len(media.content) for generation in generations for media in generation.media)
-        with self.images.hold(address_of(scope.get("client"))) as held:
-            if num_bytes:
-                held.take(num_bytes)
-            yield
+        held, num_bytes = self.images.hold(address), 0
+        for generation in generations:
+            for media in generation.media:
+                num_bytes += len(media.content)
+        if num_bytes:
+            held.take(num_bytes)
+        return held
 
     def hold_place(self, scope: Scope) -> AbstractContextManager[None]:
         """For a request's place among those in flight. Raises RouterBusy."""
@@ -228,9 +225,10 @@ class ApiContext:
     @asynccontextmanager
     async def body(self, scope: Scope, receive: Receive) -> AsyncIterator[bytes]:
         """A request's body and its place among those in flight, for routes that answer at once."""
-        with self.hold_body(scope) as held:
+        address = address_of(scope.get("client"))
+        with self.bodies.hold(address) as held:
             body = await self.read_body(scope, receive, held)
-            with self.hold_place(scope):
+            with self.in_flight.hold(address):
                 yield body
 
     def priority(self, asked: int | None, caller: Caller) -> int:

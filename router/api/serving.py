@@ -80,7 +80,7 @@ class GenerationEndpoint:
         try:
             timeout_seconds = timeout_of(scope)
             context.rates.begin(caller)
-            with context.hold_body(scope) as held:
+            with context.bodies.hold(address) as held:
                 body = await context.read_body(scope, receive, held)
                 exchange.has_read()
                 with context.in_flight.hold(address):
@@ -93,9 +93,12 @@ class GenerationEndpoint:
                         del body
                         held.give_back()
                         generations = [prompt.generation for prompt in request.prompts]
-                        rates = context.rates.hold(caller, generations, request.num_used_tokens)
-                        images = context.hold_images(scope, generations)
-                        with rates, images, context.hold(generations), request.during:
+                        with (
+                            context.rates.hold(caller, generations, request.num_used_tokens),
+                            context.hold_images(address, generations),
+                            context.hold(generations),
+                            request.during,
+                        ):
                             await exchange.run(request)
             await exchange.finish(request)
         except ClientGone as error:

@@ -53,6 +53,11 @@ class ClientConnection(Protocol):
         ...
 
     @property
+    def has_whole_body(self) -> bool:
+        """All of the request that is answered has come: reading its body waits for nothing."""
+        ...
+
+    @property
     def takes_parts(self) -> bool:
         """A stream is under way and its client keeps up: `write_part` may be called."""
         ...
@@ -120,27 +125,46 @@ async def read_body(
 ) -> bytes:
     """The whole body, as it was before its client compressed it. Raises BodyTooLarge or BodiesFull (before
     reading, if the client announces it), UploadTooSlow, ClientGone, or InvalidRequest for what is no gzip."""
-    started = asyncio.get_running_loop().time()
-    last = started + max_seconds
-    try:
-        async with asyncio.timeout_at(min(last, started + UPLOAD_GRACE_SECONDS)) as deadline:
-
-            def arrived(num_bytes: int) -> None:
-                seconds = UPLOAD_GRACE_SECONDS + num_bytes / bytes_per_second
-                deadline.reschedule(min(last, started + seconds))
-
-            body = await _read(scope, receive, held, max_bytes, arrived)
-    except TimeoutError as error:
-        raise UploadTooSlow(
-            f"The request body did not arrive within {max_seconds:g} seconds, or came more slowly than"
-            f" {bytes_per_second} bytes per second."
-        ) from error
+    connection = connection_of(scope)
+    if connection is not None and connection.has_whole_body:
+        body = await _read(scope, receive, held, max_bytes)
+    else:
+        try:
+            body = await _read_in_time(scope, receive, held, max_bytes, max_seconds, bytes_per_second)
+        except TimeoutError as error:
+            raise UploadTooSlow(
+                f"The request body did not arrive within {max_seconds:g} seconds, or came more slowly than"
+                f" {bytes_per_second} bytes per second."
+            ) from error
     is_compressed = (header(scope, b"content-encoding") or b"").lower() == GZIP
     return await inflated(body, held, max_bytes) if is_compressed else body
 
 
+async def _read_in_time(
+    scope: Scope,
+    receive: Receive,
+    held: BodyHold,
+    max_bytes: int,
+    max_seconds: float,
+    bytes_per_second: int,
+) -> bytes:
+    started = asyncio.get_running_loop().time()
+    last = started + max_seconds
+    async with asyncio.timeout_at(min(last, started + UPLOAD_GRACE_SECONDS)) as deadline:
+
+        def arrived(num_bytes: int) -> None:
+            seconds = UPLOAD_GRACE_SECONDS + num_bytes / bytes_per_second
+            deadline.reschedule(min(last, started + seconds))
+
+        return await _read(scope, receive, held, max_bytes, arrived)
+
+
 async def _read(
-    scope: Scope, receive: Receive, held: BodyHold, max_bytes: int, arrived: Callable[[int], None]
+    scope: Scope,
+    receive: Receive,
+    held: BodyHold,
+    max_bytes: int,
+    arrived: Callable[[int], None] = lambda _: None,
 ) -> bytes:
     announced = header(scope, b"content-length")
     if announced is not None and announced.isdigit():

@@ -105,6 +105,10 @@ class ClientProtocol(HttpToolsProtocol):
         return self.flow.write_paused
 
     @property
+    def has_whole_body(self) -> bool:
+        return self._answering is not None and not self._answering.more_body
+
+    @property
     def takes_parts(self) -> bool:
         cycle = self._answering
         return (

@@ -5,25 +5,31 @@ clients come from one address, so the share is half unless it is set. A Unix soc
 the whole bounds it.
 """
 
-from collections import Counter
-
 
 class AddressShares:
     def __init__(self, most: int, *, address_share: float) -> None:
         self.num = 0
         self._most = most
         self._most_of_address = max(1, int(most * address_share))
-        self._of_address: Counter[str] = Counter()
+        self._of_address: dict[str, int] = {}
 
     def has_room(self, address: str | None, num: int = 1) -> bool:
-        return self.num + num <= self._most and self.is_within_share(address, num)
+        if self.num + num > self._most:
+            return False
+        return address is None or self._of_address.get(address, 0) + num <= self._most_of_address
 
-    def is_within_share(self, address: str | None, num: int = 1) -> bool:
-        return address is None or self._of_address[address] + num <= self._most_of_address
+    def take(self, address: str | None, num: int = 1) -> bool:
+        """Add to what an address holds; False, and nothing, where there is no room."""
+        has_room = self.has_room(address, num)
+        if has_room:
+            self.add(address, num)
+        return has_room
 
     def add(self, address: str | None, num: int = 1) -> None:
         self.num += num
         if address is not None:
-            self._of_address[address] += num
-            if not self._of_address[address]:
-                del self._of_address[address]
+            held = self._of_address.get(address, 0) + num
+            if held:
+                self._of_address[address] = held
+            else:
+                self._of_address.pop(address, None)

@@ -5,6 +5,7 @@ values in a body. Another such budget counts the images of requests being served
 """
 
 from collections.abc import Iterator
+from typing import NoReturn
 
 from router.errors import BodiesFull
 from router.limits.address_shares import AddressShares
@@ -21,7 +22,7 @@ class BodyBudget:
 
     def hold(self, address: str | None) -> "BodyHold":
         """For one body, as a context."""
-        return BodyHold(self, address)
+        return BodyHold(self, self._held, address)
 
     @property
     def num_bytes(self) -> int:
@@ -56,23 +57,15 @@ class BodyBudget:
             lambda: self.num_refused,
         )
 
-    def check(self, address: str | None, num_bytes: int) -> None:
-        """Raises BodiesFull where this would not fit now."""
-        if not self._held.has_room(address, num_bytes):
-            self.num_refused += 1
-            raise BodiesFull("The router has no memory for more request bodies at the moment.")
-
-    def change(self, address: str | None, num_bytes: int) -> None:
-        self._held.add(address, num_bytes)
-
 
 class BodyHold:
     """One body's reservation. Leaving it returns what was not returned before."""
 
-    __slots__ = ("_address", "_budget", "_num_bytes")
+    __slots__ = ("_address", "_budget", "_held", "_num_bytes")
 
-    def __init__(self, budget: BodyBudget, address: str | None) -> None:
+    def __init__(self, budget: BodyBudget, held: AddressShares, address: str | None) -> None:
         self._budget = budget
+        self._held = held
         self._address = address
         self._num_bytes = 0
 
@@ -84,16 +77,21 @@ class BodyHold:
 
     def expect(self, num_bytes: int) -> None:
         """Raises BodiesFull before anything is read, where all of it would not fit now."""
-        self._budget.check(self._address, num_bytes)
+        if not self._held.has_room(self._address, num_bytes):
+            self._refuse()
 
     def take(self, num_bytes: int) -> None:
         """For bytes that have come. Raises BodiesFull."""
-        self._budget.check(self._address, num_bytes)
-        self._budget.change(self._address, num_bytes)
+        if not self._held.take(self._address, num_bytes):
+            self._refuse()
         self._num_bytes += num_bytes
 
     def give_back(self) -> None:
         """Return everything; there may be nothing."""
         if self._num_bytes:
-            self._budget.change(self._address, -self._num_bytes)
+            self._held.add(self._address, -self._num_bytes)
             self._num_bytes = 0
+
+    def _refuse(self) -> NoReturn:
+        self._budget.num_refused += 1
+        raise BodiesFull("The router has no memory for more request bodies at the moment.")

@@ -22,8 +22,8 @@ class InFlight:
         yield gauge("router_in_flight", "Requests being served", lambda: self.num)
 
     def hold(self, address: str | None) -> "InFlightHold":
-        """Return a context that counts one request. Raises Overloaded without room."""
-        if not self._held.has_room(address):
+        """Count one request until the context is left. Raises Overloaded without room."""
+        if not self._held.take(address):
             whose = "this address" if self._held.has_room(None) else "all clients"
             raise Overloaded(
                 f"The router is serving as many requests of {whose} as it can. Please try again in 1s."
@@ -32,7 +32,7 @@ class InFlight:
 
 
 class InFlightHold:
-    """One request's place."""
+    """One request's place. Leave it once."""
 
     __slots__ = ("_address", "_held")
 
@@ -41,7 +41,7 @@ class InFlightHold:
         self._address = address
 
     def __enter__(self) -> None:
-        self._held.add(self._address)
+        pass
 
     def __exit__(self, *_: object) -> None:
         self._held.add(self._address, -1)
