@@ -19,17 +19,16 @@ from router.api.anthropic.messages import prepare_message
 from router.api.anthropic.routes import AnthropicRoutes
 from router.api.asked import Prepare
 from router.api.authenticator import Authenticator
-from router.api.cache_stories import OperatorStoryRoutes, StoryRoutes
 from router.api.context import ApiContext
 from router.api.control import ControlRoutes
 from router.api.cross_origin import CrossOrigin
 from router.api.error_shapes import REQUEST_ID, error_shape, with_request_id
-from router.api.explaining import ExplainRoutes
 from router.api.gemini.answers import prepare_content
 from router.api.gemini.models import GeminiRoutes
 from router.api.gemini.paths import COUNT, GENERATE_CONTENT, MODELS_PATHS, model_method
 from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
+from router.api.previews import PreviewRoutes
 from router.api.request_guard import RequestGuard
 from router.api.responses.answers import prepare_plain_response
 from router.api.serving import GenerationEndpoint
@@ -63,7 +62,6 @@ def client_routes(context: ApiContext) -> list[Route]:
         *GeminiRoutes(context).routes(),
         *AnthropicRoutes(context).routes(),
         *ControlRoutes(context).routes(),
-        *StoryRoutes(context).routes(),
         *docs_routes(),
         *(route for feature in context.features for route in feature.client_routes()),
     ]
@@ -75,8 +73,7 @@ def create_apps(context: ApiContext) -> Apps:
         prepares |= feature.prepares()
     access = admin_access(context.config)
     plain = ControlRoutes(context)
-    admin = [*plain.metrics_routes(), *ExplainRoutes(context, access, prepares).routes()]
-    admin += OperatorStoryRoutes(context, access).routes()
+    admin = [*plain.metrics_routes(), *PreviewRoutes(context, access, prepares).routes()]
     for feature in context.features:
         admin += feature.operator_routes()
     hot = {

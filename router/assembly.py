@@ -31,6 +31,7 @@ from router.dispatch.overdue import OverdueWatch
 from router.dispatch.retries import RetryPolicy
 from router.dispatch.waiting_room import WaitingRoom
 from router.feature import Feature
+from router.features.explanations.feature import Explanations
 from router.features.live_page.feature import LivePage
 from router.features.live_page.fleet_source import FleetSource
 from router.features.named_caches.feature import NamedCacheFeature
@@ -55,7 +56,6 @@ from router.routing.table import RoutingTable
 from router.shared.instruments import Instrument, gauge
 from router.siblings.history_exchange import HistoryExchange
 from router.siblings.redis_history import HistoryBounds, RedisHistory
-from router.siblings.story_exchange import StoryExchange
 from router.tenants.key_file import KeyFile
 from router.tenants.keys_in_force import KeysInForce
 from router.tenants.rate_exchange import RateExchange
@@ -134,7 +134,10 @@ class Router:
         yield NamedCacheFeature.open(context, secret)
         yield StoredResponses.open(context, secret)
         name = f"{socket.gethostname()}, process {os.getpid()}"
-        yield LivePage(context, FleetSource(name, self._membership, self._table, self._mirrors))
+        explanations = Explanations(context, config.redis_url, common_secret)
+        fleet = FleetSource(name, self._membership, self._table, self._mirrors)
+        yield LivePage(context, fleet, explanations.explainer.sightings)
+        yield explanations
         if config.record_bodies is not None:
             logger.warning(
                 "all that clients ask is recorded in %s, as setting record_bodies says", config.record_bodies
@@ -147,9 +150,6 @@ class Router:
             context.metrics.add(exchange.instruments())
         if context.history_exchange is not None:
             yield context.history_exchange
-        if config.explain_bytes:
-            context.story_exchange = StoryExchange(config.redis_url, common_secret, context.stories.find)
-            yield context.story_exchange
 
     def _follow_members(self, secret: ClusterSecret | None) -> Membership:
         config = self._config
@@ -188,7 +188,6 @@ class Router:
             for feature in self._context.features:
                 await feature.close()
             await self._context.offload.close()
-            self._context.stories.close()
 
     async def close(self) -> None:
         """Write what is left, after the last request has ended."""

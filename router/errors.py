@@ -10,7 +10,7 @@
     ├── NotAllowed                the key that asks lacks a right
     ├── PrefixGone                there is no such published prefix
     ├── ResponseGone              there is no such stored response
-    ├── StoryGone                 nothing is known of such a request
+    ├── ExplanationGone           nothing is known of such a request
     ├── ResponsesUnavailable      stored responses cannot be reached now; try again
     ├── UsageUnavailable          what was used cannot be read now; try again
     ├── BodyTooLarge
@@ -160,7 +160,7 @@ class ResponseGone(RouterError):
     kind = ErrorKind.INVALID
 
 
-class StoryGone(RouterError):
+class ExplanationGone(RouterError):
     kind = ErrorKind.INVALID
 
 

@@ -24,12 +24,12 @@ from loadtests.stacks.local_stack import LocalStack
 MODEL = "toy_model"
 PROMPT_TOKENS = 200
 PATIENCE_SECONDS = 120.0
-STORY_SECONDS = 20.0
+EXPLANATION_SECONDS = 20.0
 SETTLE_SECONDS = 0.4
 BUSY_SECONDS = 1.5
 MAX_SHOWN = 3
 
-Story = dict[str, Any]
+Explanation = dict[str, Any]
 """One prompt's explanation, as in `GET /v1/cache/explain/{id}`."""
 
 
@@ -53,26 +53,30 @@ class Said:
         return min(self.causes[self.cause], self.num_places) / max(1, self.num_scenes)
 
     def take(
-        self, story: Story | None, replica: str | None = None, path: str | None = None, num_new: int = 0
+        self,
+        explanation: Explanation | None,
+        replica: str | None = None,
+        path: str | None = None,
+        num_new: int = 0,
     ) -> None:
         """`replica` is the one that had the prompt, `path` what the client has changed. Of the first
         tokens up to `num_new` are new."""
-        if story is None:
+        if explanation is None:
             self.causes["nothing"] += 1
             return
-        self.causes[story["cause"]] += 1
-        is_there = self._is_placed(story, replica, num_new)
+        self.causes[explanation["cause"]] += 1
+        is_there = self._is_placed(explanation, replica, num_new)
         if path is not None:
-            place = story["place"]
+            place = explanation["place"]
             is_there &= place is not None and path in (place["path"], place["kind"])
         self.num_places += is_there
-        if not (is_there and story["cause"] == self.cause) and len(self.wrong) < MAX_SHOWN:
-            self.wrong.append(json.dumps({"of": replica, **story}))
+        if not (is_there and explanation["cause"] == self.cause) and len(self.wrong) < MAX_SHOWN:
+            self.wrong.append(json.dumps({"of": replica, **explanation}))
 
-    def _is_placed(self, story: Story, replica: str | None, num_new: int) -> bool:
-        num_tokens, cached = story["prompt_tokens"], story["cached_tokens"]
+    def _is_placed(self, explanation: Explanation, replica: str | None, num_new: int) -> bool:
+        num_tokens, cached = explanation["prompt_tokens"], explanation["cached_tokens"]
         reusable = max(0, num_tokens - 1) // self.block_size * self.block_size
-        spans = story["spans"]
+        spans = explanation["spans"]
         if sum(span["end"] - span["start"] for span in spans) != num_tokens - cached:
             return False
         if self.cause == "hit":
@@ -125,7 +129,7 @@ class Asker:
             "tools": [{"type": "function", "function": function}],
         }
 
-    def ask(self, prompt: list[int] | dict[str, Any], **fields: Any) -> Story | None:
+    def ask(self, prompt: list[int] | dict[str, Any], **fields: Any) -> Explanation | None:
         """Returns how the router explains it."""
         request_id = self._request_id()
         body = self._body(prompt, fields)
@@ -139,9 +143,9 @@ class Asker:
         self.was_lease_refused = any(
             lease["status"] == "refused" for lease in details.get("cache_leases", ())
         )
-        return self._story(request_id)
+        return self._explanation(request_id)
 
-    def ask_all(self, prompts: Sequence[list[int]], **fields: Any) -> list[Story | None]:
+    def ask_all(self, prompts: Sequence[list[int]], **fields: Any) -> list[Explanation | None]:
         """All at once; in the order of the prompts."""
         request_ids = [self._request_id() for _ in prompts]
 
@@ -159,7 +163,7 @@ class Asker:
                 )
 
         asyncio.run(post())
-        return [self._story(request_id) for request_id in request_ids]
+        return [self._explanation(request_id) for request_id in request_ids]
 
     @contextmanager
     def busy(self, beginning: list[int], num_answers: int, num_tokens: int) -> Iterator[None]:
@@ -195,14 +199,14 @@ class Asker:
         own = prompt if isinstance(prompt, dict) else {"prompt": prompt}
         return {"model": MODEL, "max_tokens": 1, "temperature": 0, **own, **fields}
 
-    def _story(self, request_id: str) -> Story | None:
+    def _explanation(self, request_id: str) -> Explanation | None:
         """It is remembered when the request has ended, a moment after the answer."""
-        deadline = time.monotonic() + STORY_SECONDS
+        deadline = time.monotonic() + EXPLANATION_SECONDS
         while time.monotonic() < deadline:
             answer = self._client.get(f"{self.stack.url}/v1/cache/explain/{request_id}")
             if answer.status_code == 200 and answer.json()["prompts"]:
-                story: Story = answer.json()["prompts"][0]
-                return story
+                explanation: Explanation = answer.json()["prompts"][0]
+                return explanation
             time.sleep(0.02)
         return None
 

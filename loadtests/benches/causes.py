@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from loadtests.benches.cause_asker import MODEL, Asker, Said, Story
+from loadtests.benches.cause_asker import MODEL, Asker, Explanation, Said
 from loadtests.benches.harness import bench_options
 from loadtests.figures import print_header
 from loadtests.stacks.key_file import write_key_file
@@ -70,16 +70,16 @@ def in_batches(
         asker.settle()
         between()
         for prompt, holder in asked:
-            story = asker.ask(prompt)
-            if is_elsewhere and _replica(story) == holder:
+            explanation = asker.ask(prompt)
+            if is_elsewhere and _replica(explanation) == holder:
                 asker.ask(asker.tokens(1))  # then it is the other's turn
             else:
-                said.take(story, holder)
+                said.take(explanation, holder)
     return said
 
 
-def _replica(story: Story | None) -> str | None:
-    return None if story is None else story["replica"]
+def _replica(explanation: Explanation | None) -> str | None:
+    return None if explanation is None else explanation["replica"]
 
 
 def never_cached(asker: Asker, cause: str, each: int) -> Said:
@@ -130,7 +130,7 @@ def not_yet_written(asker: Asker, cause: str, each: int) -> Said:
         prompt = asker.tokens(LONG_TOKENS)
         first, second = sorted(
             asker.ask_all([prompt, prompt]),
-            key=lambda story: story is None or story["cause"] != "never_cached",
+            key=lambda explanation: explanation is None or explanation["cause"] != "never_cached",
         )
         said.take(second, _replica(first))
     return said
@@ -160,9 +160,9 @@ def spilled(asker: Asker, cause: str, each: int) -> Said:
         asker.settle()
         with asker.busy(busy, NUM_BUSY, BUSY_TOKENS):
             for prompt in prompts[: each - said.num_scenes]:
-                story = asker.ask(prompt)
-                if _replica(story) != holder:
-                    said.take(story, holder)
+                explanation = asker.ask(prompt)
+                if _replica(explanation) != holder:
+                    said.take(explanation, holder)
     return said
 
 

@@ -22,7 +22,7 @@ class Purpose(Enum):
     CHECK = b"check value"
     CACHES = b"encryption of named caches"
     API_KEYS = b"encryption of tenants and API keys"
-    STORIES = b"encryption of explanations between routers"
+    EXPLANATIONS = b"encryption of explanations between routers"
     HISTORY = b"encryption of answers' tokens between routers"
     TENANT_TAGS = b"digests of tenants in the names of Redis' keys"
 

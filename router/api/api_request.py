@@ -26,8 +26,8 @@ from router.api.sampling import GenerationFields, stop_strings
 from router.caller import OPEN_CALLER, Caller
 from router.edge.http_error import HttpError
 from router.explain.diagnosis import Diagnosis
+from router.explain.miss_explainer import salt_tag
 from router.explain.outline import PromptOutline
-from router.explain.witness import salt_tag
 from router.feature import Feature
 from router.generation import Generation
 from router.keeping import LeaseRequest, leases_of

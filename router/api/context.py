@@ -20,12 +20,10 @@ from router.api.authenticator import FindsCallers
 from router.api.chat_history import ChatHistory
 from router.api.grammar_checks import GrammarChecks
 from router.api.rate_limiting import RequestRates
-from router.api.stories import Stories
 from router.caller import Caller, Right
 from router.config import RouterConfig
 from router.edge.connections import Connections, address_of
 from router.edge.http import read_body
-from router.explain.witness import Witness
 from router.feature import Feature, Hooks
 from router.fleet.inflight import Listener
 from router.generation import Generation
@@ -45,7 +43,6 @@ from router.routing.table import Preview
 from router.served import Observer
 from router.shared.instruments import Instrument
 from router.siblings.history_exchange import HistoryExchange
-from router.siblings.story_exchange import StoryExchange
 from router.tenants.rate_limits import RateLimits
 from router.turns import Turns
 
@@ -116,12 +113,6 @@ class ApiContext:
     offload: Offload = field(init=False)
     """Prepares bodies that would block the loop; closed with the router."""
     grammars: GrammarChecks = field(init=False)
-    witness: Witness = field(init=False)
-    """Finds why prompts were not read from cache."""
-    stories: Stories = field(init=False)
-    """Explanations of this router's requests; closed with the router."""
-    story_exchange: StoryExchange | None = field(init=False, default=None)
-    """Explanations at other routers; the code that sets it also runs it."""
     history_exchange: HistoryExchange | None = None
     """To be run, and closed with the router; None where conversations are this router's alone."""
     admission: Admission = field(init=False)
@@ -142,9 +133,6 @@ class ApiContext:
         self.history = ChatHistory(self.config.history_bytes, self.config.tool_gap_seconds)
         if (exchange := self.history_exchange) is not None:
             self.history.share(exchange)
-        self.witness = Witness(lambda model: self.catalog.get(model).card.block_size, self.index_of)
-        key = self.rng.getrandbits(128).to_bytes(16, "little")
-        self.stories = Stories(self.config.explain_bytes, key, self.witness)
         self.offload = Offload(
             self.catalog,
             max_choices=self.config.max_choices,
@@ -163,7 +151,7 @@ class ApiContext:
         self.connections = Connections.of(self.config)
         self.bodies = BodyBudget(self.config.body_memory_bytes, address_share=self.config.address_share)
         self.images = BodyBudget(self.config.image_memory_bytes, address_share=self.config.address_share)
-        self.observers += (self.metrics.observe, self.witness.observe)
+        self.observers.append(self.metrics.observe)
         self.metrics.add(self._instruments())
 
     def _instruments(self) -> Iterator[Instrument]:
@@ -177,7 +165,6 @@ class ApiContext:
             self.rates.limits,
             self.dispatcher,
             self.catalog,
-            self.stories,
             self.history,
         )
         for part in parts:

@@ -19,7 +19,6 @@ from router.api.context import ApiContext, Runs
 from router.api.error_shapes import OPENAI_ERRORS, error_shape
 from router.api.openai.caching import lease_headers
 from router.api.sse import EVENT_STREAM_HEADERS
-from router.api.telling import Telling
 from router.api.timeouts import set_timeout, timeout_of
 from router.caller import caller_of
 from router.edge.connections import address_of
@@ -35,7 +34,6 @@ from router.edge.http import (
 )
 from router.edge.http_error import INTERNAL_ERROR, HttpError, http_error, method_not_allowed
 from router.errors import ErrorKind, RouterError
-from router.explain.story import header_of
 from router.observation.trace_points import RequestTrace
 from router.served import CLIENT_GONE, ServedPrompt, ServedRequest, TokenGaps
 
@@ -143,7 +141,6 @@ class _Exchange:
         self._num_sent = 0
         self._num_sent_before = 0
         self._request: ApiRequest | None = None
-        self._telling: Telling | None = None
         self._model: str | None = None
         self._arrived_at = context.wall_clock()
         self._arrived = context.clock()
@@ -168,10 +165,6 @@ class _Exchange:
             self._caller,
             self._arrived_at,
         )
-        self._telling = Telling(
-            self._context.stories, self._caller, self.request_id, request, self._arrived_at, request.route
-        )
-        self._telling.begin(body)
         self._model = request.model.name
         history = self._context.history
         for prompt in request.prompts:
@@ -293,8 +286,6 @@ class _Exchange:
             if delta.usage is not None and (choice == 0 or prompt.usage is None):
                 prompt.usage = delta.usage
                 prompt.decision, prompt.decision_seconds = run.decision, run.decision_seconds
-                assert self._telling is not None
-                self._telling.read(prompt, request.prepared_at)
                 for hook in self._context.hooks.started:
                     hook(request, prompt)
             parts = output.add(delta)
@@ -363,8 +354,6 @@ class _Exchange:
 
     def served(self, route: str) -> ServedRequest:
         request = self._request
-        if self._telling is not None:
-            self._telling.end(self._error)
         return ServedRequest(
             request_id=self.request_id,
             trace_id=self.trace.trace_id,
@@ -387,9 +376,6 @@ class _Exchange:
 
     def _own_headers(self) -> list[Header]:
         headers = [*self._id_headers(), *self._run_headers, *self._rate_headers()]
-        stories = [] if self._telling is None else self._telling.stories_so_far()
-        if stories:
-            headers.append((b"x-kvasir-cache", header_of(stories)))
         if self._request is not None:
             for hook in self._context.hooks.headers:
                 headers += hook(self._request)

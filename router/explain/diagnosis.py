@@ -5,8 +5,8 @@ Owns these fields' values. Both name one class of reason, the first that stands 
 
 from typing import Any, NamedTuple
 
+from router.explain.explanation import changes
 from router.explain.remembered_prompts import Nearest, PromptFacts, RememberedPrompt
-from router.explain.story import changes
 
 OPENAI_REASONS = {
     "model": "model_changed",

@@ -1,4 +1,4 @@
-"""Explanation: what the router would decide for a prompt now, and why, as plain data.
+"""Preview: what the router would decide for a prompt now, and why, as plain data.
 
 Owns the shape that the explain route answers with. Decides nothing itself: it writes out a decision that
 the router's own code has made.
@@ -31,7 +31,7 @@ _TERMS: Mapping[str, str] = {
 """Why a replica costs more than the chosen one, by the term of its cost."""
 
 
-def explanation(
+def preview_data(
     generation: Generation, preview: Preview, *, block_size: int, index_stride: int
 ) -> dict[str, Any]:
     """`affinity_order` begins with home; `block_hashes` are those that the index keeps, as hex."""

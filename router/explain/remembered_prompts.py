@@ -93,7 +93,7 @@ class PromptFacts:
 
 @dataclass(slots=True)
 class RememberedPrompt:
-    """`tip` is the node of its last full block, `tail` are the marks after that. `story` is its encoded
+    """`tip` is the node of its last full block, `tail` are the marks after that. `explanation` is its encoded
     explanation, which lacks the nearest earlier prompt until it `is_compared`."""
 
     number: int
@@ -109,7 +109,7 @@ class RememberedPrompt:
     outline: PromptOutline
     tip: int | None
     tail: bytes
-    story: bytes = b""
+    explanation: bytes = b""
     num_bytes: int = 0
     template_tag: bytes = b""
     is_compared: bool = True
@@ -275,13 +275,13 @@ class RememberedPrompts:
         self._keep_bound(mine)
         return record
 
-    def tell(self, prompt: RememberedPrompt, tenant: str, story: bytes) -> None:
+    def tell(self, prompt: RememberedPrompt, tenant: str, explanation: bytes) -> None:
         """Store an explanation."""
         mine = self._tenants.get(tenant)
         if mine is None or prompt.number not in mine.records:
             return
-        added = len(story) - len(prompt.story)
-        prompt.story = story
+        added = len(explanation) - len(prompt.explanation)
+        prompt.explanation = explanation
         prompt.num_bytes += added
         mine.num_bytes += added
         self.num_bytes += added

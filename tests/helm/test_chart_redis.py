@@ -22,6 +22,8 @@ from replicas.protocol.frames import PromptUsage
 from replicas.protocol.keys import MODELS_KEY, blocks_key, events_key, replica_key, replicas_key
 from replicas.protocol.status import Epoch
 from router.caller import Caller, Limits, Tenant
+from router.features.explanations.exchange import STREAM as EXPLANATIONS_STREAM
+from router.features.explanations.exchange import ExplanationExchange
 from router.features.named_caches.named_caches import NamedCaches
 from router.features.named_caches.store import INDEX_KEY, content_key, record_key
 from router.features.responses.record import ResponseBounds
@@ -37,8 +39,6 @@ from router.siblings.history_exchange import HistoryExchange
 from router.siblings.redis_history import HistoryBounds, RedisHistory
 from router.siblings.redis_history import end_key as history_end_key
 from router.siblings.redis_history import record_key as history_record_key
-from router.siblings.story_exchange import STREAM as STORIES_STREAM
-from router.siblings.story_exchange import StoryExchange
 from router.tenants.keys_in_force import KeysInForce
 from router.tenants.rate_account import Ask, Owner
 from router.tenants.rate_exchange import STREAM as LIMITS_STREAM
@@ -49,13 +49,13 @@ from tests.helm.chart import named, rendered
 from tests.redis_server import RedisServer
 from tests.replicas.mirror import connect
 from tests.replicas.whole_replica import MODEL, REPLICA, config
+from tests.router.features.explanations.test_exchange import EXPLANATION
 from tests.router.features.named_caches.test_named_caches import CONTENT, record
 from tests.router.features.responses.test_store import response
 from tests.router.features.usage.test_ledger import served
 from tests.router.scripted_replica import eventually
 from tests.router.siblings.test_redis_history import key as history_key
 from tests.router.siblings.test_redis_history import telling
-from tests.router.siblings.test_story_exchange import STORY
 from tests.router.watched_fleet import watching
 
 SECRET = ClusterSecret(b"of the whole cluster")
@@ -173,26 +173,28 @@ async def test_routers_store_responses_which_nobody_else_may_read(server: ChartR
 
 
 @pytest.mark.timeout(60)
-async def test_routers_tell_each_other_of_limits_and_of_stories_which_nobody_else_may_read(
+async def test_routers_tell_each_other_of_limits_and_explanations_which_nobody_else_may_read(
     server: ChartRedis,
 ) -> None:
     url, secret = server.url("router"), SECRET
     limits = [RateLimits(), RateLimits()]
     rates = [RateExchange(url, each) for each in limits]
-    stories = [StoryExchange(url, secret, lambda *_, known=known: known) for known in (STORY, None)]
+    explanations = [
+        ExplanationExchange(url, secret, lambda *_, known=known: known) for known in (EXPLANATION, None)
+    ]
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(each.run()) for each in (*rates, *stories)]
+        tasks = [group.create_task(each.run()) for each in (*rates, *explanations)]
         acme = Caller(tenant=Tenant(name="acme", limits=Limits(max_sequences=3)), key_id="a" * 12)
         limits[0].take(acme, Ask(10, 0, 1), 0.0)
         await eventually(lambda: limits[1].known(Owner.TENANT, "acme") is not None)
-        while await stories[1].ask("acme", "req-1") != STORY:
+        while await explanations[1].ask("acme", "req-1") != EXPLANATION:
             pass
-        assert [each.num_failed for each in (*rates, *stories)] == [0, 0, 0, 0]
+        assert [each.num_failed for each in (*rates, *explanations)] == [0, 0, 0, 0]
         for task in tasks:
             task.cancel()
     for user in ("replica", "ray"):
         async with connect(server.url(user)) as client:
-            for stream in (LIMITS_STREAM, STORIES_STREAM):
+            for stream in (LIMITS_STREAM, EXPLANATIONS_STREAM):
                 with pytest.raises(NoPermissionError):
                     await client.xrange(stream)
 

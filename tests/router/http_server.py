@@ -19,6 +19,7 @@ from router.config import RouterConfig
 from router.edge.connections import Connections
 from router.edge.http_protocol import protocol_of
 from router.edge.listeners import SEND_BUFFER_BYTES
+from router.features.explanations.feature import Explanations
 from router.features.live_page.feature import LiveFleet, LivePage
 from router.features.named_caches.feature import NamedCacheFeature
 from router.features.named_caches.named_caches import NamedCaches
@@ -41,6 +42,7 @@ class HttpServer:
     port: int
     context: ApiContext
     dispatcher: ScriptedDispatcher
+    explanations: Explanations
 
     @property
     def url(self) -> str:
@@ -96,8 +98,10 @@ async def http_server(
     context.add(Published(context, published))
     context.add(NamedCacheFeature(context, caches))
     context.add(StoredResponses(context, responses))
+    explanations = Explanations(context)
+    context.add(explanations)
     if fleet is not None:
-        context.add(LivePage(context, fleet))
+        context.add(LivePage(context, fleet, explanations.explainer.sightings))
     if history is not None:
         context.metrics.add(history.instruments())
     apps = create_apps(context)
@@ -106,7 +110,7 @@ async def http_server(
             listening(apps.main, context.connections, drain_seconds) as port,
             background(history),
         ):
-            yield HttpServer(port, context, dispatcher)
+            yield HttpServer(port, context, dispatcher, explanations)
     finally:
         await context.offload.close()
 

@@ -22,7 +22,7 @@ from router.api.context import ApiContext
 from router.api.control import ControlRoutes
 from router.api.json_body import encode_json
 from router.edge.http_error import HttpError
-from router.explain.sightings import Node
+from router.explain.sightings import Node, Sightings
 from router.feature import Feature
 from router.features.live_page import live_view
 from router.features.live_page.live import Live
@@ -79,7 +79,7 @@ class _Kept:
 class LivePage(Feature):
     """Records requests from now on, unless no client may see the page."""
 
-    def __init__(self, context: ApiContext, fleet: LiveFleet) -> None:
+    def __init__(self, context: ApiContext, fleet: LiveFleet, sightings: Sightings) -> None:
         self._context = context
         self._fleet = fleet
         self._access = admin_access(context.config)
@@ -87,7 +87,7 @@ class LivePage(Feature):
         if self._access is not AdminAccess.NOBODY:
             context.observers.append(self._live.observe)
         self._started_at = context.wall_clock()
-        sightings = context.witness.sightings
+        self._sightings = sightings
         self._state = _Kept(STATE_SECONDS, self._make_state)
         self._prefixes = {
             "used": _Kept(PREFIXES_SECONDS, lambda: self._make_prefixes(sightings.most_used)),
@@ -166,7 +166,7 @@ class LivePage(Feature):
         }
 
     async def _make_prefixes(self, choose: Callable[[int], list[Node]]) -> dict[str, Any]:
-        sightings = self._context.witness.sightings
+        sightings = self._sightings
         # Taken in one turn; later ones may find the tree changed, all but a node's end and its chain.
         nodes = choose(live_view.MAX_NODES)
         rows = [live_view.node_data(node) for node in nodes]

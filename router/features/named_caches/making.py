@@ -28,9 +28,7 @@ from router.features.named_caches.named_caches import NamedCaches
 from router.features.named_caches.record import ID_PREFIX, CacheContent, CacheKind, CacheLease, CacheRecord
 from router.features.named_caches.requests import keep_beginning, opened
 from router.keeping import kept_of
-from router.misses import Misses
 from router.observation.trace_points import GenerationTrace
-from router.routing.decision import Decision
 from router.served import ServedPrompt, ServedRequest
 
 WARM_SECONDS = 120.0
@@ -117,10 +115,11 @@ class CacheMaker:
         that is: what a replica has computed counts as its tenant's."""
         context = self._context
         warming = _Warming(prompt, context.wall_clock(), context.clock())
+        request.prepared_at = warming.arrived_at
         trace = GenerationTrace(context.new_id("req_"), None)
         try:
             async with asyncio.timeout(WARM_SECONDS):
-                await self._compute(warming, trace)
+                await self._compute(request, warming, trace)
         except RouterError as error:
             warming.end_with(type(error).__name__, error.kind, http_error(error).status)
         except TimeoutError as error:
@@ -130,11 +129,13 @@ class CacheMaker:
             raise
         finally:
             served = warming.served(trace.request_id, request.model.name, context.clock())
+            for hook in context.hooks.ended:
+                hook(request, served)
             for observe in context.observers:
                 observe(served)
-        return warming.usage if warming.error is None else None
+        return prompt.usage if warming.error is None else None
 
-    async def _compute(self, warming: "_Warming", trace: GenerationTrace) -> None:
+    async def _compute(self, request: ApiRequest, warming: "_Warming", trace: GenerationTrace) -> None:
         context = self._context
         generation = replace(warming.prompt.generation, is_awaited=False)
         rates = context.rates.hold(generation.caller, [generation], warming.num_used_tokens)
@@ -143,13 +144,12 @@ class CacheMaker:
                 try:
                     async for batch in run:
                         for delta in batch:
+                            is_first = delta.usage is not None and warming.prompt.usage is None
                             warming.take(delta, run)
+                            for hook in context.hooks.started if is_first else ():
+                                hook(request, warming.prompt)
                 finally:
                     warming.take_decision(run)
-        if warming.usage is not None and warming.decision is not None:
-            warming.misses = context.witness.misses(
-                generation, warming.decision, warming.usage, decided_at=warming.arrived_at
-            )
 
 
 @dataclass(slots=True)
@@ -159,28 +159,25 @@ class _Warming:
     prompt: Prompt
     arrived_at: float
     started: float
-    decision: Decision | None = None
-    decision_seconds: float | None = None
-    usage: PromptUsage | None = None
     num_tokens: int = 0
-    misses: Misses | None = None
     error: str | None = None
     error_kind: ErrorKind | None = None
     status: int = 200
 
     def take(self, delta: TokenDelta, run: Runs) -> None:
-        if self.usage is None and delta.usage is not None:
+        if self.prompt.usage is None and delta.usage is not None:
             self.take_decision(run)
-            self.usage = delta.usage
+            self.prompt.usage = delta.usage
         self.num_tokens += len(delta.token_ids)
 
     def take_decision(self, run: Runs) -> None:
         """It is that of the replica that answered, or of the last attempt."""
-        if self.usage is None:
-            self.decision, self.decision_seconds = run.decision, run.decision_seconds
+        prompt = self.prompt
+        if prompt.usage is None:
+            prompt.decision, prompt.decision_seconds = run.decision, run.decision_seconds
 
     def num_used_tokens(self) -> int | None:
-        return None if self.usage is None else self.num_tokens
+        return None if self.prompt.usage is None else self.num_tokens
 
     def end_with(self, error: str, kind: ErrorKind, status: int) -> None:
         self.error, self.error_kind, self.status = error, kind, status
@@ -188,13 +185,13 @@ class _Warming:
     def served(self, request_id: str, model: str, now: float) -> ServedRequest:
         prompt = ServedPrompt(
             self.prompt.generation,
-            self.decision,
-            self.usage,
+            self.prompt.decision,
+            self.prompt.usage,
             self.num_tokens,
-            self.decision_seconds,
+            self.prompt.decision_seconds,
             num_silent_tokens=self.num_tokens,
             num_own_leases=self.prompt.num_own_leases,
-            misses=self.misses,
+            misses=self.prompt.misses,
         )
         return ServedRequest(
             request_id=request_id,

@@ -6,9 +6,9 @@ import pytest
 from replicas.protocol.blocks import hash_blocks, pack_token_ids
 from replicas.protocol.frames import PromptUsage
 from router.explain.chain_tree import NamespaceName
+from router.explain.explanation import prompt_explanation
 from router.explain.image_places import image_differs
 from router.explain.remembered_prompts import PromptFacts
-from router.explain.story import prompt_story
 from router.misses import Cause, MissedSpan, Misses
 from router.routing.decision import Decision
 from tests.replicas.builders import ROOT
@@ -83,9 +83,11 @@ def _lost_ms(
         MissedSpan(Cause.NEVER_CACHED, until, NUM_TOKENS, None, None),
     )
     usage = PromptUsage(NUM_TOKENS, num_cached, 0, 0)
-    story = prompt_story(_facts(*media), usage, _decision(encode), Misses(Cause.EVICTED, spans), None)
-    assert story.num_lost_tokens == until - num_cached
-    return story.lost_ms
+    explanation = prompt_explanation(
+        _facts(*media), usage, _decision(encode), Misses(Cause.EVICTED, spans), None
+    )
+    assert explanation.num_lost_tokens == until - num_cached
+    return explanation.lost_ms
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Witness: explains a prompt that was not read wholly from cache, at its first token.
+"""MissExplainer: explains a prompt that was not read wholly from cache, at its first token.
 
 Owns the sightings. Asks the index what departed from which replica, and passes all facts to `causes.py`,
 which decides. Knows hashes and numbers, never text.
@@ -40,7 +40,7 @@ Repeated = Callable[[int], tuple[Cause, Sequence[Run]]]
 not found in cache."""
 
 
-class Witness:
+class MissExplainer:
     """Gets the block size and the index, if there is one, of a served model."""
 
     def __init__(

@@ -1,6 +1,7 @@
-"""Stories: what a router remembers of its requests to explain them, and the looks for places in their bodies.
+"""ExplanationStore: what a router remembers of its requests to explain them, and the search for places.
 
-Owns how much of a processor that may take. Knows nothing of how a request runs; `telling.py` does.
+Owns how much of a processor the search may take. Knows nothing of how a request runs;
+`request_explanation.py` does.
 """
 
 import asyncio
@@ -12,10 +13,9 @@ from typing import Any
 
 import msgspec
 
+from router.explain.explanation import Explanation, compared, packed, unpacked
 from router.explain.places import Place, PlaceKind, PromptPlaces, place_in_prompt
 from router.explain.remembered_prompts import RememberedPrompts
-from router.explain.story import Story, compared, packed, unpacked
-from router.explain.witness import Witness
 from router.generation import Generation
 from router.prompt.tokenizer import Tokenizer
 from router.shared.instruments import Instrument, counter, gauge
@@ -55,14 +55,11 @@ class Allowance:
         self._saved -= seconds
 
 
-class Stories:
+class ExplanationStore:
     """A router's memory of its requests. For one event loop; `close()` with the router."""
 
-    def __init__(
-        self, max_bytes: int, key: bytes, witness: Witness, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, max_bytes: int, key: bytes, clock: Callable[[], float] = time.monotonic) -> None:
         self.remembered = RememberedPrompts(max_bytes, key)
-        self.witness = witness
         self._time = Allowance(PLACE_SHARE, MAX_SAVED_SECONDS, clock)
         self._time_without_loss = Allowance(NO_LOSS_SHARE, NO_LOSS_SAVED_SECONDS, clock)
         self._thread: ThreadPoolExecutor | None = None
@@ -94,19 +91,21 @@ class Stories:
             "result",
         )
 
-    def find(self, tenant: str, prompt_id: str) -> Story | None:
+    def find(self, tenant: str, prompt_id: str) -> Explanation | None:
         """One of that tenant's."""
         found = self.remembered.find(tenant, prompt_id)
-        if found is None or not found.story:
+        if found is None or not found.explanation:
             return None
-        story = unpacked(found.story)
-        if found.is_compared or not story.prompts:
-            return story
+        explanation = unpacked(found.explanation)
+        if found.is_compared or not explanation.prompts:
+            return explanation
         facts, nearest = self.remembered.nearest_before(tenant, found)
-        story = msgspec.structs.replace(story, prompts=(compared(story.prompts[0], facts, nearest),))
+        explanation = msgspec.structs.replace(
+            explanation, prompts=(compared(explanation.prompts[0], facts, nearest),)
+        )
         found.is_compared = True
-        self.remembered.tell(found, tenant, packed(story))
-        return story
+        self.remembered.tell(found, tenant, packed(explanation))
+        return explanation
 
     def may_place(self, *, has_lost: bool) -> bool:
         """Whether there is time to find a place in a small body; otherwise it is counted as left out."""

@@ -16,10 +16,10 @@ from router.api.asked import Asked, Prepare
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
 from router.edge.connections import address_of
-from router.explain.preview import explanation
+from router.explain.preview import preview_data
 
 
-class ExplainRoutes:
+class PreviewRoutes:
     """`prepares` has what prepares a request, by its route."""
 
     def __init__(self, context: ApiContext, access: AdminAccess, prepares: Mapping[str, Prepare]) -> None:
@@ -41,8 +41,8 @@ class ExplainRoutes:
             async with context.body(request.scope, request.receive) as body:
                 address = address_of(request.scope.get("client"))
                 answer = await prepare(context, Asked(body, address, request.scope))
-            explanations = [
-                explanation(
+            previews = [
+                preview_data(
                     prompt.generation,
                     context.dispatcher.preview(prompt.generation),
                     block_size=answer.model.card.block_size,
@@ -50,6 +50,6 @@ class ExplainRoutes:
                 )
                 for prompt in answer.prompts
             ]
-            return Response(encode_json({"prompts": explanations}), media_type="application/json")
+            return Response(encode_json({"prompts": previews}), media_type="application/json")
 
         return explain

@@ -102,19 +102,19 @@ DIALECTS = {
 async def _ask(
     http: httpx.AsyncClient, form: Callable[[Sequence[bytes]], tuple[str, dict[str, Any]]], *images: bytes
 ) -> dict[str, Any]:
-    """The story of that request."""
+    """The explanation of that request."""
     path, fields = form(images)
     body = fields if "contents" in fields else {"model": tiny_model.MODEL, "max_tokens": 1, **fields}
     answer = await http.post(path, json=body)
     assert answer.status_code == 200, answer.text
     url = f"/v1/cache/explain/{answer.headers['x-request-id']}"
     for _ in range(500):
-        story = await http.get(url)
-        if story.status_code == 200:
-            found: dict[str, Any] = story.json()
+        explanation = await http.get(url)
+        if explanation.status_code == 200:
+            found: dict[str, Any] = explanation.json()
             return found
         await asyncio.sleep(0.01)
-    raise AssertionError(story.text)
+    raise AssertionError(explanation.text)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -122,18 +122,18 @@ async def test_another_image_is_said_in_a_plain_sentence(http: httpx.AsyncClient
     form, path = DIALECTS[dialect]
     first = await _ask(http, form, RED, GREEN)
     assert first["prompts"][0]["place"] is None
-    story = await _ask(http, form, RED, BLUE)
-    place = story["prompts"][0]["place"]
+    explanation = await _ask(http, form, RED, BLUE)
+    place = explanation["prompts"][0]["place"]
     assert place["path"].startswith(path)
     assert place["sentence"] == "image 2 of message 5 differs"
-    assert "  image 2 of message 5 differs" in list(render(story))
-    assert _coded(BLUE)[:16] not in str(story)
+    assert "  image 2 of message 5 differs" in list(render(explanation))
+    assert _coded(BLUE)[:16] not in str(explanation)
 
 
 async def test_the_first_image_of_an_earlier_message_is_the_one_that_differs(http: httpx.AsyncClient) -> None:
     await _ask(http, _chat, RED, GREEN)
-    story = await _ask(http, _chat, BLUE, GREEN)
-    assert story["prompts"][0]["place"]["sentence"] == "image 1 of message 3 differs"
+    explanation = await _ask(http, _chat, BLUE, GREEN)
+    assert explanation["prompts"][0]["place"]["sentence"] == "image 1 of message 3 differs"
 
 
 async def test_of_a_text_that_differs_there_is_no_such_sentence(http: httpx.AsyncClient) -> None:
@@ -143,8 +143,8 @@ async def test_of_a_text_that_differs_there_is_no_such_sentence(http: httpx.Asyn
         return path, fields
 
     await _ask(http, _chat, RED, GREEN)
-    story = await _ask(http, other, RED, GREEN)
-    assert story["prompts"][0]["place"]["sentence"] is None
+    explanation = await _ask(http, other, RED, GREEN)
+    assert explanation["prompts"][0]["place"]["sentence"] is None
     (newest, _) = (await http.get("/live/decisions")).json()["decisions"]
     assert newest["difference"] is None
 

@@ -1,4 +1,4 @@
-"""Stories that another router knows, told for their tenant alone; with a real Redis that fails."""
+"""ExplanationStore that another router knows, told for their tenant alone; with a real Redis that fails."""
 
 import asyncio
 import contextlib
@@ -10,21 +10,21 @@ import pytest
 import redis.asyncio
 
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
-from router.explain.story import Earlier, PromptStory, Story
-from router.shared.news import FIELD
-from router.shared.sealing import Seal
-from router.siblings import story_exchange
-from router.siblings.story_exchange import (
+from router.explain.explanation import Earlier, Explanation, PromptExplanation
+from router.features.explanations import exchange as exchanges
+from router.features.explanations.exchange import (
     MAX_ASKED,
     MAX_ASKED_OF_TENANT,
-    MAX_STORY_BYTES,
+    MAX_EXPLANATION_BYTES,
     STREAM,
-    StoryExchange,
+    ExplanationExchange,
 )
+from router.shared.news import FIELD
+from router.shared.sealing import Seal
 from tests.redis_server import RedisServer
 
 SECRET = ClusterSecret(b"s" * 32)
-PROMPT = PromptStory(
+PROMPT = PromptExplanation(
     num_prompt_tokens=900,
     num_cached_tokens=512,
     num_tier_tokens=(256, 128, 128),
@@ -39,7 +39,9 @@ PROMPT = PromptStory(
     is_certain=True,
     sentence="image 2 of message 4 differs",
 )
-STORY = Story("req-1", "cmpl-1", 1234.5, "toy", "/v1/chat/completions", "ReplicaLost", (PROMPT, PROMPT))
+EXPLANATION = Explanation(
+    "req-1", "cmpl-1", 1234.5, "toy", "/v1/chat/completions", "ReplicaLost", (PROMPT, PROMPT)
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -48,14 +50,14 @@ class Router:
     """What one remembers, and its exchange."""
 
     def __init__(self, url: str, secret: ClusterSecret = SECRET) -> None:
-        self.stories: dict[tuple[str, str], Story] = {}
+        self.explanations: dict[tuple[str, str], Explanation] = {}
         self.num_looks = 0
         self.secret = secret
-        self.exchange = StoryExchange(url, secret, self._find)
+        self.exchange = ExplanationExchange(url, secret, self._find)
 
-    def _find(self, tenant: str, prompt_id: str) -> Story | None:
+    def _find(self, tenant: str, prompt_id: str) -> Explanation | None:
         self.num_looks += 1
-        return self.stories.get((tenant, prompt_id))
+        return self.explanations.get((tenant, prompt_id))
 
 
 @contextlib.asynccontextmanager
@@ -73,20 +75,20 @@ async def running(*routers: Router) -> AsyncIterator[None]:
 
 
 async def heard(router: Router, other: Router) -> None:
-    other.stories["warm", "up"] = STORY
+    other.explanations["warm", "up"] = EXPLANATION
     while await router.exchange.ask("warm", "up") is None:
         pass
-    del other.stories["warm", "up"]
+    del other.explanations["warm", "up"]
 
 
 async def test_what_one_router_knows_another_can_tell_to_its_owner_alone(redis_url: str) -> None:
     here, there = Router(redis_url), Router(redis_url)
-    there.stories["acme", "req-1"] = STORY
+    there.explanations["acme", "req-1"] = EXPLANATION
     async with running(here, there):
         answered, unanswered = here.exchange.num_answered, here.exchange.num_unanswered
         told = there.exchange.num_told
-        assert await here.exchange.ask("acme", "req-1") == STORY
-        assert await there.exchange.ask("acme", "req-1") == STORY
+        assert await here.exchange.ask("acme", "req-1") == EXPLANATION
+        assert await there.exchange.ask("acme", "req-1") == EXPLANATION
         assert await here.exchange.ask("beta", "req-1") is None
         assert await here.exchange.ask("acme", "req-2") is None
     asked = here.exchange
@@ -101,47 +103,49 @@ async def test_one_that_is_not_remembered_yet_is_waited_for_wherever_it_comes(re
         for router in (here, there):
             asked = asyncio.create_task(here.exchange.ask("acme", "req-1"))
             await asyncio.sleep(0.05)
-            router.stories["acme", "req-1"] = STORY
-            assert await asked == STORY
-            router.stories.clear()
+            router.explanations["acme", "req-1"] = EXPLANATION
+            assert await asked == EXPLANATION
+            router.explanations.clear()
 
 
 async def test_routers_without_a_secret_in_common_say_nothing_to_each_other(redis_url: str) -> None:
     here, there = Router(redis_url), Router(redis_url, ClusterSecret(b"t" * 32))
     next_one = Router(redis_url, ClusterSecret(b"n" * 32, (b"s" * 32,)))  # its secret is being changed
     for router in (there, next_one):
-        router.stories["acme", "req-1"] = STORY
+        router.explanations["acme", "req-1"] = EXPLANATION
     async with running(here, there):
         while there.exchange.num_wrong == 0:
             assert await here.exchange.ask("acme", "req-1") is None
         assert there.exchange.num_told == 0
     here = Router(redis_url, ClusterSecret(b"s" * 32, (b"n" * 32,)))
-    next_one.stories["warm", "up"] = STORY
+    next_one.explanations["warm", "up"] = EXPLANATION
     async with running(here, next_one):
         while await here.exchange.ask("warm", "up") is None:
             pass
-        assert await here.exchange.ask("acme", "req-1") == STORY
+        assert await here.exchange.ask("acme", "req-1") == EXPLANATION
 
 
 async def test_redis_holds_nothing_that_can_be_read_and_not_for_long(redis_url: str) -> None:
     here, there = Router(redis_url), Router(redis_url)
-    there.stories["acme-and-sons", "req-1"] = STORY
+    there.explanations["acme-and-sons", "req-1"] = EXPLANATION
     async with redis.asyncio.Redis.from_url(redis_url) as client, running(here, there):
-        assert await here.exchange.ask("acme-and-sons", "req-1") == STORY
+        assert await here.exchange.ask("acme-and-sons", "req-1") == EXPLANATION
         entries = [fields[FIELD] for _, fields in await client.xrange(STREAM)]
         assert len(entries) >= 2
         for word in (b"acme", b"req-1", b"tools", b"replica-1", b"prefix_changed"):
             assert not any(word in entry for entry in entries)
-        assert 0 < await client.ttl(STREAM) <= story_exchange.KEPT_SECONDS
+        assert 0 < await client.ttl(STREAM) <= exchanges.KEPT_SECONDS
 
 
 async def test_what_is_not_ours_is_passed_over(redis_url: str) -> None:
     here, there = Router(redis_url), Router(redis_url)
-    there.stories["acme", "req-1"] = STORY
-    there.stories["acme", "long"] = Story("x" * MAX_STORY_BYTES, None, 1.0, None, "", None, ())
+    there.explanations["acme", "req-1"] = EXPLANATION
+    there.explanations["acme", "long"] = Explanation(
+        "x" * MAX_EXPLANATION_BYTES, None, 1.0, None, "", None, ()
+    )
     async with redis.asyncio.Redis.from_url(redis_url) as client, running(here, there):
-        sealing = await asyncio.to_thread(Seal, SECRET, Purpose.STORIES)
-        question = msgspec.msgpack.encode(story_exchange.Question(b"n" * 16, "acme", "req-1"))
+        sealing = await asyncio.to_thread(Seal, SECRET, Purpose.EXPLANATIONS)
+        question = msgspec.msgpack.encode(exchanges.Question(b"n" * 16, "acme", "req-1"))
         nonsense = [
             *(b"", b"\xc1", sealing.seal(STREAM, b"\x93\xc1")),
             *(sealing.seal("elsewhere", question), Seal(SECRET).seal(STREAM, question)),
@@ -150,18 +154,18 @@ async def test_what_is_not_ours_is_passed_over(redis_url: str) -> None:
             await client.xadd(STREAM, {FIELD: each})
         await client.xadd(STREAM, {b"other": b"field"})
         assert await here.exchange.ask("acme", "long") is None
-        assert await here.exchange.ask("acme", "req-1") == STORY
+        assert await here.exchange.ask("acme", "req-1") == EXPLANATION
         assert there.exchange.num_wrong == len(nonsense) + 1
 
 
 async def test_answers_that_lie_are_not_believed(redis_url: str) -> None:
-    """One who can write to Redis, and seal: no other story than one of the right shape."""
+    """One who can write to Redis, and seal: no other explanation than one of the right shape."""
     here = Router(redis_url)
     async with running(here):
         asked = asyncio.create_task(here.exchange.ask("acme", "req-1"))
         await asyncio.sleep(0.1)
         (number,) = here.exchange._asked
-        await here.exchange._stream.send(story_exchange.Answer(number, b"\xc1"))
+        await here.exchange._stream.send(exchanges.Answer(number, b"\xc1"))
         assert await asked is None
         assert here.exchange.num_wrong == 1
 
@@ -177,7 +181,7 @@ async def test_only_so_many_questions_wait_at_once_for_each_tenant_and_in_all(
     redis_url: str, num_tenants: int, each: int, num_waiting: int
 ) -> None:
     here = Router(redis_url)
-    here.stories["acme", "mine"] = STORY
+    here.explanations["acme", "mine"] = EXPLANATION
     async with running(here):
         asked = [
             asyncio.create_task(here.exchange.ask(f"tenant-{tenant}", str(number)))
@@ -185,7 +189,7 @@ async def test_only_so_many_questions_wait_at_once_for_each_tenant_and_in_all(
             for number in range(each)
         ]
         await asyncio.sleep(0.05)
-        assert await here.exchange.ask("acme", "mine") == STORY
+        assert await here.exchange.ask("acme", "mine") == EXPLANATION
         assert here.exchange.num_not_asked == len(asked) - num_waiting
         assert await asyncio.gather(*asked) == [None] * len(asked)
     assert here.exchange.num_unanswered == num_waiting
@@ -208,11 +212,11 @@ async def test_without_redis_each_has_its_own_and_afterwards_they_ask_again() ->
     server.start()
     try:
         here, there = Router(server.url), Router(server.url)
-        here.stories["acme", "mine"] = there.stories["acme", "req-1"] = STORY
+        here.explanations["acme", "mine"] = there.explanations["acme", "req-1"] = EXPLANATION
         async with running(here, there):
             server.kill()
             before = time.monotonic()
-            assert await here.exchange.ask("acme", "mine") == STORY
+            assert await here.exchange.ask("acme", "mine") == EXPLANATION
             while here.exchange.num_failed == 0:
                 assert await here.exchange.ask("acme", "req-1") is None
             assert time.monotonic() - before < 30

@@ -7,8 +7,8 @@ from replicas.protocol.blocks import BlockHash, hash_blocks, pack_token_ids
 from replicas.protocol.frames import NO_USER, PromptUsage
 from replicas.protocol.status import Epoch, ReplicaId
 from router.explain.chain_tree import NamespaceName
+from router.explain.miss_explainer import MissExplainer
 from router.explain.sightings import Sighting
-from router.explain.witness import Witness
 from router.generation import Generation
 from router.routing.overlap import PrefixIndex
 from tests.router.explain.decisions import BLOCK_SIZE, decision
@@ -31,8 +31,8 @@ def generation(model: str) -> Generation:
     return cast(Generation, made)
 
 
-def seen(witness: Witness, model: str, replica_id: ReplicaId) -> None:
-    witness.sightings.see(
+def seen(explainer: MissExplainer, model: str, replica_id: ReplicaId) -> None:
+    explainer.sightings.see(
         Sighting(
             root=ROOT,
             namespace=NamespaceName(model, None, None),
@@ -54,23 +54,23 @@ def seen(witness: Witness, model: str, replica_id: ReplicaId) -> None:
 def test_what_another_name_of_the_same_weights_was_asked_is_no_restart_of_its_replica() -> None:
     indexes = {name: PrefixIndex(BLOCK_SIZE, 128) for name in ("one", "other")}
     indexes["one"].replace(A, Epoch("first"), ())
-    witness = Witness(lambda model: BLOCK_SIZE, indexes.get)
-    seen(witness, "one", A)
+    explainer = MissExplainer(lambda model: BLOCK_SIZE, indexes.get)
+    seen(explainer, "one", A)
     usage = PromptUsage(1000, 0, 0)
-    asked = witness.misses(generation("other"), decision(b=0), usage, decided_at=3.0)
+    asked = explainer.misses(generation("other"), decision(b=0), usage, decided_at=3.0)
     assert asked.cause == "other_namespace"
-    assert witness.misses(generation("one"), decision(a=0), usage, decided_at=3.0).cause == "evicted"
+    assert explainer.misses(generation("one"), decision(a=0), usage, decided_at=3.0).cause == "evicted"
     indexes["one"].replace(A, Epoch("second"), ())
-    asked = witness.misses(generation("one"), decision(a=0), usage, decided_at=3.0)
+    asked = explainer.misses(generation("one"), decision(a=0), usage, decided_at=3.0)
     assert asked.cause == "replica_restarted"
 
 
 def test_behind_the_last_indexed_block_another_replica_still_has_the_rest() -> None:
     index = PrefixIndex(BLOCK_SIZE, 128)
     index.replace(A, Epoch("first"), ())
-    witness = Witness(lambda model: BLOCK_SIZE, lambda model: index)
-    seen(witness, "one", A)
+    explainer = MissExplainer(lambda model: BLOCK_SIZE, lambda model: index)
+    seen(explainer, "one", A)
     short = generation("one")
     cast(Any, short).block_hashes = HASHES[:6]
-    found = witness.misses(short, decision(b=0), PromptUsage(100, 0, 0), decided_at=3.0)
+    found = explainer.misses(short, decision(b=0), PromptUsage(100, 0, 0), decided_at=3.0)
     assert (found.cause, found.spans[0].end, found.spans[0].replica_id) == ("held_elsewhere", 96, A)

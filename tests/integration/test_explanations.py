@@ -25,12 +25,12 @@ from tests.router.explain.broken_prompts import TEXT_WAYS, BrokenPrompt, broken
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-NUM_STORIES = int(os.environ.get("KVASIR_STORIES", "3"))
+NUM_EXPLAINED = int(os.environ.get("KVASIR_EXPLAINED", "3"))
 """Of each way of breaking a prompt."""
-ENGINE = os.environ.get("KVASIR_STORIES_ENGINE", "simulated")
+ENGINE = os.environ.get("KVASIR_EXPLAINED_ENGINE", "simulated")
 ENGINES = [ENGINE] if ENGINE != "simulated" else [ENGINE, pytest.param("torch", marks=pytest.mark.slow)]
-BETWEEN_SECONDS = 0.0 if NUM_STORIES < 10 else 0.3
-"""A router gives a part of its processor to looking for places, and many stories come as many requests."""
+BETWEEN_SECONDS = 0.0 if NUM_EXPLAINED < 10 else 0.3
+"""A router gives a part of its processor to looking for places, and many requests come one after another."""
 
 TOY = LoggedModel.of(tokenizer_bundle(checkpoint_directory(None)))
 WORDS = "lamp river stone weather harbour window letter market garden winter silver engine paper".split()
@@ -43,7 +43,7 @@ BLOCK_SIZE = {"torch": 16, "simulated": 16, "vllm": 32}[ENGINE]
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def story_stack(request: pytest.FixtureRequest) -> Iterator[LocalStack]:
+def explained_stack(request: pytest.FixtureRequest) -> Iterator[LocalStack]:
     settings = {"engine": request.param, "model_name": "toy", "num_threads": 1}
     with local_stack(num_replicas=2, replica_settings=settings) as stack:
         yield stack
@@ -96,8 +96,8 @@ def wrong_in(stack: LocalStack, prompt: BrokenPrompt) -> str:
     first = sent(stack, prompt.dialect, prompt.before)
     explained(stack, first.json()["id"], with_place=False)
     second = sent(stack, prompt.dialect, prompt.after)
-    story = explained(stack, second.json()["id"])
-    nearest, spans = story["nearest"], story["spans"]
+    explanation = explained(stack, second.json()["id"])
+    nearest, spans = explanation["nearest"], explanation["spans"]
     num_tokens, num_cached = usage_of(second)
     changed = next((span["start"] for span in spans if span["cause"] == "prefix_changed"), None)
     new = next((span["start"] for span in spans if span["cause"] == "never_cached"), changed)
@@ -105,27 +105,27 @@ def wrong_in(stack: LocalStack, prompt: BrokenPrompt) -> str:
     unchanged = nearest["diverges_at"] // BLOCK_SIZE * BLOCK_SIZE
     """Another conversation may have some tokens more in common with it, by chance, and be no nearer."""
     facts = {
-        "place": is_named(prompt, story["place"]),
+        "place": is_named(prompt, explanation["place"]),
         "nearest": prompt.is_around or nearest["answer_id"] == first.json()["id"],
-        "counts": (story["prompt_tokens"], story["cached_tokens"]) == (num_tokens, num_cached)
+        "counts": (explanation["prompt_tokens"], explanation["cached_tokens"]) == (num_tokens, num_cached)
         and num_cached + sum(span["end"] - span["start"] for span in spans) == num_tokens,
         "cause": changed is not None
         and new is not None
         and 0 <= min(new, changed) - unchanged <= MOST_BLOCKS * BLOCK_SIZE,
         "what came before": all(
-            span["cause"] == ("evicted" if span["replica"] == story["replica"] else "held_elsewhere")
+            span["cause"] == ("evicted" if span["replica"] == explanation["replica"] else "held_elsewhere")
             for span in spans
             if new is None or changed is None or span["start"] < min(new, changed)
         ),
-        "lost": story["lost_tokens"] == sum(lost.values()),
+        "lost": explanation["lost_tokens"] == sum(lost.values()),
         "as lint says": nearest["answer_id"] != first.json()["id"]
         or lost["prefix_changed"]
         <= lost_by_lint(prompt.dialect, prompt.before, prompt.after)[1]
         <= lost_by_cause(spans, nearest["diverges_at"]).total(),
-        "header": second.headers["x-kvasir-cache"] == header_of(story, lost),
+        "header": second.headers["x-kvasir-cache"] == header_of(explanation, lost),
     }
     wrong = [what for what, is_right in facts.items() if not is_right]
-    return f"{', '.join(wrong)}: {prompt.path or prompt.way} {json.dumps(story)}" if wrong else ""
+    return f"{', '.join(wrong)}: {prompt.path or prompt.way} {json.dumps(explanation)}" if wrong else ""
 
 
 def lost_by_cause(spans: list[dict[str, Any]], start: int = 0) -> Counter[str]:
@@ -138,10 +138,10 @@ def lost_by_cause(spans: list[dict[str, Any]], start: int = 0) -> Counter[str]:
     return lost
 
 
-def header_of(story: dict[str, Any], lost: Counter[str]) -> str:
+def header_of(explanation: dict[str, Any], lost: Counter[str]) -> str:
     parts = "".join(f"; {cause}={num}" for cause, num in lost.most_common()) if len(lost) > 1 else ""
-    cached, num_lost = story["cached_tokens"], story["lost_tokens"]
-    return f"{story['outcome']}; cached={cached}; lost={num_lost}; cause={story['cause']}{parts}"
+    cached, num_lost = explanation["cached_tokens"], explanation["lost_tokens"]
+    return f"{explanation['outcome']}; cached={cached}; lost={num_lost}; cause={explanation['cause']}{parts}"
 
 
 def lost_by_lint(dialect: str, *bodies: dict[str, Any]) -> list[int]:
@@ -155,11 +155,11 @@ def lost_by_lint(dialect: str, *bodies: dict[str, Any]) -> list[int]:
     return lost
 
 
-def test_prompts_that_only_begin_alike_have_lost_no_more_than_that(story_stack: LocalStack) -> None:
-    """Six documents behind the same beginning, as they are asked about: the header, the story, the metric
-    and lint all say that they are new."""
+def test_prompts_that_only_begin_alike_have_lost_no_more_than_that(explained_stack: LocalStack) -> None:
+    """Six documents behind the same beginning, as they are asked about: header, explanation, metric and lint
+    all say that they are new."""
     name = 'router_missed_tokens_total{model="toy",cause="prefix_changed"}'
-    before = metric(story_stack, name)
+    before = metric(explained_stack, name)
     for place in ("system", "message"):
         rng = Random(place)
         bodies = []
@@ -171,15 +171,15 @@ def test_prompts_that_only_begin_alike_have_lost_no_more_than_that(story_stack: 
                 {"role": "user", "content": "Who wrote this, and what is it about?"},
             ]
             body = {"messages": messages}
-            answer = sent(story_stack, "chat", body)
-            story = explained(story_stack, answer.json()["id"], with_place=False)
-            lost = lost_by_cause(story["spans"])
-            assert sum(lost.values()) == story["lost_tokens"] <= 64, story
+            answer = sent(explained_stack, "chat", body)
+            explanation = explained(explained_stack, answer.json()["id"], with_place=False)
+            lost = lost_by_cause(explanation["spans"])
+            assert sum(lost.values()) == explanation["lost_tokens"] <= 64, explanation
             assert not lost["prefix_changed"]
-            assert answer.headers["x-kvasir-cache"] == header_of(story, lost)
+            assert answer.headers["x-kvasir-cache"] == header_of(explanation, lost)
             bodies.append(body)
         assert lost_by_lint("chat", *bodies) == [0] * 6
-    assert metric(story_stack, name) == before
+    assert metric(explained_stack, name) == before
 
 
 def metric(stack: LocalStack, name: str) -> float:
@@ -187,58 +187,60 @@ def metric(stack: LocalStack, name: str) -> float:
     return next((float(line.split()[-1]) for line in lines if line.startswith(name)), 0.0)
 
 
-@pytest.mark.timeout(300 + 3 * NUM_STORIES)
+@pytest.mark.timeout(300 + 3 * NUM_EXPLAINED)
 @pytest.mark.parametrize("way", TEXT_WAYS)
 def test_a_broken_prompt_is_explained_by_its_place_and_the_tokens_lost(
-    story_stack: LocalStack, way: str
+    explained_stack: LocalStack, way: str
 ) -> None:
     wrong = []
-    for number in range(NUM_STORIES):
+    for number in range(NUM_EXPLAINED):
         dialect = [*PATHS][number % len(PATHS)]
         num_turns = 4 if way == "compacted" else 2  # the first three become one
         rng = Random(f"{way} {dialect} {number}")
         prompt = broken(way, dialect, rng, num_tools=3, num_turns=num_turns)
-        wrong += [found] if (found := wrong_in(story_stack, prompt)) else []
+        wrong += [found] if (found := wrong_in(explained_stack, prompt)) else []
         time.sleep(BETWEEN_SECONDS)
-    head = f"\n{ENGINE} {way}: {NUM_STORIES - len(wrong)} of {NUM_STORIES} right"
+    head = f"\n{ENGINE} {way}: {NUM_EXPLAINED - len(wrong)} of {NUM_EXPLAINED} right"
     sys.stdout.write("\n  ".join([head, *wrong]) + "\n")
-    assert len(wrong) <= NUM_STORIES // 100
+    assert len(wrong) <= NUM_EXPLAINED // 100
 
 
-def test_the_vendors_own_fields_name_what_has_changed(story_stack: LocalStack) -> None:
+def test_the_vendors_own_fields_name_what_has_changed(explained_stack: LocalStack) -> None:
     prompt = broken("tool_word", "messages", Random(1), num_tools=3, num_turns=2)
-    first = sent(story_stack, "messages", prompt.before, diagnostics={"previous_message_id": None})
+    first = sent(explained_stack, "messages", prompt.before, diagnostics={"previous_message_id": None})
     assert first.json()["diagnostics"] is None
     told = []
     for previous in (first.json()["id"], "msg_unknown"):
-        answer = sent(story_stack, "messages", prompt.after, diagnostics={"previous_message_id": previous})
+        answer = sent(
+            explained_stack, "messages", prompt.after, diagnostics={"previous_message_id": previous}
+        )
         told.append(answer.json()["diagnostics"]["cache_miss_reason"])
     length, _ = usage_of(first)
     assert told[0]["type"] == "tools_changed"
     assert 0 < told[0]["cache_missed_input_tokens"] <= length
     assert told[1] == {"type": "previous_message_not_found"}
     prompt = broken("system_time", "responses", Random(2), num_tools=3, num_turns=2)
-    first = sent(story_stack, "responses", prompt.before)
+    first = sent(explained_stack, "responses", prompt.before)
     options = {"comparison_response_id": first.json()["id"]}
-    answer = sent(story_stack, "responses", prompt.after, prompt_cache_options=options)
+    answer = sent(explained_stack, "responses", prompt.after, prompt_cache_options=options)
     found = answer.json()["prompt_cache_diagnostics"]
     assert (found["type"], found["reason"]) == ("cache_miss", "input_changed")
     assert found["comparison_reusable_tokens"] == usage_of(first)[0]
-    answer = sent(story_stack, "responses", prompt.before, prompt_cache_options=options)
+    answer = sent(explained_stack, "responses", prompt.before, prompt_cache_options=options)
     assert answer.json()["prompt_cache_diagnostics"] == {"type": "cache_hit"}
 
 
-def test_ids_that_nobody_has_are_not_found(story_stack: LocalStack) -> None:
-    answer = CLIENT.get(f"{story_stack.url}/v1/cache/explain/chatcmpl-nothing")
+def test_ids_that_nobody_has_are_not_found(explained_stack: LocalStack) -> None:
+    answer = CLIENT.get(f"{explained_stack.url}/v1/cache/explain/chatcmpl-nothing")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "explanation_not_found")
 
 
-def test_kvasir_why_says_it_in_words(story_stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kvasir_why_says_it_in_words(explained_stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
     prompt = broken("tool_word", "chat", Random(3), num_tools=3, num_turns=2)
-    sent(story_stack, "chat", prompt.before)
-    answer = sent(story_stack, "chat", prompt.after)
-    explained(story_stack, answer.json()["id"])
-    assert main(["why", answer.json()["id"], "--url", story_stack.url]) == 0
+    sent(explained_stack, "chat", prompt.before)
+    answer = sent(explained_stack, "chat", prompt.after)
+    explained(explained_stack, answer.json()["id"])
+    assert main(["why", answer.json()["id"], "--url", explained_stack.url]) == 0
     words = capsys.readouterr().out
     assert f"in your request: {prompt.path}" in words
     assert "it has other tools" in words

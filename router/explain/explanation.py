@@ -1,8 +1,8 @@
-"""Story: why a prompt was, or was not, read from cache, as it is told and remembered.
+"""Explanation: why a prompt was, or was not, read from cache, as it is told and remembered.
 
 Owns its shape. Finds nothing itself: the causes, and what is lost, are `causes.py`'s, the earlier prompt is
-the memory's, the place is `places.py`'s. A story has ids of the own tenant's requests, counts and positions,
-never text.
+the memory's, the place is `places.py`'s. An explanation has ids of the own tenant's requests, counts and
+positions, never text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ class Earlier(msgspec.Struct, frozen=True, array_like=True):
     """Differences as a whole: model, cache_salt, tools, …"""
 
 
-class PromptStory(msgspec.Struct, frozen=True, array_like=True):
+class PromptExplanation(msgspec.Struct, frozen=True, array_like=True):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_tier_tokens: tuple[int, int, int]
@@ -69,7 +69,7 @@ class PromptStory(msgspec.Struct, frozen=True, array_like=True):
             yield MissedSpan(Cause(cause), start, end, holder, at)
 
 
-class Story(msgspec.Struct, frozen=True, array_like=True):
+class Explanation(msgspec.Struct, frozen=True, array_like=True):
     """One request's explanation. `error` names what ended it; then `prompts` may be missing."""
 
     request_id: str
@@ -78,30 +78,30 @@ class Story(msgspec.Struct, frozen=True, array_like=True):
     model: str | None
     route: str
     error: str | None
-    prompts: tuple[PromptStory, ...]
+    prompts: tuple[PromptExplanation, ...]
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Story).decode
+_decode = msgspec.msgpack.Decoder(Explanation).decode
 
 
-def packed(story: Story) -> bytes:
-    return _encode(story)
+def packed(explanation: Explanation) -> bytes:
+    return _encode(explanation)
 
 
-def unpacked(data: bytes) -> Story:
+def unpacked(data: bytes) -> Explanation:
     return _decode(data)
 
 
-def prompt_story(
+def prompt_explanation(
     facts: PromptFacts,
     usage: PromptUsage,
     decision: Decision | None,
     found: Misses,
     nearest: Nearest | None,
-) -> PromptStory:
+) -> PromptExplanation:
     lost = [(span.start, span.end) for span in found.spans if span.is_lost]
-    return PromptStory(
+    return PromptExplanation(
         num_prompt_tokens=usage.num_prompt_tokens,
         num_cached_tokens=usage.num_cached_tokens,
         num_tier_tokens=(usage.num_device_tokens, usage.num_host_tokens, usage.num_disk_tokens),
@@ -114,28 +114,30 @@ def prompt_story(
     )
 
 
-def compared(story: PromptStory, facts: PromptFacts, nearest: Nearest | None) -> PromptStory:
+def compared(
+    explanation: PromptExplanation, facts: PromptFacts, nearest: Nearest | None
+) -> PromptExplanation:
     """Add the nearest earlier prompt of one that was all read from cache, or nearly so."""
     if nearest is None:
-        return story
-    return placed(msgspec.structs.replace(story, earlier=_earlier(facts, nearest)), None)
+        return explanation
+    return placed(msgspec.structs.replace(explanation, earlier=_earlier(facts, nearest)), None)
 
 
-def placed(story: PromptStory, place: Place | None) -> PromptStory:
+def placed(explanation: PromptExplanation, place: Place | None) -> PromptExplanation:
     """With the place where it leaves the nearest earlier prompt."""
-    earlier = story.earlier
+    earlier = explanation.earlier
     setting = next((SETTINGS_PATHS[name] for name in earlier.changed if name in SETTINGS_PATHS), None) if (
         earlier is not None
     ) else None  # fmt: skip
     is_words = place is not None and place.kind is not PlaceKind.TEMPLATE
     if setting is not None and not is_words:
-        return msgspec.structs.replace(story, path=setting, place_kind="setting", is_certain=True)
+        return msgspec.structs.replace(explanation, path=setting, place_kind="setting", is_certain=True)
     if place is None:
         if earlier is None or earlier.num_common_tokens is not None or "template" not in earlier.changed:
-            return story
+            return explanation
         place = Place("", PlaceKind.TEMPLATE, is_certain=True)  # another root: no token to look for
     return msgspec.structs.replace(
-        story,
+        explanation,
         path=place.path,
         place_kind=place.kind.value,
         is_certain=place.is_certain,
@@ -143,42 +145,46 @@ def placed(story: PromptStory, place: Place | None) -> PromptStory:
     )
 
 
-def header_of(stories: Sequence[PromptStory]) -> bytes:
+def header_of(explanations: Sequence[PromptExplanation]) -> bytes:
     """Write `x-kvasir-cache` for a request's prompts. The cause is the one that lost most; if there are
     several, each follows with its tokens."""
-    if len(stories) == 1 and not stories[0].num_lost_tokens:
-        (only,) = stories
+    if len(explanations) == 1 and not explanations[0].num_lost_tokens:
+        (only,) = explanations
         return f"{only.outcome}; cached={only.num_cached_tokens}; lost=0; cause={only.cause}".encode()
-    num_cached = sum(story.num_cached_tokens for story in stories)
-    num_lost = sum(story.num_lost_tokens for story in stories)
-    if len(stories) == 1:
-        outcome = stories[0].outcome
-    elif all(story.outcome == "hit" for story in stories):
+    num_cached = sum(explanation.num_cached_tokens for explanation in explanations)
+    num_lost = sum(explanation.num_lost_tokens for explanation in explanations)
+    if len(explanations) == 1:
+        outcome = explanations[0].outcome
+    elif all(explanation.outcome == "hit" for explanation in explanations):
         outcome = "hit"
     else:
         outcome = "partial" if num_cached else "miss"
-    lost = losses(span for story in stories for span in story.missed_spans()) if num_lost else {}
-    missed = (story.cause for story in stories if story.cause != Cause.HIT)
+    lost = (
+        losses(span for explanation in explanations for span in explanation.missed_spans())
+        if num_lost
+        else {}
+    )
+    missed = (explanation.cause for explanation in explanations if explanation.cause != Cause.HIT)
     cause: str = next(iter(lost), None) or next(missed, Cause.HIT)
     parts = "".join(f"; {name}={num_tokens}" for name, num_tokens in lost.items()) if len(lost) > 1 else ""
     return f"{outcome}; cached={num_cached}; lost={num_lost}; cause={cause}{parts}".encode()
 
 
-def told(story: Story) -> dict[str, Any]:
+def as_plain(explanation: Explanation) -> dict[str, Any]:
     """Convert an explanation for JSON."""
     return {
         "object": "cache.explanation",
-        "request_id": story.request_id,
-        "answer_id": story.answer_id,
-        "created_at": round(story.at, 3),
-        "model": story.model,
-        "route": story.route,
-        "error": story.error,
-        "prompts": [_told_prompt(story, prompt) for prompt in story.prompts],
+        "request_id": explanation.request_id,
+        "answer_id": explanation.answer_id,
+        "created_at": round(explanation.at, 3),
+        "model": explanation.model,
+        "route": explanation.route,
+        "error": explanation.error,
+        "prompts": [_prompt_data(explanation, prompt) for prompt in explanation.prompts],
     }
 
 
-def _told_prompt(story: Story, prompt: PromptStory) -> dict[str, Any]:
+def _prompt_data(explanation: Explanation, prompt: PromptExplanation) -> dict[str, Any]:
     device, host, disk = prompt.num_tier_tokens
     return {
         "outcome": prompt.outcome,
@@ -193,7 +199,7 @@ def _told_prompt(story: Story, prompt: PromptStory) -> dict[str, Any]:
             {"cause": cause, "start": start, "end": end, "replica": replica_id, "at": at}
             for cause, start, end, replica_id, at in prompt.spans
         ],
-        "nearest": None if prompt.earlier is None else _told_earlier(story, prompt.earlier),
+        "nearest": None if prompt.earlier is None else _earlier_data(explanation, prompt.earlier),
         "place": None
         if prompt.path is None
         else {
@@ -205,11 +211,11 @@ def _told_prompt(story: Story, prompt: PromptStory) -> dict[str, Any]:
     }
 
 
-def _told_earlier(story: Story, earlier: Earlier) -> dict[str, Any]:
+def _earlier_data(explanation: Explanation, earlier: Earlier) -> dict[str, Any]:
     return {
         "request_id": earlier.ids[0] if earlier.ids else None,
         "answer_id": earlier.ids[1] if len(earlier.ids) > 1 else None,
-        "seconds_before": round(story.at - earlier.at, 3),
+        "seconds_before": round(explanation.at - earlier.at, 3),
         "prompt_tokens": earlier.num_tokens,
         "common_tokens": earlier.num_common_tokens,
         "diverges_at": earlier.diverges_at,

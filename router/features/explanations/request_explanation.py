@@ -1,4 +1,4 @@
-"""Telling: builds the explanation of one request's prompts, from preparation to its end.
+"""RequestExplanation: builds the explanation of one request's prompts, from preparation to its end.
 
 Owns the timing. The causes are found when the replica has reported what it read. The nearest earlier prompt
 is found then if tokens may be lost to a change, or if there is time to find the place where the two part;
@@ -15,16 +15,17 @@ from functools import partial
 from typing import NamedTuple
 
 from router.api.api_request import ApiRequest, Prompt
-from router.api.stories import Stories, is_small
 from router.caller import Caller, Right
 from router.explain.chain_tree import NamespaceName
 from router.explain.diagnosis import NOT_FOUND, Diagnosis, diagnosis
+from router.explain.explanation import Explanation, PromptExplanation, packed, placed, prompt_explanation
 from router.explain.image_places import image_differs
+from router.explain.miss_explainer import MissExplainer
 from router.explain.outline import NO_OUTLINE
 from router.explain.places import Place, PlaceKind
 from router.explain.remembered_prompts import Nearest, PromptFacts, RememberedPrompt
 from router.explain.repeats import Run
-from router.explain.story import PromptStory, Story, packed, placed, prompt_story
+from router.features.explanations.store import ExplanationStore, is_small
 from router.generation import Generation
 from router.misses import Cause
 from router.prompt.catalog import ServedModel
@@ -38,7 +39,7 @@ class _Prompt:
     nearest: Nearest | None = None
     is_compared: bool = False
     remembered: RememberedPrompt | None = None
-    story: PromptStory | None = None
+    explanation: PromptExplanation | None = None
 
 
 class _Sought(NamedTuple):
@@ -51,15 +52,12 @@ class _Sought(NamedTuple):
 
 
 @dataclass(slots=True)
-class Telling:
+class RequestExplanation:
     """Builds one request's explanation; created when the request is prepared."""
 
-    stories: Stories
-    caller: Caller
-    request_id: str
+    store: ExplanationStore
+    explainer: MissExplainer
     request: ApiRequest
-    arrived_at: float
-    route: str = ""
     _prompts: dict[int, _Prompt] = field(default_factory=dict)
     _body: bytes = b""
     """Until the place in it is found, or not looked for."""
@@ -73,13 +71,11 @@ class Telling:
     def begin(self, body: bytes) -> None:
         """Find the nearest earlier prompts at once if the body is large, which is not kept; if there are
         images, which the live page names; and of several prompts, which are not compared with each other."""
-        if not self.stories.remembered.is_on:
-            return
         self._body = body
         prompts = self.request.prompts
         is_at_once = len(prompts) > 1 or bool(prompts[0].generation.media) or not is_small(body)
         for position, prompt in enumerate(prompts):
-            facts = facts_of(prompt, self.caller, self.request.model)
+            facts = facts_of(prompt, self.request.caller, self.request.model)
             known = self._prompts[prompt.first_index] = _Prompt(facts, position, prompt.generation)
             if is_at_once:
                 self._compare(known)
@@ -90,10 +86,10 @@ class Telling:
 
     @property
     def _across_salts(self) -> bool:
-        return self.caller.key_id is not None and self.caller.may(Right.EXPLAIN)
+        return self.request.caller.key_id is not None and self.request.caller.may(Right.EXPLAIN)
 
     def _diagnosis(self, facts: PromptFacts, compared_id: str) -> Diagnosis:
-        remembered = self.stories.remembered
+        remembered = self.store.remembered
         earlier = remembered.find(facts.tenant, compared_id)
         if earlier is None or not (self._across_salts or earlier.salt_tag == facts.salt_tag):
             return NOT_FOUND
@@ -102,7 +98,7 @@ class Telling:
     def _compare(self, known: _Prompt) -> None:
         """Find the nearest earlier prompt, and look for the place where the first prompt parts from it."""
         known.is_compared = True
-        known.nearest = self.stories.remembered.nearest(known.facts, across_salts=self._across_salts)
+        known.nearest = self.store.remembered.nearest(known.facts, across_salts=self._across_salts)
         number = None if known.nearest is None else known.nearest.diverges_at
         is_first = self._place is None and self._sought is None and self._image is None
         if number is None or not is_first:
@@ -117,25 +113,25 @@ class Telling:
         if is_small(self._body):
             self._sought = sought
         else:
-            self._place = self.stories.place_soon(self.request.model.tokenizer, *sought)
+            self._place = self.store.place_soon(self.request.model.tokenizer, *sought)
 
-    def read(self, prompt: Prompt, decided_at: float) -> None:
+    def read(self, prompt: Prompt) -> None:
         """A replica has said what of the prompt it read from cache."""
         usage = prompt.usage
         assert usage is not None
         known = self._prompts.get(prompt.first_index)
-        found = self.stories.witness.misses(
+        found = self.explainer.misses(
             prompt.generation,
             prompt.decision,
             usage,
-            decided_at=decided_at,
+            decided_at=self.request.prepared_at,
             repeated=None if known is None else partial(self._repeated, known),
         )
         prompt.misses = found
         if known is None:
             return
         is_placed = known.remembered is None and found.cause is not Cause.HIT and not known.is_compared
-        if is_placed and self.stories.may_place(has_lost=any(span.is_lost for span in found.spans)):
+        if is_placed and self.store.may_place(has_lost=any(span.is_lost for span in found.spans)):
             self._compare(known)
         self._body = b""
         nearest = known.nearest
@@ -143,13 +139,13 @@ class Telling:
         if number is not None and number >= usage.num_cached_tokens:
             path = prompt.generation.image_path(number)
             prompt.difference = None if path is None else _image_differs(prompt.generation, path)
-        known.story = prompt_story(known.facts, usage, prompt.decision, found, nearest)
+        known.explanation = prompt_explanation(known.facts, usage, prompt.decision, found, nearest)
         if known.remembered is None:
             self._remember(known)
 
     def _remember(self, known: _Prompt) -> None:
-        ids = () if known.position else (self.request_id, self.request.writer.answer_id)
-        made = known.remembered = self.stories.remembered.remember(known.facts, ids, self.arrived_at)
+        ids = () if known.position else (self.request.request_id, self.request.writer.answer_id)
+        made = known.remembered = self.store.remembered.remember(known.facts, ids, self.request.arrived_at)
         if made is not None:
             made.is_compared, made.across_salts = known.is_compared, self._across_salts
 
@@ -161,10 +157,10 @@ class Telling:
         if nearest is None or not (nearest.goes_on or nearest.num_common_tokens is None):
             return Cause.PREFIX_CHANGED, ()
         cause = Cause.PREFIX_CHANGED if nearest.goes_on else Cause.OTHER_NAMESPACE
-        return cause, self.stories.remembered.repeats(known.facts, nearest, start)
+        return cause, self.store.remembered.repeats(known.facts, nearest, start)
 
-    def stories_so_far(self) -> list[PromptStory]:
-        return [known.story for known in self._prompts.values() if known.story is not None]
+    def prompts_so_far(self) -> list[PromptExplanation]:
+        return [known.explanation for known in self._prompts.values() if known.explanation is not None]
 
     def end(self, error: str | None) -> None:
         """The request has ended: what is known is remembered."""
@@ -183,29 +179,29 @@ class Telling:
         first = self._prompts[0]
         assert first.remembered is not None
         known = self._placed or first
-        if known.story is not None:
-            known.story = placed(known.story, self._found(known.story))
-        story = Story(
-            self.request_id,
+        if known.explanation is not None:
+            known.explanation = placed(known.explanation, self._found(known.explanation))
+        explanation = Explanation(
+            self.request.request_id,
             self.request.writer.answer_id,
-            self.arrived_at,
+            self.request.arrived_at,
             self.request.model.name,
-            self.route,
+            self.request.route,
             error,
-            tuple(self.stories_so_far()),
+            tuple(self.prompts_so_far()),
         )
-        self.stories.remembered.tell(first.remembered, first.facts.tenant, packed(story))
+        self.store.remembered.tell(first.remembered, first.facts.tenant, packed(explanation))
 
-    def _found(self, story: PromptStory) -> Place | None:
+    def _found(self, explanation: PromptExplanation) -> Place | None:
         if self._image is not None:
             return self._image
         sought, looked = self._sought, self._place
         if sought is not None:
             self._sought = None
-            if story.cause == Cause.HIT:
+            if explanation.cause == Cause.HIT:
                 return None
-            tokenizer, has_lost = self.request.model.tokenizer, story.num_lost_tokens > 0
-            return self.stories.place_now(tokenizer, *sought, has_lost=has_lost)
+            tokenizer, has_lost = self.request.model.tokenizer, explanation.num_lost_tokens > 0
+            return self.store.place_now(tokenizer, *sought, has_lost=has_lost)
         if looked is None or not looked.done() or looked.cancelled() or looked.exception():
             return None
         return looked.result()

@@ -10,9 +10,9 @@ import pytest
 
 from cluster.commands.why import render
 from router.api.logged_prompts import LoggedModel, logged_prompts
-from router.api.stories import SMALL_BYTES
 from router.explain.linting.linter import Linter
 from router.explain.linting.log_lines import read_line
+from router.features.explanations.store import SMALL_BYTES
 from router.prompt.catalog import ModelCatalog
 from tests.router import tiny_model
 from tests.router.explain.broken_prompts import broken
@@ -25,46 +25,48 @@ OTHER = "of something else that nobody changes, and that goes on for a while. " 
 LONG = "the quick brown fox jumps over the lazy dog and sleeps. " * 6
 
 
-async def story_of(http: httpx.AsyncClient, *, num_blanks: int = 0, **fields: Any) -> dict[str, Any]:
+async def explanation_of(http: httpx.AsyncClient, *, num_blanks: int = 0, **fields: Any) -> dict[str, Any]:
     body = json.dumps({"model": MODEL, "max_tokens": 1, **fields}) + " " * num_blanks
     answer = await http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 200, answer.text
-    story: dict[str, Any] = {}
+    explanation: dict[str, Any] = {}
     for _ in range(100):
-        story = (await http.get(f"/v1/cache/explain/{answer.json()['id']}")).json()
-        if any(prompt["place"] is not None for prompt in story.get("prompts", ())):
+        explanation = (await http.get(f"/v1/cache/explain/{answer.json()['id']}")).json()
+        if any(prompt["place"] is not None for prompt in explanation.get("prompts", ())):
             break
         await asyncio.sleep(0.02)
-    assert story["answer_id"] == answer.json()["id"]
-    assert story["request_id"] == answer.headers["x-request-id"]
-    return story
+    assert explanation["answer_id"] == answer.json()["id"]
+    assert explanation["request_id"] == answer.headers["x-request-id"]
+    return explanation
 
 
 async def test_the_place_is_told_of_the_prompt_that_was_changed(
     server: HttpServer, http: httpx.AsyncClient
 ) -> None:
     server.dispatcher.script = says([20])
-    await story_of(http, prompt=[OTHER, LONG + "two"])
+    await explanation_of(http, prompt=[OTHER, LONG + "two"])
     changed = LONG.replace("lazy", "busy", 3).replace("busy", "lazy", 2)
-    told = (await story_of(http, prompt=[OTHER, changed + "two"]))["prompts"]
+    told = (await explanation_of(http, prompt=[OTHER, changed + "two"]))["prompts"]
     assert [prompt["place"] and prompt["place"]["path"] for prompt in told] == [None, "prompt[1]"]
 
 
-async def chat_story(http: httpx.AsyncClient, text: str, *, system: str) -> dict[str, Any]:
+async def chat_explanation(http: httpx.AsyncClient, text: str, *, system: str) -> dict[str, Any]:
     messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
     body = {"model": MODEL, "max_tokens": 1, "messages": messages}
     answer = await http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
-    story: dict[str, Any] = (await http.get(f"/v1/cache/explain/{answer.json()['id']}")).json()
-    return story["prompts"][0]  # type: ignore[no-any-return]
+    explanation: dict[str, Any] = (await http.get(f"/v1/cache/explain/{answer.json()['id']}")).json()
+    return explanation["prompts"][0]  # type: ignore[no-any-return]
 
 
 async def test_the_story_of_a_small_body_has_its_place_as_soon_as_it_is_told(
     server: HttpServer, http: httpx.AsyncClient
 ) -> None:
     server.dispatcher.script = says([20])
-    await chat_story(http, "one", system=LONG)
-    told = await chat_story(http, "two", system=LONG.replace("lazy", "busy", 3).replace("busy", "lazy", 2))
+    await chat_explanation(http, "one", system=LONG)
+    told = await chat_explanation(
+        http, "two", system=LONG.replace("lazy", "busy", 3).replace("busy", "lazy", 2)
+    )
     assert told["place"]["path"] == "messages[0].content"
 
 
@@ -72,9 +74,9 @@ async def test_of_a_prompt_that_was_all_read_no_place_is_looked_for(
     server: HttpServer, http: httpx.AsyncClient
 ) -> None:
     server.dispatcher.script = says([20])
-    await chat_story(http, "one", system=LONG)
+    await chat_explanation(http, "one", system=LONG)
     server.dispatcher.script = says([20], num_cached_tokens=10_000)
-    told = await chat_story(http, "two", system=LONG)
+    told = await chat_explanation(http, "two", system=LONG)
     assert told["outcome"] == "hit"
     assert told["nearest"]["diverges_at"] is not None
     assert told["place"] is None
@@ -89,8 +91,8 @@ async def test_a_prompt_that_lost_nothing_is_compared_when_its_explanation_is_as
     first = (await http.post("/v1/chat/completions", json=body)).json()["id"]
     server.dispatcher.script = says([20], num_cached_tokens=10_000)
     with monkeypatch.context() as patch:
-        patch.setattr(server.context.stories.remembered, "nearest", None)
-        patch.setattr(server.context.stories.remembered, "repeats", None)
+        patch.setattr(server.explanations.explanations.remembered, "nearest", None)
+        patch.setattr(server.explanations.explanations.remembered, "repeats", None)
         asked = (await http.post("/v1/chat/completions", json=body)).json()["id"]
         patch.undo()
     server.dispatcher.script = says([20])
@@ -105,8 +107,8 @@ async def test_a_large_body_is_looked_through_beside_the_loop(
     server: HttpServer, http: httpx.AsyncClient
 ) -> None:
     server.dispatcher.script = says([20])
-    await story_of(http, prompt=LONG + "one")
-    told = (await story_of(http, prompt=LONG + "two", num_blanks=SMALL_BYTES))["prompts"][0]
+    await explanation_of(http, prompt=LONG + "one")
+    told = (await explanation_of(http, prompt=LONG + "two", num_blanks=SMALL_BYTES))["prompts"][0]
     assert told["place"]["path"] == "prompt"
 
 
@@ -182,11 +184,11 @@ async def test_header_story_metric_and_lint_say_the_same_of_what_a_change_has_co
             path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
             answer = await http.post(path, json={**body, "max_tokens": 1})
             assert answer.status_code == 200, answer.text
-            (story,) = (await http.get(f"/v1/cache/explain/{answer.json()['id']}")).json()["prompts"]
-            spans = [one for one in story["spans"] if one["cause"] == "prefix_changed"]
-            assert sum(one["end"] - one["start"] for one in spans) == story["lost_tokens"] == num_lost
-            assert f"; lost={num_lost}; cause={story['cause']}" in answer.headers["x-kvasir-cache"]
-            assert (story["cause"] == "prefix_changed") == (num_lost > 0)
+            (explanation,) = (await http.get(f"/v1/cache/explain/{answer.json()['id']}")).json()["prompts"]
+            spans = [one for one in explanation["spans"] if one["cause"] == "prefix_changed"]
+            assert sum(one["end"] - one["start"] for one in spans) == explanation["lost_tokens"] == num_lost
+            assert f"; lost={num_lost}; cause={explanation['cause']}" in answer.headers["x-kvasir-cache"]
+            assert (explanation["cause"] == "prefix_changed") == (num_lost > 0)
             lost += num_lost
         metrics = (await http.get("/metrics")).text
     name = f'router_missed_tokens_total{{model="{MODEL}",cause="prefix_changed"}}'
@@ -200,8 +202,8 @@ async def test_a_loss_is_divided_over_the_causes_of_its_parts() -> None:
         server.dispatcher.script = says([20], num_cached_tokens=PROMISED)
         for body in (made.before, made.after):
             answer = await http.post("/v1/chat/completions", json={**body, "model": MODEL, "max_tokens": 1})
-            story = (await http.get(f"/v1/cache/explain/{answer.json()['id']}")).json()
-    (prompt,) = story["prompts"]
+            explanation = (await http.get(f"/v1/cache/explain/{answer.json()['id']}")).json()
+    (prompt,) = explanation["prompts"]
     parts: dict[str, int] = {}
     for span in prompt["spans"]:
         parts[span["cause"]] = parts.get(span["cause"], 0) + span["end"] - span["start"]
@@ -213,7 +215,7 @@ async def test_a_loss_is_divided_over_the_causes_of_its_parts() -> None:
         f"partial; cached={PROMISED}; lost={changed + unknown}; cause={first[0]}"
         f"; {first[0]}={first[1]}; {second[0]}={second[1]}"
     )
-    words = list(render(story))
+    words = list(render(explanation))
     assert words[-1].startswith(f"  lost: {changed + unknown:,} tokens")
     assert words[-1].endswith(f"; {first[1]:,} {first[0]}, {second[1]:,} {second[0]}")
 

@@ -1,4 +1,4 @@
-"""StoryExchange: asks the router that served a request why its prompt was not read from cache.
+"""ExplanationExchange: asks the router that served a request why its prompt was not read from cache.
 
 Owns the question and the answer. All routers of a cluster can read and make them, and only they: both are
 sealed under the cluster secret. A router answers from its memory of the named tenant. Idle unless asked; only
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
-from router.explain.story import Story, packed, unpacked
+from router.explain.explanation import Explanation, packed, unpacked
 from router.feature import Feature
 from router.shared.instruments import Instrument, counter
 from router.shared.news import NewsStream
@@ -22,12 +22,12 @@ from router.shared.sealing import LazySeal
 STREAM = "kvasir-stories:news"
 MAX_NEWS = 256
 KEPT_SECONDS = 30
-MAX_STORY_BYTES = 256 * 2**10
-"""A longer story is not sent."""
+MAX_EXPLANATION_BYTES = 256 * 2**10
+"""A longer explanation is not sent."""
 ANSWER_SECONDS = 1.0
 """Deadline of a question."""
 LOOK_SECONDS = 0.02
-"""Between two lookups in our own memory: a story is there a moment after its answer has ended."""
+"""Between two lookups in our own memory: a explanation is there a moment after its answer has ended."""
 ASK_AGAIN_SECONDS = 0.2
 """A router that does not know an id looks once more after this time."""
 MAX_ASKED = 64
@@ -36,8 +36,8 @@ MAX_ASKED_OF_TENANT = 4
 MAX_TELLING = 256
 """Questions of others that are answered at once; more are dropped."""
 
-Find = Callable[[str, str], Story | None]
-"""The story of a tenant's prompt by its id, if it is known here."""
+Find = Callable[[str, str], Explanation | None]
+"""The explanation of a tenant's prompt by its id, if it is known here."""
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True, tag="?"):
@@ -48,10 +48,10 @@ class Question(msgspec.Struct, frozen=True, array_like=True, tag="?"):
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="!"):
     number: bytes
-    story: bytes
+    explanation: bytes
 
 
-class StoryExchange(Feature):
+class ExplanationExchange(Feature):
     """For one event loop: have `run()` run. Raises ValueError if that is not a Redis address.
 
     Routers without a common secret ignore each other.
@@ -63,13 +63,13 @@ class StoryExchange(Feature):
             redis_url,
             STREAM,
             msgspec.msgpack.Decoder(Question | Answer).decode,
-            seal=LazySeal(secret, Purpose.STORIES),
+            seal=LazySeal(secret, Purpose.EXPLANATIONS),
             max_messages=MAX_NEWS,
             kept_seconds=KEPT_SECONDS,
             while_away="routers cannot ask each other for explanations, each has those of its own requests",
             once_back="routers can ask each other again for explanations",
         )
-        self._asked: dict[bytes, asyncio.Future[Story]] = {}
+        self._asked: dict[bytes, asyncio.Future[Explanation]] = {}
         self._num_asked_of: Counter[str] = Counter()
         self._telling: set[asyncio.Task[None]] = set()
         self.num_answered = self.num_unanswered = self.num_not_asked = 0
@@ -109,11 +109,11 @@ class StoryExchange(Feature):
                 task.cancel()
             await self._stream.close()
 
-    async def ask(self, tenant: str, prompt_id: str) -> Story | None:
-        """Our own story, else that of the router that knows it; None if none has answered in time."""
-        story = self._find(tenant, prompt_id)
-        if story is not None:
-            return story
+    async def ask(self, tenant: str, prompt_id: str) -> Explanation | None:
+        """Our own explanation, else that of the router that knows it; None if none has answered in time."""
+        explanation = self._find(tenant, prompt_id)
+        if explanation is not None:
+            return explanation
         if len(self._asked) >= MAX_ASKED or self._num_asked_of[tenant] >= MAX_ASKED_OF_TENANT:
             self.num_not_asked += 1
             return None
@@ -121,25 +121,25 @@ class StoryExchange(Feature):
         self._asked[number] = asyncio.get_running_loop().create_future()
         self._num_asked_of[tenant] += 1
         try:
-            story = await self._answer(Question(number, tenant, prompt_id), self._asked[number])
+            explanation = await self._answer(Question(number, tenant, prompt_id), self._asked[number])
         finally:
             del self._asked[number]
             self._num_asked_of -= Counter((tenant,))  # and no name stays that has none
-        if story is None:
+        if explanation is None:
             self.num_unanswered += 1
         else:
             self.num_answered += 1
-        return story
+        return explanation
 
-    async def _answer(self, question: Question, answer: "asyncio.Future[Story]") -> Story | None:
+    async def _answer(self, question: Question, answer: "asyncio.Future[Explanation]") -> Explanation | None:
         sending = asyncio.create_task(self._stream.send(question))
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 while True:
                     await asyncio.wait([answer], timeout=LOOK_SECONDS)
-                    story = answer.result() if answer.done() else self._find_for(question)
-                    if story is not None:
-                        return story
+                    explanation = answer.result() if answer.done() else self._find_for(question)
+                    if explanation is not None:
+                        return explanation
                     if sending.done() and not sending.result():
                         return None
         except TimeoutError:
@@ -147,7 +147,7 @@ class StoryExchange(Feature):
         finally:
             sending.cancel()
 
-    def _find_for(self, question: Question) -> Story | None:
+    def _find_for(self, question: Question) -> Explanation | None:
         return self._find(question.tenant, question.prompt_id)
 
     def _take(self, message: Question | Answer) -> None:
@@ -162,15 +162,15 @@ class StoryExchange(Feature):
         asked = self._asked.get(message.number)
         if asked is not None and not asked.done():
             try:
-                asked.set_result(unpacked(message.story))
+                asked.set_result(unpacked(message.explanation))
             except msgspec.MsgspecError:
                 self._stream.num_wrong += 1
 
     async def _tell(self, question: Question) -> None:
-        story = self._find_for(question)
-        if story is None:
+        explanation = self._find_for(question)
+        if explanation is None:
             await asyncio.sleep(ASK_AGAIN_SECONDS)
-            story = self._find_for(question)
-        data = b"" if story is None else packed(story)
-        if 0 < len(data) <= MAX_STORY_BYTES:
+            explanation = self._find_for(question)
+        data = b"" if explanation is None else packed(explanation)
+        if 0 < len(data) <= MAX_EXPLANATION_BYTES:
             self.num_told += await self._stream.send(Answer(question.number, data))
