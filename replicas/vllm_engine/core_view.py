@@ -82,9 +82,15 @@ class CoreView:
         return self._scheduler.structured_output_manager
 
     @property
-    def num_attention_kinds(self) -> int:
-        """More than one means that layers cache different things for one token."""
-        return len(self._scheduler.kv_cache_config.kv_cache_groups)
+    def cache_kinds(self) -> tuple[str, ...]:
+        """The kind of each of vLLM's KV cache groups: layers of one group cache alike."""
+        return tuple(kind for kind, _ in self._scheduler.kv_cache_manager.kv_cache_event_metadata)
+
+    @property
+    def has_draft_cache(self) -> bool:
+        """Whether a draft model reads the KV cache: then vLLM takes a block off every hit."""
+        managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
+        return any(manager.use_eagle for manager in managers)
 
     @property
     def num_blocks(self) -> int:

@@ -54,6 +54,7 @@ from replicas.protocol.frames import (
     UserTag,
 )
 from replicas.protocol.hand_overs import StoreQuestion
+from replicas.protocol.hits import num_hit_tokens
 from replicas.protocol.image_rules import ImageRule, written_rule
 from replicas.protocol.media import ImageQuery, ImageQueryAnswer
 from replicas.protocol.pulls import PullHint
@@ -165,11 +166,12 @@ class VllmEngine:
         rule: ImageRule | None,
     ) -> ModelCard:
         model: Any = self._vllm.vllm_config.model_config
+        block_size = int(self._vllm.vllm_config.cache_config.block_size)
         return ModelCard(
             name=name,
             fingerprint=fingerprint,
             engine="vllm",
-            block_size=int(self._vllm.vllm_config.cache_config.block_size),
+            block_size=block_size,
             num_blocks=self._core.num_blocks,
             context_length=int(model.max_model_len),
             vocab_size=int(model.get_vocab_size()),
@@ -178,6 +180,7 @@ class VllmEngine:
             max_running=min(config.max_running, config.tokens_per_step),
             adapters=tuple(adapter.card for adapter in adapters),
             image_rule=written_rule(rule),
+            peek_tokens=block_size if self._core.has_draft_cache else 0,
         )
 
     @property
@@ -439,7 +442,7 @@ class VllmEngine:
 
     def _num_device_tokens(self, inner: Any) -> int:
         """And with tiers of vLLM's own, those that lie there."""
-        return self._cache.hashes.num_leading(inner.block_hashes) * self._card.block_size
+        return num_hit_tokens(self._card, self._cache.hashes.num_leading(inner.block_hashes))
 
     def _lease(self, live: LiveRequest) -> LeaseOutcome:
         """Request its leases, once, for its first choice."""

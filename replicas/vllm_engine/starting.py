@@ -24,6 +24,9 @@ from replicas.vllm_engine.core_view import CoreView
 _SENSIBLE_CONTEXT = 256
 """A cache that cannot hold one sequence of this many tokens is a mistake in the settings."""
 
+_FULL_KINDS = {"full_attention", "mla_attention", "sink_full_attention"}
+"""vLLM's kinds of cache of which every block that a prompt shares is a hit."""
+
 _TOO_SMALL = ("KV cache is needed", "Cannot auto-fit max_model_len")
 """vLLM's messages when its cache cannot hold `context_length` tokens, or none at all."""
 
@@ -65,9 +68,12 @@ def load_adapters(vllm: Any, adapters: Iterable[LoraAdapter]) -> Mapping[str, Lo
 
 
 def check_fit(card: ModelCard, config: ReplicaConfig, core: CoreView) -> None:
-    if core.num_attention_kinds != 1:
+    kinds = dict.fromkeys(core.cache_kinds)
+    if len(core.cache_kinds) > 1 or not kinds.keys() <= _FULL_KINDS:
         raise SettingsError(
-            f"{card.name} mixes {core.num_attention_kinds} kinds of attention cache, and Kvasir indexes one"
+            f"the layers of {card.name} keep KV caches of kind {' and '.join(kinds)}, and Kvasir indexes"
+            " those of full attention; a model with sliding windows or chunks beside full attention is served"
+            " with disable_hybrid_kv_cache_manager=true in engine_args, which caches it as if all were full"
         )
     if config.context_length is None and card.context_length < _SENSIBLE_CONTEXT:
         raise SettingsError(
