@@ -316,25 +316,6 @@ def too_many_tokens(model: TextModel, parameter: str) -> ContextLengthExceeded:
     )
 
 
-def bounded_tokens(
-    model: TextModel,
-    text: str,
-    parameter: str,
-    *,
-    add_special_tokens: bool = False,
-    is_quoted: bool = False,
-) -> list[int]:
-    """Encode a text. Raises ContextLengthExceeded, before all is encoded, for a text that is far too long."""
-    check_text_length(model, text, parameter)
-    most = most_tokens(model)
-    token_ids = model.tokenizer.encode_within(
-        most, text, add_special_tokens=add_special_tokens, is_quoted=is_quoted
-    )
-    if token_ids is None:
-        raise too_many_tokens(model, parameter)
-    return token_ids
-
-
 def check_text_length(model: TextModel, text: str, parameter: str) -> None:
     """Refuses at once what would take seconds to encode only to be found too long: no token stands
     for more characters than the longest one. Where that is not known it is encoded to see."""

@@ -404,6 +404,7 @@ class GenerationRun:
             num_choices=len(part),
             num_output_tokens=len(output),
             announced_hashes=routed.announcement.block_hashes,
+            announced_points=routed.announcement.points,
             announcement_id=routed.announcement.announcement_id,
             num_expected_tokens=len(packed_tokens) // 4 - routed.decision.overlap_tokens,
             pull=self._pull_hint(routed.decision),

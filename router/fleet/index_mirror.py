@@ -38,12 +38,14 @@ from replicas.protocol.keys import (
     blocks_key,
     decode_blocks_member,
     decode_change,
+    decode_point_member,
     events_key,
 )
 from replicas.protocol.status import Epoch, ReplicaId
 from router.fleet.stream_reader import Entries, StreamReader
 from router.routing.holders import StagedHashes
 from router.routing.overlap import ChangeOutcome, PrefixIndex
+from router.routing.resume_points import as_points
 from router.shared.instruments import Instrument, counter, gauge
 
 logger = logging.getLogger(__name__)
@@ -369,16 +371,20 @@ class IndexMirror:
 
 
 def _stage(members: Sequence[bytes], staged: StagedHashes) -> int:
-    """How many of the members are hashes."""
+    """How many of the members are blocks or resume points."""
     by_tier: dict[Tier, list[BlockHash]] = {tier: [] for tier in Tier}
+    points: list[BlockHash] = []
     for member in members:
         decoded = decode_blocks_member(member)
         if decoded is not None:
             block_hash, tier = decoded
             by_tier[tier].append(block_hash)
+        elif (point := decode_point_member(member)) is not None:
+            points.append(point)
     for tier, hashes in by_tier.items():
         staged.add(hashes, tier)
-    return sum(map(len, by_tier.values()))
+    staged.add_points(as_points(points))
+    return len(points) + sum(map(len, by_tier.values()))
 
 
 def _last_id(info: Mapping[str, Any]) -> StreamId:

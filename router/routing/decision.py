@@ -53,7 +53,8 @@ class DecisionReason(enum.StrEnum):
 class RoutingRequest(msgspec.Struct, frozen=True):
     """Everything about a request that a decision needs. `sequence` counts a router's requests (round robin).
 
-    `media` are the positions of its images.
+    `media` are the positions of its images. `num_findable_blocks` of the prompt may be found cached; None is
+    all but the last token. `peek_tokens` are the last of those found: a draft model has them computed again.
     """
 
     bucket: bytes
@@ -61,6 +62,8 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     block_size: int
     sequence: int = 0
     media: tuple[ImageTokens, ...] = ()
+    num_findable_blocks: int | None = None
+    peek_tokens: int = 0
 
 
 class Replicas(Mapping[ReplicaId, ReplicaLoad]):
@@ -137,7 +140,8 @@ class Replicas(Mapping[ReplicaId, ReplicaLoad]):
 class Candidate(msgspec.Struct, frozen=True):
     """A considered replica. `rank` is its place in the affinity order, 0 for home.
 
-    `overlap_tokens` need no computing there: those that it is cheapest to have ready.
+    `overlap_tokens` need no computing there: those that it is cheapest to have ready. `num_reached_blocks`
+    are what full attention has of a sparse model: among equals, a request there leaves a resume point.
     """
 
     replica_id: ReplicaId
@@ -146,6 +150,7 @@ class Candidate(msgspec.Struct, frozen=True):
     load: ReplicaLoad
     cost: Cost
     reach: Reach
+    num_reached_blocks: int = 0
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -190,8 +195,10 @@ def decide(
 
 def overlap_tokens(request: RoutingRequest, num_blocks: int) -> int:
     """Tokens that need no computing: whole blocks, and never the last token, whose logits are wanted."""
-    most_blocks = (request.num_tokens - 1) // request.block_size
-    return max(0, min(num_blocks, most_blocks)) * request.block_size
+    most_blocks = request.num_findable_blocks
+    if most_blocks is None:
+        most_blocks = (request.num_tokens - 1) // request.block_size
+    return max(0, min(num_blocks, most_blocks) * request.block_size - request.peek_tokens)
 
 
 class _TokensOf(dict[int, int]):
@@ -236,7 +243,15 @@ def weigh(
         reach = reaches.of(bit, replica_id, load)
         cost = cost_of(load, num_tokens, reach, rates, parameters, media)
         candidates.append(Candidate(replica_id, rank, cost.num_ready_tokens, load, cost, reach))
-    return tuple(candidates)
+    if not overlaps.reach:
+        return tuple(candidates)
+    reached = map(overlaps.reach_of, bits)
+    return tuple(
+        [
+            msgspec.structs.replace(candidate, num_reached_blocks=num_blocks)
+            for candidate, num_blocks in zip(candidates, reached, strict=True)
+        ]
+    )
 
 
 class _Reaches:
@@ -319,7 +334,7 @@ def _considered(
         return everybody(request, replicas)
     order = replicas.ranking.of(request.bucket)
     few = order.first(parameters.num_affinity_candidates)
-    if overlaps:
+    if overlaps or overlaps.reach:
         few += _deepest(replicas, order, overlaps, few, parameters.num_holder_candidates, rng)
     few += _idlest(replicas, few, parameters.num_idle_candidates, rng)
     return list(zip(order.ranks(few), few, map(replicas.load_of, few), strict=True))
@@ -340,12 +355,17 @@ def _deepest(
     """
     num_left = DRAWN_PER_CHOSEN * count + len(chosen)
     holders: list[tuple[int, ReplicaId]] = []
-    for level in overlaps.levels(replicas.mask(overlaps.slots)):
+    among = replicas.mask(overlaps.slots)
+    for level in overlaps.levels(among):
         drawn = level.draw(num_left, rng)
         holders += [(level.depth, replica_id) for replica_id in drawn if replica_id not in chosen]
         num_left -= len(drawn)
         if not num_left:
             break
+    if not holders:
+        reached = next(overlaps.reach_levels(among), None)
+        drawn = [] if reached is None else reached.draw(num_left, rng)
+        holders = [(0, replica_id) for replica_id in drawn if replica_id not in chosen]
     by_preference = sorted(
         (-depth, *_busyness(replicas[replica_id]), score, replica_id)
         for score, (depth, replica_id) in zip(
@@ -393,10 +413,11 @@ def _choose(candidates: tuple[Candidate, ...], rates: FleetRates, parameters: Co
     return min(near_ties, key=_preference)
 
 
-def _preference(candidate: Candidate) -> tuple[int, int, int]:
-    """Sort key: most of the prompt first, without what would be pulled; then most on the device."""
+def _preference(candidate: Candidate) -> tuple[int, int, int, int]:
+    """Sort key: most of the prompt first, without what would be pulled; then most on the device; then most in
+    reach of full attention."""
     num_own_tokens = min(candidate.overlap_tokens, candidate.reach.local)
-    return (-num_own_tokens, -candidate.reach.device, candidate.rank)
+    return (-num_own_tokens, -candidate.reach.device, -candidate.num_reached_blocks, candidate.rank)
 
 
 def _reason(chosen: Candidate, candidates: tuple[Candidate, ...]) -> DecisionReason:

@@ -173,11 +173,20 @@ class StagedHashes:
         self._bit = holders.take()
         self._is_taken = False
         self._num_hashes = 0
+        self.has_blocks = False
+        """Whether any of them is a block, and no resume point."""
 
     def add(self, block_hashes: Iterable[BlockHash], tier: Tier = Tier.DEVICE) -> None:
         """Hashes whose fastest copy lies in this tier."""
         assert not self._is_taken, "it is a replica's already"
-        self._num_hashes += self._holders.add(self._bit, tuple(block_hashes), tier)
+        num_new = self._holders.add(self._bit, tuple(block_hashes), tier)
+        self._num_hashes += num_new
+        self.has_blocks = self.has_blocks or num_new > 0
+
+    def add_points(self, names: Collection[BlockHash]) -> None:
+        """Resume points, by the names that `resume_points.py` gives them."""
+        assert not self._is_taken, "it is a replica's already"
+        self._num_hashes += self._holders.add(self._bit, names)
 
     def take(self) -> tuple[int, int]:
         """The bit, which is the caller's from now on, and how many hashes have it."""

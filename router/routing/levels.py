@@ -138,9 +138,12 @@ class Overlaps(Mapping[ReplicaId, int]):
 
     `levels` are deepest first, each replica once. `look` answers the same for a part of the index; it is
     called on demand, so not after the index has changed. Without it, all is stored on the device.
+
+    Of a sparse model, `levels` are the deepest resume points, and `reach` is how far full attention has the
+    prompt: nothing that is computed less, but where a request leaves a point for later ones.
     """
 
-    __slots__ = ("_has_foretold", "_levels", "_look", "_seen", "slots")
+    __slots__ = ("_has_foretold", "_levels", "_look", "_seen", "reach", "slots")
 
     def __init__(
         self,
@@ -149,8 +152,10 @@ class Overlaps(Mapping[ReplicaId, int]):
         look: Callable[[View], Sequence[Depth]] | None = None,
         *,
         has_foretold: bool = False,
+        reach: Sequence[Depth] = (),
     ) -> None:
         self.slots = slots
+        self.reach = reach
         self._has_foretold = has_foretold
         self._levels = levels
         self._look = look
@@ -187,6 +192,13 @@ class Overlaps(Mapping[ReplicaId, int]):
     def deepest_stored(self, among: int) -> Level | None:
         """Return the replicas in the mask `among` that have stored most; None if none has stored any."""
         return next(self._among(self._view(View.STORED), among), None)
+
+    def reach_levels(self, among: int) -> Iterator[Level]:
+        """The same by full attention's reach; nothing if the model is not sparse."""
+        return self._among(self.reach, among)
+
+    def reach_of(self, bit: int) -> int:
+        return _depth(self.reach, bit)
 
     def _among(self, levels: Sequence[Depth], among: int) -> Iterator[Level]:
         for depth, mask in levels:

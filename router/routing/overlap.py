@@ -24,6 +24,9 @@ A prediction names blocks that a replica is about to compute, and has one or two
 Departures are remembered for a while (`departures.py`), so that a miss can be explained by where a block was
 and how it went.
 
+For a sparse model, points that hits may end at are kept beside the blocks (`resume_points.py`); overlaps are
+then by points, and blocks only say how far full attention reaches.
+
 The announcement comes back under the id of the router's prediction and merges with it. A replica's
 announcements are dropped when messages were missed (a gap, a reread set, a lost stream), since the end may
 have been among them. A removal cancels a predicted block, whichever router predicted it.
@@ -43,6 +46,7 @@ from replicas.protocol.status import Epoch, ReplicaId
 from router.routing.departures import Departure, Departures
 from router.routing.holders import IN_HOST, ON_DISK, Holders, StagedHashes, replicas_of
 from router.routing.levels import Depth, Overlaps, Slots, View
+from router.routing.resume_points import as_points, point_levels
 
 MAX_PREDICTED_BLOCKS = 200_000
 """Own and announced predictions together."""
@@ -109,15 +113,28 @@ class _Look:
         return on_device if view is View.ON_DEVICE else in_host
 
 
+def _names(block_hashes: Collection[BlockHash], points: Collection[BlockHash]) -> Collection[BlockHash]:
+    """Return the names of these blocks and resume points in the index."""
+    return [*as_points(points), *block_hashes] if points else block_hashes
+
+
 def _mask(levels: Iterable[Depth]) -> int:
     return functools.reduce(operator.or_, (mask for _, mask in levels), 0)
 
 
 class PrefixIndex:
     def __init__(
-        self, block_size: int, index_stride: int, *, max_predicted_blocks: int = MAX_PREDICTED_BLOCKS
+        self,
+        block_size: int,
+        index_stride: int,
+        *,
+        is_sparse: bool = False,
+        max_predicted_blocks: int = MAX_PREDICTED_BLOCKS,
     ) -> None:
         self._blocks_per_stride = blocks_per_stride(block_size, index_stride)
+        self._is_sparse = is_sparse
+        self._has_reach = False
+        """Whether any replica ever had a block, not only points: the model has full attention."""
         self._max_predicted_blocks = max_predicted_blocks
         self.departures = Departures()
         self._holders = Holders(self._on_departed)
@@ -129,9 +146,10 @@ class PrefixIndex:
         self._predictions: dict[int, _Prediction] = {}
         self._num_predicted_blocks = 0
 
-    def thin(self, block_size: int, index_stride: int) -> None:
+    def thin(self, block_size: int, index_stride: int, *, is_sparse: bool = False) -> None:
         """From now on the index is thinned like this: for a model whose replicas were all replaced."""
         self._blocks_per_stride = blocks_per_stride(block_size, index_stride)
+        self._is_sparse, self._has_reach = is_sparse, False
 
     @property
     def blocks_per_stride(self) -> int:
@@ -196,10 +214,35 @@ class PrefixIndex:
             self._slots = Slots({replica_id: each.bit for replica_id, each in self._replicas.items()})
         slots = self._slots
         levels, foretold = self._levels(block_hashes, slots.everyone, self._predicted)
+        if self._is_sparse:
+            return self._by_points(slots, block_hashes, levels)
         if not levels or not (foretold or self._holders.has_tiers):
             return Overlaps(slots, levels)
         look = _Look(self, block_hashes, levels, foretold)
         return Overlaps(slots, levels, look, has_foretold=foretold != 0)
+
+    def _by_points(self, slots: Slots, block_hashes: Sequence[BlockHash], reach: list[Depth]) -> Overlaps:
+        """Return the overlaps of a sparse model, where `reach` says how far full attention has the chain."""
+
+        def points(predicted: Mapping[BlockHash, int]) -> tuple[list[Depth], int]:
+            known = reach if self._has_reach else None
+            stride = self._blocks_per_stride
+            return point_levels(self._holders.shards, predicted, block_hashes, slots.everyone, known, stride)
+
+        levels, foretold = points(self._predicted)
+        if not foretold:
+            return Overlaps(slots, levels, reach=reach)
+
+        def look(view: View) -> Sequence[Depth]:
+            return points({})[0] if view is View.STORED else levels
+
+        return Overlaps(slots, levels, look, has_foretold=True, reach=reach)
+
+    def reach(self, replica_id: ReplicaId, block_hashes: Sequence[BlockHash]) -> int:
+        """Leading blocks that the replica has or is about to have, of full attention if it is sparse."""
+        replica = self._replicas.get(replica_id)
+        levels = [] if replica is None else self._levels(block_hashes, replica.bit, self._predicted)[0]
+        return levels[0][0] if levels else 0
 
     def levels_stored(self, block_hashes: Sequence[BlockHash], among: int) -> list[Depth]:
         """Return depths of the replicas in the mask, by stored blocks in any tier, without predictions."""
@@ -372,6 +415,7 @@ class PrefixIndex:
             staged = self.stage()
             staged.add(hashes)
             hashes = staged
+        self._has_reach = self._has_reach or hashes.has_blocks
         replica = self._replica(replica_id)
         retired = None
         if replica.epoch not in (None, epoch):
@@ -396,6 +440,9 @@ class PrefixIndex:
             self._drop_all(replica)
             if replica.num_stored:
                 self._become(replica, self._holders.take(), 0)
+        if change.points or change.points_removed:
+            replica.num_stored += self._change_points(replica, change)
+        self._has_reach = self._has_reach or bool(change.added)
         if replica.predictions:
             for block_hash in change.removed:
                 self._cancel(replica, block_hash)
@@ -412,6 +459,16 @@ class PrefixIndex:
                 self._drop(announcement_id)
         self._holders.sweep()
         return ChangeOutcome.APPLIED
+
+    def _change_points(self, replica: _Replica, change: IndexChange) -> int:
+        """Apply a change's resume points; returns how many more there are."""
+        removed = as_points(change.points_removed)
+        if replica.predictions:
+            for point in removed:
+                self._cancel(replica, point)
+        self.departures.left(change.replica_id, change.epoch, removed)
+        num_removed = self._holders.remove(replica.bit, removed)
+        return self._holders.add(replica.bit, as_points(change.points)) - num_removed
 
     def sweep(self) -> bool:
         """Clear some leftovers of replicas that are gone, or were cleared or reread; False if there are none.
@@ -438,14 +495,20 @@ class PrefixIndex:
             self._drop_announced(replica)
 
     def predict(
-        self, announcement_id: int, replica_id: ReplicaId, block_hashes: Collection[BlockHash]
+        self,
+        announcement_id: int,
+        replica_id: ReplicaId,
+        block_hashes: Collection[BlockHash],
+        points: Collection[BlockHash] = (),
     ) -> None:
-        """Count these blocks at the replica, which is about to compute them, until the prediction ends.
+        """Count these blocks and resume points at the replica, which is about to compute them, until the
+        prediction ends.
 
         `block_hashes` come from `missing`. Predictions beyond the limit end the oldest.
         """
         self._drop(announcement_id)  # ids are made to be unique, but others make them too
-        self._add(announcement_id, self._replica(replica_id), block_hashes, is_own=True, is_announced=False)
+        names = _names(block_hashes, points)
+        self._add(announcement_id, self._replica(replica_id), names, is_own=True, is_announced=False)
 
     def end_prediction(self, announcement_id: int) -> None:
         """End this router's part of it. An announced one stays until its replica ends it.
@@ -459,7 +522,8 @@ class PrefixIndex:
                 self._drop(announcement_id)
 
     def _announce(self, replica: _Replica, announcement: Announcement) -> None:
-        announcement_id, block_hashes = announcement.announcement_id, announcement.block_hashes
+        announcement_id = announcement.announcement_id
+        block_hashes = _names(announcement.block_hashes, announcement.points)
         own = replica.predictions.get(announcement_id)
         if own is not None and own.block_hashes == set(block_hashes):
             own.is_announced = True

@@ -15,6 +15,7 @@ import msgspec
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import LoadSnapshot
+from replicas.protocol.hits import num_searched, points_left
 from replicas.protocol.keys import Announcement, blocks_per_stride
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId
 from replicas.protocol.ways import num_image_tokens_left
@@ -37,7 +38,8 @@ the first token: the index hears of the blocks a little later."""
 @dataclass(slots=True)
 class _Model:
     index: PrefixIndex
-    block_size: int
+    card: ModelCard
+    """The first replica's card. All find hits alike."""
     blocks_per_stride: int
     replicas: dict[ReplicaId, frozenset[Adapter]] = field(default_factory=dict)
     """With the adapters that each has loaded."""
@@ -49,6 +51,11 @@ class _Model:
     """Alive, but getting nowhere."""
     ready: dict[Adapter | None, Replicas] = field(default_factory=dict)
     """Candidates by adapter. Cleared when one comes, goes or drains."""
+
+    @property
+    def finds_all(self) -> bool:
+        """Whether a hit is as long as the blocks that were found, whatever these are."""
+        return not (self.card.is_sparse or self.card.peek_tokens)
 
 
 class Preview(NamedTuple):
@@ -162,16 +169,22 @@ class RoutingTable:
         stride = blocks_per_stride(card.block_size, index_stride)
         model = self._models.get(card.name)
         if model is None:
-            model = _Model(PrefixIndex(card.block_size, index_stride), card.block_size, stride)
-            self._models[card.name] = model
+            index = PrefixIndex(card.block_size, index_stride, is_sparse=card.is_sparse)
+            model = self._models[card.name] = _Model(index, card, stride)
         elif set(model.replicas) <= {replica_id}:
-            model.index.thin(card.block_size, index_stride)
-            model.block_size, model.blocks_per_stride = card.block_size, stride
-        elif (model.block_size, model.blocks_per_stride) != (card.block_size, stride):
+            model.index.thin(card.block_size, index_stride, is_sparse=card.is_sparse)
+            model.card, model.blocks_per_stride = card, stride
+        elif (model.card.block_size, model.blocks_per_stride) != (card.block_size, stride):
             raise ValueError(
                 f"replica {replica_id} of {card.name} has blocks of {card.block_size} and indexes every"
-                f" {stride}th; the others have blocks of {model.block_size} and index every"
+                f" {stride}th; the others have blocks of {model.card.block_size} and index every"
                 f" {model.blocks_per_stride}th"
+            )
+        elif (model.card.is_sparse, model.card.peek_tokens) != (card.is_sparse, card.peek_tokens):
+            raise ValueError(
+                f"replica {replica_id} of {card.name} finds hits in another way than the others: its cache is"
+                f" {'sparse' if card.is_sparse else 'dense'}, and its draft model reads {card.peek_tokens}"
+                f" tokens"
             )
         model.replicas[replica_id] = frozenset(card.adapters)
         model.cards[replica_id] = card
@@ -278,7 +291,7 @@ class RoutingTable:
 
     def block_size(self, model: str) -> int:
         """Tokens per block. Raises UnknownModel."""
-        return self._model(model).block_size
+        return self._model(model).card.block_size
 
     def load(self, replica_id: ReplicaId) -> ReplicaLoad:
         return self.loads.view(replica_id)
@@ -330,7 +343,7 @@ class RoutingTable:
         """
         fleet = self._model(model)
         decision, _ = self._decide(fleet, request, block_hashes, exclude, adapter, load_of)
-        return Choice(decision, lambda: self._act(fleet.index, request, block_hashes, decision))
+        return Choice(decision, lambda: self._act(fleet, request, block_hashes, decision))
 
     def is_ready(self, replica_id: ReplicaId, *, adapter: Adapter | None = None) -> bool:
         """Whether it may be chosen."""
@@ -373,7 +386,18 @@ class RoutingTable:
             replicas = replicas.seen_as(load_of)
         if not len(replicas):
             raise NoReplicaAvailable("no replica is ready at the moment")
-        request = msgspec.structs.replace(request, sequence=self._num_routed)
+        if fleet.finds_all:
+            request = msgspec.structs.replace(request, sequence=self._num_routed)
+        else:
+            num_findable = num_searched(fleet.card, request.num_tokens)
+            if fleet.card.is_sparse:  # a point behind them is none for this prompt
+                block_hashes = block_hashes[:num_findable]
+            request = msgspec.structs.replace(
+                request,
+                sequence=self._num_routed,
+                num_findable_blocks=num_findable,
+                peek_tokens=fleet.card.peek_tokens,
+            )
         overlaps = fleet.index.overlaps(block_hashes)
         decision = self._policy(request, replicas, overlaps, self._parameters, self._rng)
         held = overlaps.held(frozenset(fleet.gone))
@@ -383,11 +407,12 @@ class RoutingTable:
 
     def _act(
         self,
-        index: PrefixIndex,
+        fleet: _Model,
         request: RoutingRequest,
         block_hashes: Sequence[BlockHash],
         decision: Decision,
     ) -> RoutedRequest:
+        index = fleet.index
         # 64 bits, and never 0, which says that there is none.
         announcement_id = 1 + (self._first_id + self._num_routed) % (2**64 - 1)
         self._num_routed += 1
@@ -398,7 +423,8 @@ class RoutingTable:
             num_image_tokens=num_image_tokens_left(request.media, decision.overlap_tokens),
         )
         missing = index.missing(decision.replica_id, block_hashes)
-        index.predict(announcement_id, decision.replica_id, missing)
+        points = _points_left(fleet, request, block_hashes, decision) if fleet.card.is_sparse else ()
+        index.predict(announcement_id, decision.replica_id, missing, points)
 
         def end_prediction(is_computed: bool) -> None:
             if is_computed and self._clock is not None:
@@ -406,7 +432,8 @@ class RoutingTable:
             else:
                 index.end_prediction(announcement_id)
 
-        return RoutedRequest(decision, reservation, Announcement(announcement_id, missing), end_prediction)
+        announcement = Announcement(announcement_id, missing, points)
+        return RoutedRequest(decision, reservation, announcement, end_prediction)
 
     def instruments(self) -> Iterator[Instrument]:
         def each(read: Callable[[ReplicaLoad], float]) -> Callable[[], Mapping[str, float]]:
@@ -464,6 +491,24 @@ class RoutingTable:
         if model is None:
             raise UnknownModel(f"there is no model {name}")
         return model
+
+
+def _points_left(
+    fleet: _Model, request: RoutingRequest, block_hashes: Sequence[BlockHash], decision: Decision
+) -> tuple[BlockHash, ...]:
+    """Return the resume points that a sparse replica will have after the prompt, and had not before.
+
+    The index is thinned, so full attention may reach further than is known here; the point that it leaves at
+    the junction is then deeper than the one foretold.
+    """
+    card = fleet.card
+    num_reached = fleet.index.reach(
+        decision.replica_id, block_hashes[: num_searched(card, request.num_tokens)]
+    )
+    is_junction = num_reached * card.block_size > decision.overlap_tokens + card.peek_tokens
+    ends = points_left(card, request.num_tokens, num_reached if is_junction else 0)
+    found = decision.overlap_tokens + card.peek_tokens if decision.overlap_tokens else 0
+    return tuple([block_hashes[end - 1] for end in ends if found < end * card.block_size])
 
 
 def _ignore(model: str, replica_id: ReplicaId) -> None:

@@ -1,4 +1,4 @@
-"""The process beside an event loop that prepares large bodies and works out grammars, each in a child.
+"""The process beside a router that prepares large bodies and works out grammars, each in a child of its own.
 
 Owns a copy of every model's tokenizer and template, which its children share, and the bounds that a child
 works under: processor time, time, memory. What happens to one child harms no other. It ends when its router
@@ -12,7 +12,6 @@ answers there and ends, and what it took goes back with it. A child ends by itse
 import fcntl
 import gc
 import os
-import pkgutil
 import resource
 import signal
 import socket
@@ -27,13 +26,13 @@ import msgspec
 from replicas.protocol.status import TokenizerBundle
 from router.answers.formats import AnswerFormat, answer_format
 from router.answers.grammar_check import WishedGrammar
+from router.api.grammar_checks import check
+from router.api.preparing import prepare
 from router.errors import InvalidRequest, UnknownModel
-from router.large_bodies.grammar_checks import check
-from router.large_bodies.jobs import (
+from router.prepared import (
     GRAMMAR,
     LENGTH,
     PREPARE,
-    BodyJob,
     Bounds,
     CrashedJob,
     Digest,
@@ -41,7 +40,7 @@ from router.large_bodies.jobs import (
     LoadTextSide,
     ModelWindow,
     Outcome,
-    Perform,
+    PrepareJob,
     RefusedRequest,
 )
 from router.prompt.quoting import Quoter
@@ -89,10 +88,9 @@ class _Names:
         return sorted(name for name, window in self._windows.items() if not window.is_adapter)
 
 
-class _Server:
-    def __init__(self, bounds: Bounds, perform: Perform) -> None:
+class _Preparer:
+    def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
-        self._perform = perform
         self._text_sides: dict[Digest, _TextSide] = {}
 
     def serve(self, control: socket.socket) -> None:
@@ -110,9 +108,9 @@ class _Server:
                     self._load(peer, control)
 
     def _prepare(self, peer: socket.socket) -> None:
-        job = msgspec.msgpack.decode(receive(peer), type=BodyJob)
+        job = msgspec.msgpack.decode(receive(peer), type=PrepareJob)
         body = receive(peer)
-        _answer(peer, lambda: self._perform(job, _Names(job.models, self._text_sides), body))
+        _answer(peer, lambda: prepare(job, _Names(job.models, self._text_sides), body))
 
     def _load(self, peer: socket.socket, control: socket.socket) -> None:
         """Answers with a Verdict. The template is tried out by a child, and never run here."""
@@ -234,15 +232,14 @@ def _receive(peer: socket.socket, length: int) -> bytearray:
     return message
 
 
-def main(handle: int, bounds: Bounds, perform: Perform) -> None:
+def main(handle: int, bounds: Bounds) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the router decides when to end
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # how a child has ended does not matter
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # for what is not Python: threads do not survive a fork
     with socket.socket(fileno=handle) as control:
-        _Server(bounds, perform).serve(control)
+        _Preparer(bounds).serve(control)
 
 
 if __name__ == "__main__":
-    _, handle, bounds, name = sys.argv
-    main(int(handle), msgspec.json.decode(bounds, type=Bounds), pkgutil.resolve_name(name))
+    main(int(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=Bounds))

@@ -1,8 +1,9 @@
-"""Worker: large bodies are prepared, and grammars worked out, in a process beside the event loop.
+"""Offload: large bodies are prepared, and grammars worked out, beside the event loop.
 
-Owns that process (`worker_process.py`), and its turns: `PLACES` bodies are worked on, `MOST_WAITING` wait,
-for `WAIT_SECONDS` at most, in a line that no address fills. It is started when it is first needed, and again
-if it has died.
+Owns the process that does it (`router/api/preparing_process.py`). `PLACES` bodies are worked on,
+`MOST_WAITING` wait, for `WAIT_SECONDS` at most, in a line that no address fills.
+
+The process is started when it is first needed, and again if it has died.
 """
 
 import asyncio
@@ -17,12 +18,11 @@ import msgspec
 from replicas.protocol.status import TokenizerBundle
 from router.answers.grammar_check import CheckedGrammar, WishedGrammar
 from router.errors import InvalidRequest, RouterBusy
-from router.large_bodies.jobs import (
+from router.prepared import (
     GRAMMAR,
     LENGTH,
     LOAD,
     PREPARE,
-    BodyJob,
     Bounds,
     CrashedJob,
     Digest,
@@ -30,7 +30,7 @@ from router.large_bodies.jobs import (
     LoadTextSide,
     ModelWindow,
     Outcome,
-    Perform,
+    PrepareJob,
     RefusedRequest,
 )
 from router.prompt.catalog import ModelCatalog
@@ -51,13 +51,12 @@ class _Hung(Exception):
     """The other end has closed its socket."""
 
 
-class Worker:
-    """For one event loop. `perform` does the work on a body. `close()` when no request is left."""
+class Offload:
+    """For one event loop. `close()` when no request is left."""
 
     def __init__(
         self,
         catalog: ModelCatalog,
-        perform: Perform,
         *,
         max_choices: int,
         max_prompts: int,
@@ -67,7 +66,6 @@ class Worker:
     ) -> None:
         self._bounds = bounds or Bounds()
         self._catalog = catalog
-        self._perform = perform
         self._max_choices = max_choices
         self._max_prompts = max_prompts
         self._has_history = has_history
@@ -83,15 +81,13 @@ class Worker:
         )
         self.num_done = self.num_ended = self.num_refused = 0
 
-    async def prepare(
-        self, kind: str, body: bytes, address: str | None = None, max_context: int | None = None
-    ) -> Outcome:
-        """Prompts have at most `max_context` tokens. Raises what is wrong with the request; RouterBusy where
-        there are too many, of its client's address or of all; NoReplicaAvailable while no model is known."""
+    async def prepare(self, kind: str, body: bytes, address: str | None = None) -> Outcome:
+        """Raises what is wrong with the request; RouterBusy where there are too many of its kind, of its
+        client's address or of all; NoReplicaAvailable while no model is known."""
         self._catalog.check_known()
         try:
             async with self._places.place(address):
-                outcome = await self._prepare(kind, body, max_context)
+                outcome = await self._prepare(kind, body)
         except NoPlace as error:
             raise self._refused() from error
         _raise_if_failed(outcome, "a request body could not be prepared")
@@ -170,10 +166,10 @@ class Worker:
             retry_after_seconds=RETRY_SECONDS,
         )
 
-    async def _prepare(self, kind: str, body: bytes, max_context: int | None) -> Outcome:
-        windows = self._windows(max_context)
+    async def _prepare(self, kind: str, body: bytes) -> Outcome:
+        windows = self._windows()
         await self._load_all()
-        job = BodyJob(kind, self._max_choices, self._max_prompts, self._has_history, windows)
+        job = PrepareJob(kind, self._max_choices, self._max_prompts, self._has_history, windows)
         try:
             answer = await self._ask(PREPARE, msgspec.msgpack.encode(job), body)
         except _Hung as error:
@@ -189,7 +185,7 @@ class Worker:
         outcome: Outcome = msgspec.msgpack.decode(answer, type=Outcome)
         return outcome
 
-    def _windows(self, max_context: int | None) -> dict[str, ModelWindow]:
+    def _windows(self) -> dict[str, ModelWindow]:
         catalog = self._catalog
         adapters = set(catalog.adapter_names())
         names = [*catalog.names(), *adapters]
@@ -199,7 +195,7 @@ class Worker:
             digest = Digest(catalog.bundle_of(card.name)[0])
             found[name] = ModelWindow(
                 digest,
-                card.context_length if max_context is None else min(card.context_length, max_context),
+                card.context_length,
                 card.vocab_size,
                 card.eos_token_ids,
                 name in adapters,
@@ -244,9 +240,7 @@ class Worker:
         ours.setblocking(False)
         self._control = ours
         with theirs:
-            self._process = await asyncio.to_thread(
-                _start_process, theirs.fileno(), self._bounds, self._perform
-            )
+            self._process = await asyncio.to_thread(_start_process, theirs.fileno(), self._bounds)
 
     def _forget(self) -> None:
         """The process ends when its control socket is closed."""
@@ -294,11 +288,15 @@ def _raise_if_failed(outcome: Outcome | GrammarOutcome, what: str) -> None:
             raise RuntimeError(f"{what}:\n{outcome.traceback}")
 
 
-def _start_process(handle: int, bounds: Bounds, perform: Perform) -> "subprocess.Popen[bytes]":
-    name = f"{perform.__module__}:{perform.__qualname__}"
-    module = "router.large_bodies.worker_process"
+def _start_process(handle: int, bounds: Bounds) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
-        [sys.executable, "-m", module, str(handle), msgspec.json.encode(bounds), name],
+        [
+            sys.executable,
+            "-m",
+            "router.api.preparing_process",
+            str(handle),
+            msgspec.json.encode(bounds),
+        ],
         pass_fds=[handle],
         stdin=subprocess.DEVNULL,
     )
