@@ -42,11 +42,11 @@ from router.features.usage.feature import Usage
 from router.fleet.index_mirror import IndexMirror, mirror_instruments
 from router.fleet.membership import Membership
 from router.fleet.registry_source import RegistrySource
+from router.large_bodies.jobs import Bounds
 from router.observation.access_log import log_request
 from router.observation.loop_lag import LoopLag
 from router.observation.metrics import RouterMetrics
 from router.observation.trace_points import Tracing
-from router.prepared import Bounds
 from router.prompt.catalog import ModelCatalog, bundle_digest
 from router.queue.fair_queue import FairQueue
 from router.queue.held import QueueRules
@@ -187,14 +187,14 @@ class Router:
         finally:
             for feature in self._context.features:
                 await feature.close()
-            await self._context.offload.close()
+            await self._context.worker.close()
 
     async def close(self) -> None:
         """Write what is left, after the last request has ended."""
         await asyncio.to_thread(self._tracing.close, FAREWELL_SECONDS)
 
     async def _add_model(self, card: ModelCard, bundle: TokenizerBundle) -> None:
-        verdict = await self._context.offload.try_out(bundle_digest(bundle), bundle)
+        verdict = await self._context.worker.try_out(bundle_digest(bundle), bundle)
         await asyncio.to_thread(self._catalog.add, card, bundle, created=int(time.time()), verdict=verdict)
         if verdict.complaint is not None:
             logger.error("model=%s has no chats: %s", card.name, verdict.complaint)

@@ -187,7 +187,7 @@ def started_when_needed(cluster: RunningCluster) -> dict[str, int]:
     one that has started Ray's raylet again."""
     python = Path(sys.executable).name
     return {
-        f"{python} -m router.api.preparing_process": len(cluster.routers()) or 1,
+        f"{python} -m router.large_bodies.worker_process": len(cluster.routers()) or 1,
         f"{python} -m ray.scripts.scripts": 1,
     }
 

@@ -13,7 +13,7 @@ from replicas.protocol.blocks import pack_token_ids
 from router.answers.formats import starts_in_reasoning
 from router.answers.grammar_check import ANY_TEXT, CheckedGrammar
 from router.api.chat_request import ChatRequest, KeepThrough
-from router.api.sampling import check_text_length, context_exceeded, most_tokens, too_many_tokens
+from router.api.sampling import bounded_tokens, context_exceeded
 from router.errors import InvalidRequest
 from router.explain.outline import PromptOutline, outline_of
 from router.history.splicing import STANDS_FOR_ANSWER
@@ -108,10 +108,7 @@ def _with_system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any
 
 def encode_chat(model: TextModel, request: ChatRequest, chat: RenderedChat) -> Shown:
     """Raises InvalidRequest, and ContextLengthExceeded, before all is encoded, for what is far too long."""
-    check_text_length(model, chat.text, request.messages_field)
-    token_ids = model.tokenizer.encode_within(most_tokens(model), chat.text, is_quoted=chat.is_quoted)
-    if token_ids is None:
-        raise too_many_tokens(model, request.messages_field)
+    token_ids = bounded_tokens(model, chat.text, request.messages_field, is_quoted=chat.is_quoted)
     return shown_chat(model, request, token_ids)
 
 

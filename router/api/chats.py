@@ -5,31 +5,26 @@ and an answer is written is given.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
-
-import msgspec
 
 from router.answers.parser import AnswerParser, new_parser
 from router.answers.wishes import ToolMode
 from router.api.api_request import AnswerWriter, ApiRequest, OutputWishes, Prompt, make_prompt
 from router.api.asked import Asked, Prepare
-from router.api.body_weight import is_light_chat
-from router.api.chat_history import Begun, TailOf
-from router.api.chat_prompt import encoded_prompt, render_chat, shown_chat
+from router.api.chat_history import Begun
 from router.api.chat_request import ChatRequest
 from router.api.context import ApiContext
-from router.api.conversation import encoded_history, encoded_tail
-from router.api.grammar_checks import chat_grammar
-from router.api.preparing import READERS
-from router.api.sampling import TokenRules, check_text_length, kept_tokens, sampling_params
+from router.api.prepare import PreparedChat, prepared_chat
+from router.api.prepare_in_worker import received_chat
+from router.api.prepare_on_loop import OnLoop
+from router.api.sampling import TokenRules, sampling_params
 from router.caller import Caller
 from router.errors import about_model
-from router.prepared import EncodedPrompt, PreparedRequest
+from router.large_bodies.body_weight import is_light_chat
+from router.large_bodies.jobs import PreparedRequest
+from router.prepared import EncodedPrompt
 from router.prompt.catalog import ServedModel
 from router.prompt.engines import TooMuchWork
-
-_request_decoder = msgspec.msgpack.Decoder(ChatRequest)
 
 
 class Chat(NamedTuple):
@@ -44,82 +39,47 @@ class Chat(NamedTuple):
 NewWriter = Callable[[Chat], AnswerWriter]
 
 
-class _Read(NamedTuple):
-    """`token_ids` are those that `encoded` has packed. `tail_of` says what stands behind an answer in it."""
-
-    request: ChatRequest
-    encoded: EncodedPrompt
-    token_ids: list[int]
-    tail_of: TailOf
-
-
 def prepare_chats(kind: str, new_writer: NewWriter) -> Prepare:
     """For bodies of a kind in READERS."""
 
     async def prepare(context: ApiContext, asked: Asked) -> ApiRequest:
         """Raises InvalidRequest, UnknownModel or RouterBusy."""
-        read = await _read(context, kind, asked)
-        context.unknown_fields.count(kind, read.request.unknown_fields)
-        with about_model(read.request.model):
-            model = context.catalog.get(read.request.model).bounded(asked.caller.max_context)
-            history, asking = context.history, (model, asked.caller, read.request, read.encoded)
+        prepared = await _prepared(context, kind, asked)
+        request = prepared.request
+        context.unknown_fields.count(kind, request.unknown_fields)
+        with about_model(request.model):
+            model = context.catalog.get(request.model).bounded(asked.caller.max_context)
+            history, asking = context.history, (model, asked.caller, request, prepared.prompt)
             begun = history.begin(*asking)
-            if begun is not None and history.is_elsewhere(begun, read.encoded):
+            if begun is not None and history.is_elsewhere(begun, prepared.prompt):
                 begun = await history.ask_elsewhere(*asking, begun, context.turns.long_work())
-            return _answer(context, asked.caller, model, read, begun, new_writer)
+            return _answer(context, asked.caller, model, prepared, begun, new_writer)
 
     return prepare
 
 
-async def _read(context: ApiContext, kind: str, asked: Asked) -> _Read:
+async def _prepared(context: ApiContext, kind: str, asked: Asked) -> PreparedChat:
     if is_light_chat(asked.body):
         try:
-            return await _encode(context, kind, asked)
+            return await prepared_chat(OnLoop(context, asked), kind, asked.body)
         except TooMuchWork:
             pass
-    prepared = await context.offload.prepare(kind, asked.body, asked.address)
-    assert isinstance(prepared, PreparedRequest)
-    (encoded,) = prepared.prompts
-    tail = None if encoded.history is None else encoded.history.tail
-    tails = {} if tail is None else {tail.position: tail}
-    return _Read(_request_decoder.decode(prepared.fields), encoded, encoded.ids(), tails.get)
-
-
-async def _encode(context: ApiContext, kind: str, asked: Asked) -> _Read:
-    """Here and now; only what is long and new is encoded in a thread. Raises TooMuchWork."""
-    request = READERS[kind](asked.body, context.config.max_choices)
-    namespace, salt = asked.caller.namespace, request.cache_salt
-    model = context.catalog.get(request.model).within(namespace, salt).bounded(asked.caller.max_context)
-    with about_model(request.model):
-        chat = render_chat(model, request, is_bounded=True)
-        check_text_length(model, chat.text, request.messages_field)
-        token_ids = await model.tokenizer.encode_async(chat.text, is_quoted=chat.is_quoted)
-        wished = chat_grammar(model, request, starts_in_reasoning=chat.starts_in_reasoning)
-        shown = shown_chat(model, request, token_ids)
-        kept = kept_tokens(request, model, shown.token_ids)
-        encoded = encoded_prompt(
-            model,
-            request,
-            chat,
-            shown,
-            kept,
-            grammar=await context.grammars.checked(wished, (namespace, salt), asked.share_owner),
-            history=encoded_history(request) if context.history.is_on else None,
-        )
-    return _Read(request, encoded, kept, partial(encoded_tail, model, chat))
+    sent = await context.worker.prepare(kind, asked.body, asked.address, asked.caller.max_context)
+    assert isinstance(sent, PreparedRequest)
+    return received_chat(sent)
 
 
 def _answer(
     context: ApiContext,
     caller: Caller,
     model: ServedModel,
-    read: _Read,
+    prepared: PreparedChat,
     begun: Begun | None,
     new_writer: NewWriter,
 ) -> ApiRequest:
-    request, token_ids = read.request, read.token_ids
-    encoded, turn = context.history.go_on(model, caller, request, read.encoded, read.tail_of, begun)
-    if encoded is not read.encoded:
+    request, sent, token_ids, tail_of = prepared
+    encoded, turn = context.history.go_on(model, caller, request, sent, tail_of, begun)
+    if encoded is not sent:
         token_ids = encoded.ids()
     sampling = sampling_params(
         request,

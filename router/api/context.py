@@ -18,7 +18,7 @@ from replicas.protocol.frames import TokenDelta
 from replicas.protocol.status import ReplicaId
 from router.api.authenticator import FindsCallers
 from router.api.chat_history import ChatHistory
-from router.api.grammar_checks import GrammarChecks
+from router.api.prepare_in_worker import prepare_in_worker
 from router.api.rate_limiting import RequestRates
 from router.caller import Caller, Right
 from router.config import RouterConfig
@@ -27,7 +27,9 @@ from router.edge.http import read_body
 from router.feature import Feature, Hooks
 from router.fleet.inflight import Listener
 from router.generation import Generation
-from router.large_bodies.offload import Offload
+from router.large_bodies.grammar_checks import GrammarChecks
+from router.large_bodies.jobs import Bounds
+from router.large_bodies.worker import Worker
 from router.limits.admission import Admission, AdmissionHold, demand_of
 from router.limits.body_budget import BodyBudget, BodyHold
 from router.limits.in_flight import InFlight
@@ -35,7 +37,6 @@ from router.limits.tenant_turns import TenantTurns
 from router.observation.metrics import RouterMetrics
 from router.observation.trace_points import GenerationTrace, Tracing
 from router.observation.unknown_fields import UnknownFields
-from router.prepared import Bounds
 from router.prompt.catalog import ModelCatalog, ServedModel
 from router.routing.decision import Decision
 from router.routing.overlap import PrefixIndex
@@ -110,7 +111,7 @@ class ApiContext:
     """Bounds on preparing a large body."""
     history: ChatHistory = field(init=False)
     """Conversations that this router answered."""
-    offload: Offload = field(init=False)
+    worker: Worker = field(init=False)
     """Prepares bodies that would block the loop; closed with the router."""
     grammars: GrammarChecks = field(init=False)
     history_exchange: HistoryExchange | None = None
@@ -133,8 +134,9 @@ class ApiContext:
         self.history = ChatHistory(self.config.history_bytes, self.config.tool_gap_seconds)
         if (exchange := self.history_exchange) is not None:
             self.history.share(exchange)
-        self.offload = Offload(
+        self.worker = Worker(
             self.catalog,
+            prepare_in_worker,
             max_choices=self.config.max_choices,
             max_prompts=self.config.max_prompts,
             has_history=self.history.is_on,
@@ -142,7 +144,7 @@ class ApiContext:
             bounds=self.bounds,
         )
         self.unknown_fields = UnknownFields(self.metrics.count_unknown_fields)
-        self.grammars = GrammarChecks(self.offload.work_out)
+        self.grammars = GrammarChecks(self.worker.work_out)
         self.in_flight = InFlight(self.config.max_in_flight, address_share=self.config.address_share)
         self.admission = Admission(
             max_sequences=self.config.max_sequences, max_tokens=self.config.max_tokens_in_flight
@@ -161,7 +163,7 @@ class ApiContext:
             self.in_flight,
             self.admission,
             self.connections,
-            self.offload,
+            self.worker,
             self.rates.limits,
             self.dispatcher,
             self.catalog,

@@ -18,7 +18,7 @@ from replicas.protocol.status import TokenizerBundle
 from router.answers.formats import AnswerFormat, answer_format
 from router.api.chat_prompt import render_chat, shown_chat
 from router.api.openai.completion_prompt import CompletionRequest, prompts_of
-from router.api.preparing import READERS
+from router.api.prepare import READERS
 from router.errors import InvalidRequest, RouterError
 from router.explain.linting.linter import LoggedPrompt
 from router.explain.linting.log_lines import COMPLETION, LoggedRequest

@@ -316,6 +316,15 @@ def too_many_tokens(model: TextModel, parameter: str) -> ContextLengthExceeded:
     )
 
 
+def bounded_tokens(model: TextModel, text: str, parameter: str, **options: bool) -> list[int]:
+    """Encode a text. Raises ContextLengthExceeded, before all is encoded, for a text that is far too long."""
+    check_text_length(model, text, parameter)
+    token_ids = model.tokenizer.encode_within(most_tokens(model), text, **options)
+    if token_ids is None:
+        raise too_many_tokens(model, parameter)
+    return token_ids
+
+
 def check_text_length(model: TextModel, text: str, parameter: str) -> None:
     """Refuses at once what would take seconds to encode only to be found too long: no token stands
     for more characters than the longest one. Where that is not known it is encoded to see."""

@@ -10,7 +10,7 @@ import msgspec
 from router.api.chat_prompt import encode_chat, render_chat
 from router.api.json_body import decode_body, encode_json
 from router.api.openai.chat_body import read_tokenized_chat
-from router.api.sampling import check_text_length, check_token_ids, most_tokens, too_many_tokens
+from router.api.sampling import bounded_tokens, check_token_ids, most_tokens, too_many_tokens
 from router.errors import InvalidRequest
 from router.prompt.text_model import TextModel, TextModels
 
@@ -42,12 +42,7 @@ def tokenize(models: TextModels, body: bytes, *, is_bounded: bool) -> bytes:
     if bytes(options.messages) == b"null":
         plain = decode_body(_text_decoder, body)
         model = _named(models, plain.model)
-        check_text_length(model, plain.prompt, "prompt")
-        token_ids = model.tokenizer.encode_within(
-            most_tokens(model), plain.prompt, add_special_tokens=plain.add_special_tokens
-        )
-        if token_ids is None:
-            raise too_many_tokens(model, "prompt")
+        token_ids = bounded_tokens(model, plain.prompt, "prompt", add_special_tokens=plain.add_special_tokens)
     else:
         request = read_tokenized_chat(body)
         model = _named(models, request.model or None)

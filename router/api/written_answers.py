@@ -8,11 +8,11 @@ from typing import Protocol
 
 from starlette.requests import Request
 
-from router.api.body_weight import is_light
 from router.api.context import ApiContext
 from router.caller import caller_of
 from router.edge.connections import address_of
-from router.prepared import WrittenAnswer
+from router.large_bodies.body_weight import is_light
+from router.large_bodies.jobs import WrittenAnswer
 from router.prompt.engines import TooMuchWork
 from router.prompt.text_model import TextModels
 
@@ -30,6 +30,6 @@ async def written_answer(
     if is_light(body):
         with contextlib.suppress(TooMuchWork):
             return write(context.catalog.within(caller_of(request.scope).namespace), body, is_bounded=True)
-    outcome = await context.offload.prepare(kind, body, address_of(request.scope.get("client")))
+    outcome = await context.worker.prepare(kind, body, address_of(request.scope.get("client")))
     assert isinstance(outcome, WrittenAnswer)
     return outcome.body

@@ -1,7 +1,7 @@
 """BodyBudget: the memory of all request bodies, from their first byte until they have been prepared.
 
-Owns the counts. Bytes count as they arrive, and a body without room is refused. `offload.py` bounds the
-values in a body. Another such budget counts the images of requests being served.
+Owns the counts. Bytes count as they arrive, and a body without room is refused. `large_bodies/` bounds
+the values in a body. Another such budget counts the images of requests being served.
 """
 
 from collections.abc import Iterator

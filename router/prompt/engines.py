@@ -4,7 +4,7 @@ Owns what templates may call, and the fast engine's budget.
 
 minijinja counts its instructions, so an endless loop costs it a few milliseconds. One instruction may still
 do a lot: `"x" * 10**9`, or a filter that pads. Templates with such instructions are not *bounded*, nor is
-anything that jinja2 renders: those need a process that can be killed (`router/large_bodies/offload.py`).
+anything that jinja2 renders: those need a process that can be killed (`router/large_bodies/worker.py`).
 """
 
 import json

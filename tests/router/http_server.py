@@ -29,8 +29,8 @@ from router.features.responses.feature import StoredResponses
 from router.features.responses.store import ResponseStore
 from router.features.usage.feature import Usage
 from router.features.usage.store import UsageStore
+from router.large_bodies.jobs import Bounds
 from router.observation.metrics import RouterMetrics
-from router.prepared import Bounds
 from router.prompt.catalog import ModelCatalog
 from router.siblings.history_exchange import HistoryExchange
 from tests.router import tiny_model
@@ -112,7 +112,7 @@ async def http_server(
         ):
             yield HttpServer(port, context, dispatcher, explanations)
     finally:
-        await context.offload.close()
+        await context.worker.close()
 
 
 @contextlib.asynccontextmanager

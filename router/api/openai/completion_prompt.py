@@ -12,7 +12,6 @@ from router.api.openai.peer_fields import PeerFields, moved, refused_fields
 from router.api.sampling import (
     check_fields,
     check_prompt_length,
-    check_text_length,
     check_token_ids,
     stream_options_table,
 )
@@ -96,19 +95,10 @@ def prompts_of(prompt: str | list[Any], max_prompts: int) -> list[str | list[Any
     return prompt
 
 
-def check_prompt(model: TextModel, request: CompletionRequest, prompt: str | list[Any]) -> None:
-    """Check a prompt before it is encoded."""
-    if isinstance(prompt, str):
-        check_text_length(model, prompt, "prompt")
-        return
+def check_token_prompt(model: TextModel, request: CompletionRequest, prompt: list[Any]) -> None:
     if request.truncate_prompt_tokens is None:
         check_prompt_length(model.card.context_length, len(prompt), "prompt")
     check_token_ids(prompt, model, "prompt")
-
-
-def check_tokens(token_ids: list[int]) -> None:
-    if not token_ids:
-        raise InvalidRequest("Invalid 'prompt': it has no tokens.", parameter="prompt")
 
 
 def echo_of(model: TextModel, request: CompletionRequest, prompt: str | list[Any]) -> str:

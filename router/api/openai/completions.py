@@ -4,116 +4,67 @@ Owns the dialect of the answers; that of the question is in `completion_prompt.p
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, NamedTuple
-
-import msgspec
+from collections.abc import Sequence
+from typing import Any
 
 from replicas.protocol.frames import TokenLogprobs
-from router.answers.grammar_check import CheckedGrammar
 from router.answers.parts import Part, Text
 from router.api.answer_usage import AnswerUsage
 from router.api.api_request import ApiRequest, OutputWishes, Prompt, make_prompt
 from router.api.asked import Asked
-from router.api.body_weight import is_light_completion
 from router.api.choice_output import ChoiceOutput
 from router.api.context import ApiContext
-from router.api.grammar_checks import text_grammar
 from router.api.json_body import encode_json
 from router.api.openai.caching import keeps_of
 from router.api.openai.choice import TokenIds, stop_fields, usage_so_far
 from router.api.openai.completion_prompt import (
-    COMPLETION,
     DEFAULT_MAX_TOKENS,
     CompletionRequest,
-    check_completion,
-    check_prompt,
-    check_tokens,
-    echo_of,
-    prompts_of,
 )
 from router.api.openai.logprobs import finite, token_name
-from router.api.openai.structured_outputs import output_format_of
 from router.api.openai.usage import usage_of
-from router.api.sampling import TokenRules, kept_tokens, sampling_params
+from router.api.prepare import PreparedCompletion, prepared_completion
+from router.api.prepare_in_worker import received_completion
+from router.api.prepare_on_loop import OnLoop
+from router.api.sampling import TokenRules, sampling_params
 from router.api.sse import COMMENT, DONE, ChunkWriter
 from router.caller import Caller
 from router.errors import about_model
 from router.keeping import LeaseRequest
-from router.prepared import EncodedPrompt, PreparedRequest
+from router.large_bodies.body_weight import is_light_completion
+from router.large_bodies.jobs import PreparedRequest
 from router.prompt.catalog import ServedModel
 from router.prompt.engines import TooMuchWork
-
-_fields_decoder = msgspec.msgpack.Decoder(CompletionRequest)
-
-_Encoded = tuple[list[int], str]
-"""Token ids, and the text that the answer begins with."""
-
-
-class _Read(NamedTuple):
-    request: CompletionRequest
-    prompts: AsyncIterator[_Encoded]
-    grammar: CheckedGrammar
-    unknown_fields: list[str]
 
 
 async def prepare_completion(context: ApiContext, asked: Asked) -> ApiRequest:
     """Raises InvalidRequest, UnknownModel or RouterBusy."""
-    request, encoded, grammar, unknown = await _read(context, asked)
-    context.unknown_fields.count("completion", unknown)
+    prepared = await _prepared(context, asked)
+    request = prepared.request
+    context.unknown_fields.count("completion", prepared.unknown_fields)
     model = context.catalog.get(request.model).bounded(asked.caller.max_context)
     with about_model(request.model):
-        prompts = await _make_prompts(context, asked.caller, request, model, encoded, grammar)
+        prompts = await _make_prompts(context, asked.caller, model, prepared)
     writer = _CompletionWriter(context, request, model, prompts)
     return ApiRequest(model, prompts, bool(request.stream), writer)
 
 
-async def _read(context: ApiContext, asked: Asked) -> _Read:
+async def _prepared(context: ApiContext, asked: Asked) -> PreparedCompletion:
     if is_light_completion(asked.body):
-        read, unknown = COMPLETION.read(asked.body)
-        request = COMPLETION.without_hints(read)
-        namespace = asked.caller.namespace, request.cache_salt
-        model = context.catalog.get(request.model).within(*namespace).bounded(asked.caller.max_context)
-        with about_model(request.model), contextlib.suppress(TooMuchWork):
-            check_completion(request, context.config.max_choices)
-            wished = text_grammar(output_format_of(request, request.response_format))
-            grammar = await context.grammars.checked(wished, namespace, asked.share_owner)
-            prompts = prompts_of(request.prompt, context.config.max_prompts)
-            return _Read(request, _encode(model, request, prompts), grammar, unknown)
-    prepared = await context.offload.prepare("completion", asked.body, asked.address)
-    assert isinstance(prepared, PreparedRequest)
-    request = _fields_decoder.decode(prepared.fields)
-    first = prepared.prompts[0]
-    return _Read(request, _unpack(prepared.prompts), first.grammar, prepared.unknown_fields)
-
-
-async def _encode(
-    model: ServedModel, request: CompletionRequest, prompts: list[str | list[Any]]
-) -> AsyncIterator[_Encoded]:
-    for prompt in prompts:
-        check_prompt(model, request, prompt)
-        if isinstance(prompt, str):
-            with_special = request.add_special_tokens is not False
-            token_ids = await model.tokenizer.encode_async(prompt, add_special_tokens=with_special)
-        else:
-            token_ids = prompt
-        check_tokens(token_ids)
-        yield kept_tokens(request, model, token_ids), echo_of(model, request, prompt)
-
-
-async def _unpack(prompts: list[EncodedPrompt]) -> AsyncIterator[_Encoded]:
-    for prompt in prompts:
-        yield prompt.ids(), prompt.echo
+        with contextlib.suppress(TooMuchWork):
+            return await prepared_completion(OnLoop(context, asked), asked.body)
+    sent = await context.worker.prepare("completion", asked.body, asked.address, asked.caller.max_context)
+    assert isinstance(sent, PreparedRequest)
+    return received_completion(sent)
 
 
 async def _make_prompts(
     context: ApiContext,
     caller: Caller,
-    request: CompletionRequest,
     model: ServedModel,
-    encoded: AsyncIterator[_Encoded],
-    grammar: CheckedGrammar,
+    prepared: PreparedCompletion,
 ) -> list[Prompt]:
+    request, grammar = prepared.request, prepared.grammar
     seed = context.rng.getrandbits(64) if request.seed is None else request.seed
     num_choices = request.n or 1
     prompts: list[Prompt] = []
@@ -124,7 +75,7 @@ async def _make_prompts(
     wanted = keeps_of(request.prompt_cache_retention, request.prompt_cache_options)
     keeps = [LeaseRequest(seconds) for seconds, _ in wanted]
     work = context.turns.long_work()
-    async for token_ids, echo in encoded:
+    for token_ids, echo in prepared.prompts:
         first_index = len(prompts) * num_choices
         sampling = sampling_params(
             request,

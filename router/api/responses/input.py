@@ -9,12 +9,12 @@ import binascii
 from collections.abc import Mapping
 from typing import Any
 
-from router.api.body_weight import MOST_BYTES
 from router.api.images import Images, content_of
 from router.api.json_body import missing, read_arguments, unsupported, wrong_type
 from router.api.openai.caching import check_breakpoint
 from router.api.openai.messages import ROLES_WITH_IMAGES, pieces_of
 from router.errors import InvalidRequest
+from router.large_bodies.body_weight import MOST_BYTES
 
 ROLES = ("user", "assistant", "system", "developer")
 

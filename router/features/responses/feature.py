@@ -16,7 +16,6 @@ from starlette.routing import Route
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.api.api_request import ApiRequest
 from router.api.asked import Asked, Prepare
-from router.api.body_weight import is_light_chat
 from router.api.context import ApiContext
 from router.api.json_body import unsupported
 from router.api.paging import page_limit
@@ -44,6 +43,7 @@ from router.features.responses.splicing import (
     with_items,
 )
 from router.features.responses.store import ResponseStore
+from router.large_bodies.body_weight import is_light_chat
 
 
 async def _prepare(store: ResponseStore | None, context: ApiContext, asked: Asked) -> ApiRequest:

@@ -21,7 +21,7 @@ from replicas.protocol.images import (
     read_size,
 )
 from replicas.protocol.media import MAX_IMAGES
-from router.api.body_weight import MOST_BYTES
+from router.large_bodies.body_weight import MOST_BYTES
 
 PNG_BEGINNING = b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR"
 FORMATS: list[tuple[str, dict[str, Any]]] = [

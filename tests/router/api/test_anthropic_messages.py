@@ -286,7 +286,7 @@ async def test_a_large_body_is_answered_as_a_small_one(server: HttpServer, http:
     assert comparable(small) == comparable(large)
     first, second = server.dispatcher.generations
     assert first.token_ids == second.token_ids and first.submit.leases == second.submit.leases
-    assert server.context.offload.num_done == 1
+    assert server.context.worker.num_done == 1
 
 
 async def test_tokens_are_counted_as_they_are_run(server: HttpServer, http: httpx.AsyncClient) -> None:
@@ -299,7 +299,7 @@ async def test_tokens_are_counted_as_they_are_run(server: HttpServer, http: http
         counted = await http.post("/v1/messages/count_tokens?beta=true", json=body)
         assert counted.headers["request-id"].startswith("req_")
         assert counted.json() == {"input_tokens": len(generation.token_ids)}
-    assert server.context.offload.num_done == 1
+    assert server.context.worker.num_done == 1
     refused = await http.post("/v1/messages/count_tokens", json=asked | {"model": "nobody"})
     assert refused.status_code == 404
     assert refused.json()["error"]["type"] == "not_found_error"

@@ -231,7 +231,7 @@ async def test_large_bodies_go_on_as_well(server: HttpServer, http: httpx.AsyncC
         assert prompt[: len(before)] == before
         before = [*prompt, *output]
         messages += [answer, {"role": "user", "content": "And now?"}]
-    assert server.context.offload.num_done == 3
+    assert server.context.worker.num_done == 3
     assert outcomes(server) == {HistoryOutcome.DRIFTED: 2}
 
 

@@ -9,12 +9,12 @@ import httpx
 import pytest
 
 from router.answers.grammar_check import CheckedGrammar, WishedGrammar
-from router.api import grammar_checks
 from router.api.asked import Asked
-from router.api.grammar_checks import GrammarChecks, check
 from router.caller import CALLER, OPEN_CALLER, Caller, Tenant
 from router.errors import InvalidRequest, RouterBusy
-from router.prepared import Bounds
+from router.large_bodies import grammar_checks
+from router.large_bodies.grammar_checks import GrammarChecks, check
+from router.large_bodies.jobs import Bounds
 from tests.router import thinking_model, tiny_model
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says

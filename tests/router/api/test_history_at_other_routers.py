@@ -151,7 +151,7 @@ async def test_large_bodies_go_on_as_well(routers: Routers) -> None:
         answer = await said(routers.https[router], messages, **large)
         prompt = routers.prompt(router)
         assert prompt[: len(before)] == before
-        assert server.context.offload.num_done == 1
+        assert server.context.worker.num_done == 1
         before = [*prompt, *output]
         messages += [answer, THEN]
         await routers.settled()

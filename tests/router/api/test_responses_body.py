@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from router.answers.wishes import FormatKind, ToolMode
 from router.api.chat_request import ChatRequest
-from router.api.preparing import rest_of
+from router.api.prepare_in_worker import rest_of
 from router.api.responses.body import MAX_ECHOED_BYTES, Echo, ResponsesBody, read_response
 from router.api.responses.input import packed_reasoning
 from router.errors import RouterError

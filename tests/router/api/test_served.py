@@ -21,7 +21,7 @@ from router.errors import (
     about_model,
 )
 from router.generation import Generation
-from router.prepared import RefusedRequest
+from router.large_bodies.jobs import RefusedRequest
 from router.routing.decision import Decision, DecisionReason
 from router.served import CLIENT_GONE, ServedRequest
 from tests.router.http_server import HttpServer, http_server

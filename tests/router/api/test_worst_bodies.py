@@ -18,8 +18,8 @@ from loadtests.workloads.worst_bodies import (
     WorstBody,
     worst_bodies,
 )
-from router.api.body_weight import MOST_BYTES
-from router.large_bodies import offload
+from router.large_bodies import worker
+from router.large_bodies.body_weight import MOST_BYTES
 from router.prompt.quoting import Quoter
 from router.prompt.template import ChatTemplate
 from router.prompt.tokenizer import Tokenizer
@@ -60,13 +60,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def returned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many bytes came back of each body that was prepared elsewhere."""
     sizes: list[int] = []
-    receive = offload._receive
+    receive = worker._receive
 
     async def watched(peer: socket.socket, length: int) -> bytes:
         sizes.append(length)
         return await receive(peer, length)
 
-    monkeypatch.setattr(offload, "_receive", watched)
+    monkeypatch.setattr(worker, "_receive", watched)
     return sizes
 
 
@@ -82,7 +82,7 @@ async def test_large_bodies_of_every_shape_get_a_clear_answer_and_no_work_here(
             returned.clear()
         assert seen == []
         await server.wait_idle()
-        statistics = server.context.offload
+        statistics = server.context.worker
         assert (statistics.num_working, statistics.num_waiting, statistics.num_refused) == (0, 0, 0)
         assert statistics.num_done + statistics.num_ended == len(LARGE)
 

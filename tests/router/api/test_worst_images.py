@@ -12,7 +12,7 @@ import pytest
 from loadtests.workloads.worst_images import LIGHT_BYTES, worst_images
 from replicas.media.probes import probe_png
 from replicas.protocol.image_rules import CellRule, written_rule
-from router.api.body_weight import MOST_BYTES
+from router.large_bodies.body_weight import MOST_BYTES
 from router.prompt.catalog import ModelCatalog
 from tests.router import tiny_model
 from tests.router.features.explanations.test_images import TEMPLATE

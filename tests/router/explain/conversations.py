@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from router.api.chat_prompt import RenderedChat, render_chat
-from router.api.preparing import READERS
+from router.api.prepare import READERS
 from router.explain.leaves import Path
 from router.prompt.catalog import ModelCatalog
 from router.prompt.quoting import unquote

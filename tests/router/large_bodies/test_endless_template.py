@@ -12,10 +12,10 @@ from openai import APIStatusError, AsyncOpenAI
 from replicas.process.settings import build
 from router.assembly import Router
 from router.config import RouterConfig
-from router.prepared import Bounds
+from router.large_bodies.jobs import Bounds
 from tests.router import tiny_model
 from tests.router.http_server import listening
-from tests.router.large_bodies.test_offload import ENDLESS
+from tests.router.large_bodies.test_worker import ENDLESS
 from tests.router.scripted_replica import CARD, ScriptedReplica
 from tests.router.test_adapters_end_to_end import HELLO, register
 

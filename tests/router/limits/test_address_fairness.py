@@ -36,25 +36,25 @@ async def test_a_flood_of_large_bodies_from_one_address_holds_up_no_other() -> N
     async with http_server(max_connections=512) as server, contextlib.AsyncExitStack() as stack:
         server.dispatcher.script = says([2])
         assert await status_of(server.port, sent=post(LARGE)) == 200
-        offload = server.context.offload
-        assert offload._process is not None
-        os.kill(offload._process.pid, signal.SIGSTOP)
+        worker = server.context.worker
+        assert worker._process is not None
+        os.kill(worker._process.pid, signal.SIGSTOP)
         try:
             flood = [
                 await stack.enter_async_context(connected(server.port, local_host=FLOOD)) for _ in range(40)
             ]
             for _, writer in flood:
                 writer.write(post(LARGE))
-            await wait_for(lambda: offload.num_refused == 40 - 1 - 32)
-            assert (offload.num_working, offload.num_waiting) == (1, 32)
+            await wait_for(lambda: worker.num_refused == 40 - 1 - 32)
+            assert (worker.num_working, worker.num_waiting) == (1, 32)
             other = asyncio.create_task(status_of(server.port, sent=post(LARGE)))
-            await wait_for(lambda: offload.num_working == 2)
+            await wait_for(lambda: worker.num_working == 2)
         finally:
-            os.kill(offload._process.pid, signal.SIGCONT)
+            os.kill(worker._process.pid, signal.SIGCONT)
         assert await other == 200
         await stack.aclose()
         await server.wait_idle()
-        assert (offload.num_working, offload.num_waiting) == (0, 0)
+        assert (worker.num_working, worker.num_waiting) == (0, 0)
 
 
 def test_a_share_is_at_least_one_and_without_an_address_only_the_whole_counts() -> None:

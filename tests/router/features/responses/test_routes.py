@@ -8,11 +8,11 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
 from replicas.protocol.cluster_secret import ClusterSecret
-from router.api.body_weight import MOST_BYTES
 from router.features.responses.record import ResponseBounds
 from router.features.responses.redis_responses import RedisResponses
 from router.features.responses.splicing import page_of
 from router.features.responses.store import ResponseStore
+from router.large_bodies.body_weight import MOST_BYTES
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import NEVER, says
 from tests.router.thinking_model import MODEL, catalog, token_ids
@@ -135,7 +135,7 @@ async def test_a_long_chain_is_prepared_elsewhere_with_the_same_outcome(
     padding = {"note": " " * (MOST_BYTES + 1)}
     asked: dict[str, Any] = {"model": MODEL, "tools": TOOLS, "input": "Two", "previous_response_id": first.id}
     answers = [await openai.responses.create(**asked, extra_body=extra) for extra in ({}, padding)]
-    assert server.context.offload.num_done == 1
+    assert server.context.worker.num_done == 1
     _, here, elsewhere = server.dispatcher.generations
     assert here.token_ids == elsewhere.token_ids
     assert answers[0].output_text == answers[1].output_text == "Fine."

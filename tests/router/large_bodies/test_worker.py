@@ -15,11 +15,12 @@ import pytest
 from replicas.protocol.status import TokenizerBundle
 from router.answers.grammar_check import MANY_STATES_BYTES, WishedGrammar
 from router.answers.wishes import FormatKind, OutputFormat
-from router.api.grammar_checks import text_grammar
+from router.api.prepare import text_grammar
+from router.api.prepare_in_worker import prepare_in_worker
 from router.errors import InvalidRequest, RouterBusy
-from router.large_bodies import offload as offload_module
-from router.large_bodies.offload import Offload
-from router.prepared import Bounds
+from router.large_bodies import worker as worker_module
+from router.large_bodies.jobs import Bounds
+from router.large_bodies.worker import Worker
 from router.prompt.catalog import ModelCatalog, bundle_digest
 from router.prompt.template import TemplateTrial
 from tests.router import tiny_model
@@ -45,15 +46,15 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 
 
 @pytest.fixture
-async def quick() -> AsyncIterator[Offload]:
-    made = Offload(tiny_model.catalog(), max_choices=16, max_prompts=16, bounds=QUICK)
+async def quick() -> AsyncIterator[Worker]:
+    made = Worker(tiny_model.catalog(), prepare_in_worker, max_choices=16, max_prompts=16, bounds=QUICK)
     yield made
     await made.close()
 
 
 @pytest.mark.parametrize("template", [ENDLESS, HUGE, FOLDED, DEEP])
 async def test_a_template_without_an_end_costs_a_model_its_chats_and_nobody_anything_else(
-    quick: Offload, template: str
+    quick: Worker, template: str
 ) -> None:
     bundle = tiny_model.bundle(template)
     verdict = await quick.try_out(bundle_digest(bundle), bundle)
@@ -87,7 +88,7 @@ def wished_schema(schema: object) -> WishedGrammar:
 
 
 @pytest.mark.parametrize("name", EXPLODING)
-async def test_a_grammar_that_takes_too_much_is_refused(quick: Offload, name: str) -> None:
+async def test_a_grammar_that_takes_too_much_is_refused(quick: Worker, name: str) -> None:
     began = time.monotonic()
     with pytest.raises(InvalidRequest) as caught:
         await quick.work_out(wished_schema(EXPLODING[name]))
@@ -95,7 +96,7 @@ async def test_a_grammar_that_takes_too_much_is_refused(quick: Offload, name: st
     assert time.monotonic() - began < 20
 
 
-async def test_the_memory_of_a_grammar_is_measured_as_it_is_built(quick: Offload) -> None:
+async def test_the_memory_of_a_grammar_is_measured_as_it_is_built(quick: Worker) -> None:
     ranges = {f"p{n}": {"type": "integer", "minimum": n, "maximum": 10**15 + n} for n in range(300)}
     small = await quick.work_out(wished_schema({"type": "object", "properties": {"a": {"type": "boolean"}}}))
     large = await quick.work_out(wished_schema({"type": "object", "properties": ranges}))
@@ -104,7 +105,7 @@ async def test_the_memory_of_a_grammar_is_measured_as_it_is_built(quick: Offload
     assert large.seconds > small.seconds > 0
 
 
-async def test_a_good_template_is_tried_out_elsewhere_and_not_again(quick: Offload) -> None:
+async def test_a_good_template_is_tried_out_elsewhere_and_not_again(quick: Worker) -> None:
     bundle = tiny_model.bundle()
     verdict = await quick.try_out(bundle_digest(bundle), bundle)
     assert verdict.trials == {"default": TemplateTrial("minijinja", is_bounded=True)}
@@ -132,7 +133,7 @@ async def test_arguments_that_make_an_honest_template_explode_fail_their_request
             assert (await client.post(path, json=CHAT)).status_code == 200
 
 
-async def test_a_body_that_takes_more_memory_than_it_may_is_refused(quick: Offload) -> None:
+async def test_a_body_that_takes_more_memory_than_it_may_is_refused(quick: Worker) -> None:
     chat = {**CHAT, "metadata": 0, "chat_template_kwargs": {"a": 0}}
     body = json.dumps(chat).replace('"a": 0', '"a": [' + "[]," * 2_000_000 + "0]").encode()
     with pytest.raises(InvalidRequest, match="more than 1 s of processor time or 128 MiB") as refused:
@@ -142,7 +143,7 @@ async def test_a_body_that_takes_more_memory_than_it_may_is_refused(quick: Offlo
     await quick.prepare("chat", json.dumps(CHAT).encode())
 
 
-async def test_a_client_that_leaves_takes_the_work_with_it(quick: Offload) -> None:
+async def test_a_client_that_leaves_takes_the_work_with_it(quick: Worker) -> None:
     await quick.prepare("chat", json.dumps(CHAT).encode())
     process = quick._process
     assert process is not None
@@ -170,22 +171,22 @@ def _children(pid: int) -> list[str]:
 
 
 @pytest.fixture
-async def impatient(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Offload]:
-    monkeypatch.setattr(offload_module, "WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(offload_module, "MOST_WAITING", 1)
-    made = Offload(tiny_model.catalog(), max_choices=16, max_prompts=16, bounds=QUICK)
+async def impatient(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Worker]:
+    monkeypatch.setattr(worker_module, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(worker_module, "MOST_WAITING", 1)
+    made = Worker(tiny_model.catalog(), prepare_in_worker, max_choices=16, max_prompts=16, bounds=QUICK)
     yield made
     await made.close()
 
 
-async def test_those_that_wait_too_long_or_are_too_many_are_told_to_come_back(impatient: Offload) -> None:
+async def test_those_that_wait_too_long_or_are_too_many_are_told_to_come_back(impatient: Worker) -> None:
     quick = impatient
     body = json.dumps(CHAT).encode()
     await quick.prepare("chat", body)
     assert quick._process is not None
     os.kill(quick._process.pid, signal.SIGSTOP)
-    working = [asyncio.create_task(quick.prepare("chat", body)) for _ in range(offload_module.PLACES)]
-    while quick.num_working < offload_module.PLACES:  # noqa: ASYNC110
+    working = [asyncio.create_task(quick.prepare("chat", body)) for _ in range(worker_module.PLACES)]
+    while quick.num_working < worker_module.PLACES:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     waiting = asyncio.create_task(quick.prepare("chat", body))
     await asyncio.sleep(0)
@@ -200,7 +201,7 @@ async def test_those_that_wait_too_long_or_are_too_many_are_told_to_come_back(im
     await quick.prepare("chat", body)
 
 
-async def test_a_process_that_has_died_is_started_again(quick: Offload) -> None:
+async def test_a_process_that_has_died_is_started_again(quick: Worker) -> None:
     body = json.dumps(CHAT).encode()
     await quick.prepare("chat", body)
     first = quick._process
@@ -211,14 +212,14 @@ async def test_a_process_that_has_died_is_started_again(quick: Offload) -> None:
     assert quick._process is not first
 
 
-async def test_a_tokenizer_that_cannot_be_read_leaves_the_process_as_it_was(quick: Offload) -> None:
+async def test_a_tokenizer_that_cannot_be_read_leaves_the_process_as_it_was(quick: Worker) -> None:
     broken = TokenizerBundle({"tokenizer.json": b"{}"})
     await quick.try_out(bundle_digest(broken), broken)
     await quick.prepare("chat", json.dumps(CHAT).encode())
 
 
 async def test_the_process_ends_with_its_router() -> None:
-    made = Offload(tiny_model.catalog(), max_choices=16, max_prompts=16)
+    made = Worker(tiny_model.catalog(), prepare_in_worker, max_choices=16, max_prompts=16)
     await made.prepare("chat", json.dumps(CHAT).encode())
     process = made._process
     assert process is not None
@@ -250,7 +251,7 @@ async def test_while_no_model_is_known_a_large_body_is_answered_as_a_small_one(p
     ):
         small = await client.post(path, json=_bodies("Hello")[path])
         large = await client.post(path, json=_bodies("Hello " * 70_000)[path])
-        assert server.context.offload._process is None
+        assert server.context.worker._process is None
     assert small.status_code == large.status_code == (529 if "messages" in path else 503)
     assert "No replica is known yet" in small.text
     assert large.headers["retry-after"] == small.headers["retry-after"]
@@ -263,7 +264,7 @@ def _told(answer: httpx.Response) -> dict[str, object]:
     return told
 
 
-async def test_a_process_that_hung_up_is_replaced_though_it_has_not_ended_yet(quick: Offload) -> None:
+async def test_a_process_that_hung_up_is_replaced_though_it_has_not_ended_yet(quick: Worker) -> None:
     body = json.dumps(CHAT).encode()
     await quick.prepare("chat", body)
     first = quick._process

@@ -1,9 +1,8 @@
-"""Offload: large bodies are prepared, and grammars worked out, beside the event loop.
+"""Worker: large bodies are prepared, and grammars worked out, in a process beside the event loop.
 
-Owns the process that does it (`router/api/preparing_process.py`). `PLACES` bodies are worked on,
-`MOST_WAITING` wait, for `WAIT_SECONDS` at most, in a line that no address fills.
-
-The process is started when it is first needed, and again if it has died.
+Owns that process (`worker_process.py`), and its turns: `PLACES` bodies are worked on, `MOST_WAITING` wait,
+for `WAIT_SECONDS` at most, in a line that no address fills. It is started when it is first needed, and again
+if it has died.
 """
 
 import asyncio
@@ -12,25 +11,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
 from replicas.protocol.status import TokenizerBundle
 from router.answers.grammar_check import CheckedGrammar, WishedGrammar
 from router.errors import InvalidRequest, RouterBusy
-from router.prepared import (
+from router.large_bodies.jobs import (
     GRAMMAR,
     LENGTH,
     LOAD,
-    PREPARE,
+    WORK,
+    WORK_OUT,
+    BodyJob,
     Bounds,
     CrashedJob,
     Digest,
-    GrammarOutcome,
     LoadTextSide,
     ModelWindow,
     Outcome,
-    PrepareJob,
+    Perform,
     RefusedRequest,
 )
 from router.prompt.catalog import ModelCatalog
@@ -51,12 +52,13 @@ class _Hung(Exception):
     """The other end has closed its socket."""
 
 
-class Offload:
-    """For one event loop. `close()` when no request is left."""
+class Worker:
+    """For one event loop. `perform` does the work on a body. `close()` when no request is left."""
 
     def __init__(
         self,
         catalog: ModelCatalog,
+        perform: Perform,
         *,
         max_choices: int,
         max_prompts: int,
@@ -66,6 +68,7 @@ class Offload:
     ) -> None:
         self._bounds = bounds or Bounds()
         self._catalog = catalog
+        self._perform = perform
         self._max_choices = max_choices
         self._max_prompts = max_prompts
         self._has_history = has_history
@@ -81,32 +84,42 @@ class Offload:
         )
         self.num_done = self.num_ended = self.num_refused = 0
 
-    async def prepare(self, kind: str, body: bytes, address: str | None = None) -> Outcome:
-        """Raises what is wrong with the request; RouterBusy where there are too many of its kind, of its
-        client's address or of all; NoReplicaAvailable while no model is known."""
+    async def prepare(
+        self, kind: str, body: bytes, address: str | None = None, max_context: int | None = None
+    ) -> Outcome:
+        """Prompts have at most `max_context` tokens. Raises what is wrong with the request; RouterBusy where
+        there are too many, of its client's address or of all; NoReplicaAvailable while no model is known."""
         self._catalog.check_known()
+        windows = self._windows(max_context)
+        job = BodyJob(kind, self._max_choices, self._max_prompts, self._has_history, windows)
         try:
             async with self._places.place(address):
-                outcome = await self._prepare(kind, body)
+                await self._load_all()
+                outcome = await self._ask(WORK, Outcome, msgspec.msgpack.encode(job), body)
         except NoPlace as error:
             raise self._refused() from error
-        _raise_if_failed(outcome, "a request body could not be prepared")
-        return outcome
+        except _Hung as error:
+            if self._has_died():
+                raise self._refused() from error
+            self.num_ended += 1
+            raise InvalidRequest(
+                f"The request cannot be prepared: reading and tokenising it takes more than {self._bounds}.",
+                code="too_much_work",
+            ) from error
+        self.num_done += 1
+        return _checked(outcome)
 
     async def work_out(self, wished: WishedGrammar) -> CheckedGrammar:
-        """Raises InvalidRequest for what cannot be followed or takes more than it may, and RouterBusy. How
-        many do so at once the caller sees to."""
+        """Raises InvalidRequest for what cannot be followed or takes more than it may, and RouterBusy. The
+        caller bounds how many do so at once."""
         async with self._starting:
             await self._ensure_running()
-        began = time.monotonic()
+        began, bounds = time.monotonic(), self._bounds.of_grammar()
+        job = msgspec.msgpack.encode(BodyJob(GRAMMAR))
         try:
-            answer = await self._ask(GRAMMAR, msgspec.msgpack.encode(wished))
+            outcome = _checked(await self._ask(WORK_OUT, Outcome, job, msgspec.msgpack.encode(wished)))
         except _Hung as error:
-            bounds = self._bounds.of_grammar()
-            is_dead = not self._is_running()
-            if is_dead:
-                self._forget()
-            if is_dead or time.monotonic() - began >= bounds.seconds:  # for want of processor time
+            if self._has_died() or time.monotonic() - began >= bounds.seconds:  # for want of processor time
                 raise RouterBusy(
                     "The schema or grammar could not be worked out in time. Please try again.",
                     retry_after_seconds=RETRY_SECONDS,
@@ -115,8 +128,6 @@ class Offload:
                 f"the answer cannot be held to this: working it out takes more than {bounds}",
                 parameter=wished.parameter or None,
             ) from error
-        outcome: GrammarOutcome = msgspec.msgpack.decode(answer, type=GrammarOutcome)
-        _raise_if_failed(outcome, "a grammar could not be worked out")
         assert isinstance(outcome, CheckedGrammar)
         return outcome
 
@@ -166,26 +177,7 @@ class Offload:
             retry_after_seconds=RETRY_SECONDS,
         )
 
-    async def _prepare(self, kind: str, body: bytes) -> Outcome:
-        windows = self._windows()
-        await self._load_all()
-        job = PrepareJob(kind, self._max_choices, self._max_prompts, self._has_history, windows)
-        try:
-            answer = await self._ask(PREPARE, msgspec.msgpack.encode(job), body)
-        except _Hung as error:
-            if not self._is_running():
-                self._forget()
-                raise self._refused() from error
-            self.num_ended += 1
-            raise InvalidRequest(
-                f"The request cannot be prepared: reading and tokenising it takes more than {self._bounds}.",
-                code="too_much_work",
-            ) from error
-        self.num_done += 1
-        outcome: Outcome = msgspec.msgpack.decode(answer, type=Outcome)
-        return outcome
-
-    def _windows(self) -> dict[str, ModelWindow]:
+    def _windows(self, max_context: int | None) -> dict[str, ModelWindow]:
         catalog = self._catalog
         adapters = set(catalog.adapter_names())
         names = [*catalog.names(), *adapters]
@@ -195,7 +187,7 @@ class Offload:
             digest = Digest(catalog.bundle_of(card.name)[0])
             found[name] = ModelWindow(
                 digest,
-                card.context_length,
+                card.context_length if max_context is None else min(card.context_length, max_context),
                 card.vocab_size,
                 card.eos_token_ids,
                 name in adapters,
@@ -215,6 +207,13 @@ class Offload:
         """Whether it runs; a process that has hung up is ending."""
         return self._control is not None and self._process is not None and self._process.poll() is None
 
+    def _has_died(self) -> bool:
+        """Whether the process, not its child alone, has ended; the next request starts another."""
+        if self._is_running():
+            return False
+        self._forget()
+        return True
+
     async def _ensure_running(self) -> None:
         """Only one at a time may start it: the caller holds `_starting`."""
         if not self._is_running():
@@ -228,11 +227,11 @@ class Offload:
         if verdict is None:
             load = msgspec.msgpack.encode(LoadTextSide(digest, dict(bundle.files)))
             try:
-                answer = await self._ask(LOAD, load)
+                verdict = await self._ask(LOAD, TemplateVerdict, load)
             except _Hung as error:
                 self._forget()
                 raise self._refused() from error
-            verdict = self._verdicts[digest] = msgspec.msgpack.decode(answer, type=TemplateVerdict)
+            self._verdicts[digest] = verdict
         return verdict
 
     async def _start(self) -> None:
@@ -240,7 +239,9 @@ class Offload:
         ours.setblocking(False)
         self._control = ours
         with theirs:
-            self._process = await asyncio.to_thread(_start_process, theirs.fileno(), self._bounds)
+            self._process = await asyncio.to_thread(
+                _start_process, theirs.fileno(), self._bounds, self._perform
+            )
 
     def _forget(self) -> None:
         """The process ends when its control socket is closed."""
@@ -249,8 +250,8 @@ class Offload:
         if control is not None:
             control.close()
 
-    async def _ask(self, kind: bytes, *messages: bytes) -> bytes:
-        """Raises _Hung."""
+    async def _ask(self, kind: bytes, answer_type: Any, *messages: bytes) -> Any:
+        """Returns an `answer_type`. Raises _Hung."""
         assert self._control is not None
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
@@ -263,9 +264,10 @@ class Offload:
                     await loop.sock_sendall(ours, LENGTH.pack(len(message)))
                     await loop.sock_sendall(ours, message)
                 (length,) = LENGTH.unpack(await _receive(ours, LENGTH.size))
-                return await _receive(ours, length)
+                answer = await _receive(ours, length)
             except OSError as error:
                 raise _Hung from error
+        return msgspec.msgpack.decode(answer, type=answer_type)
 
 
 async def _receive(peer: socket.socket, length: int) -> bytes:
@@ -280,23 +282,21 @@ async def _receive(peer: socket.socket, length: int) -> bytes:
     return b"".join(parts)
 
 
-def _raise_if_failed(outcome: Outcome | GrammarOutcome, what: str) -> None:
+def _checked(outcome: Outcome) -> Outcome:
+    """Raises the error that it may be."""
     match outcome:
         case RefusedRequest():
             raise outcome.error()
         case CrashedJob():
-            raise RuntimeError(f"{what}:\n{outcome.traceback}")
+            raise RuntimeError(f"work beside the event loop failed:\n{outcome.traceback}")
+    return outcome
 
 
-def _start_process(handle: int, bounds: Bounds) -> "subprocess.Popen[bytes]":
+def _start_process(handle: int, bounds: Bounds, perform: Perform) -> "subprocess.Popen[bytes]":
+    name = f"{perform.__module__}:{perform.__qualname__}"
+    module = "router.large_bodies.worker_process"
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "router.api.preparing_process",
-            str(handle),
-            msgspec.json.encode(bounds),
-        ],
+        [sys.executable, "-m", module, str(handle), msgspec.json.encode(bounds), name],
         pass_fds=[handle],
         stdin=subprocess.DEVNULL,
     )

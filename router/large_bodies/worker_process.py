@@ -1,4 +1,4 @@
-"""The process beside a router that prepares large bodies and works out grammars, each in a child of its own.
+"""The process beside an event loop that prepares large bodies and works out grammars, each in a child.
 
 Owns a copy of every model's tokenizer and template, which its children share, and the bounds that a child
 works under: processor time, time, memory. What happens to one child harms no other. It ends when its router
@@ -12,6 +12,7 @@ answers there and ends, and what it took goes back with it. A child ends by itse
 import fcntl
 import gc
 import os
+import pkgutil
 import resource
 import signal
 import socket
@@ -19,29 +20,25 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
 from replicas.protocol.status import TokenizerBundle
 from router.answers.formats import AnswerFormat, answer_format
-from router.answers.grammar_check import WishedGrammar
-from router.api.grammar_checks import check
-from router.api.preparing import prepare
-from router.errors import InvalidRequest, UnknownModel
-from router.prepared import (
-    GRAMMAR,
+from router.errors import UnknownModel
+from router.large_bodies.jobs import (
     LENGTH,
-    PREPARE,
+    LOAD,
+    WORK_OUT,
+    BodyJob,
     Bounds,
     CrashedJob,
     Digest,
-    GrammarOutcome,
     LoadTextSide,
     ModelWindow,
-    Outcome,
-    PrepareJob,
-    RefusedRequest,
+    Perform,
 )
 from router.prompt.quoting import Quoter
 from router.prompt.template import ChatTemplate, TemplateVerdict
@@ -52,15 +49,7 @@ NICENESS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class _TextSide:
-    tokenizer: Tokenizer
-    template: ChatTemplate
-    quoter: Quoter
-    answer_format: AnswerFormat
-
-
-@dataclass(frozen=True, slots=True)
-class _Named:
+class _Model:
     """A TextModel."""
 
     card: ModelWindow
@@ -70,28 +59,29 @@ class _Named:
     answer_format: AnswerFormat
 
 
-class _Names:
+@dataclass(frozen=True, slots=True)
+class _Models:
     """TextModels of one job."""
 
-    def __init__(self, windows: dict[str, ModelWindow], text_sides: dict[Digest, _TextSide]) -> None:
-        self._windows = windows
-        self._text_sides = text_sides
+    windows: dict[str, ModelWindow]
+    loaded: dict[Digest, _Model]
 
-    def get(self, name: str) -> _Named:
-        window = self._windows.get(name)
-        side = None if window is None else self._text_sides.get(window.digest)
-        if window is None or side is None:
+    def get(self, name: str) -> _Model:
+        window = self.windows.get(name)
+        model = None if window is None else self.loaded.get(window.digest)
+        if window is None or model is None:
             raise UnknownModel(f"The model '{name[:200]}' does not exist or is not served here.")
-        return _Named(window, side.tokenizer, side.template, side.quoter, side.answer_format)
+        return replace(model, card=window)
 
     def names(self) -> Sequence[str]:
-        return sorted(name for name, window in self._windows.items() if not window.is_adapter)
+        return sorted(name for name, window in self.windows.items() if not window.is_adapter)
 
 
-class _Preparer:
-    def __init__(self, bounds: Bounds) -> None:
+class _Server:
+    def __init__(self, bounds: Bounds, perform: Perform) -> None:
         self._bounds = bounds
-        self._text_sides: dict[Digest, _TextSide] = {}
+        self._perform = perform
+        self._loaded: dict[Digest, _Model] = {}
 
     def serve(self, control: socket.socket) -> None:
         """Until the router is gone."""
@@ -100,17 +90,28 @@ class _Preparer:
             if not kind:
                 return
             with socket.socket(fileno=handles[0]) as peer, suppress(OSError, EOFError):
-                if kind == PREPARE:
-                    self._fork(peer, lambda: self._prepare(peer), control, self._bounds)
-                elif kind == GRAMMAR:
-                    self._fork(peer, lambda: _work_out(peer), control, self._bounds.of_grammar())
-                else:
+                if kind == LOAD:
                     self._load(peer, control)
+                else:
+                    is_grammar = kind == WORK_OUT
+                    bounds = self._bounds.of_grammar() if is_grammar else self._bounds
+                    self._fork(peer, partial(self._work, peer, is_grammar=is_grammar), control, bounds)
 
-    def _prepare(self, peer: socket.socket) -> None:
-        job = msgspec.msgpack.decode(receive(peer), type=PrepareJob)
+    def _work(self, peer: socket.socket, *, is_grammar: bool) -> None:
+        """Send the outcome of a job, unless the router hangs up first."""
+        job = msgspec.msgpack.decode(receive(peer), type=BodyJob)
         body = receive(peer)
-        _answer(peer, lambda: prepare(job, _Names(job.models, self._text_sides), body))
+        if is_grammar:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where llguidance says that its memory is over
+        _end_when_left(peer, True)
+        try:
+            outcome = self._perform(job, _Models(job.models, self._loaded), body)
+        except MemoryError:
+            raise
+        except Exception:  # the outermost frame of a job
+            outcome = CrashedJob(traceback.format_exc())
+        _end_when_left(peer, False)  # from here on it is also told that there is room to write
+        send(peer, msgspec.msgpack.encode(outcome))
 
     def _load(self, peer: socket.socket, control: socket.socket) -> None:
         """Answers with a Verdict. The template is tried out by a child, and never run here."""
@@ -131,8 +132,10 @@ class _Preparer:
             tokenizer = Tokenizer(bundle)
             template = ChatTemplate.from_bundle(bundle, verdict=verdict)
             marks = answer_format(template.sources, tokenizer.added_tokens)
-            quoter = Quoter(tokenizer.special_tokens)
-            self._text_sides[load.digest] = _TextSide(tokenizer, template, quoter, marks)
+            window = ModelWindow(load.digest, 0, 0)
+            self._loaded[load.digest] = _Model(
+                window, tokenizer, template, Quoter(tokenizer.special_tokens), marks
+            )
         send(peer, answer)
 
     def _fork(
@@ -158,33 +161,6 @@ _NEVER_ENDS = (
     "this model's chat template takes more than {bounds} for a few short conversations, if it ends at all;"
     " use /v1/completions, or mend the checkpoint's chat_template and restart its replicas"
 )
-
-
-def _work_out(peer: socket.socket) -> None:
-    wished = msgspec.msgpack.decode(receive(peer), type=WishedGrammar)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where llguidance says that its memory is over
-
-    def outcome() -> GrammarOutcome:
-        try:
-            return check(wished)
-        except InvalidRequest as error:
-            return RefusedRequest.of(error)
-
-    _answer(peer, outcome)
-
-
-def _answer(peer: socket.socket, work: Callable[[], Outcome | GrammarOutcome]) -> None:
-    """Send the result of the work, unless the router hangs up first."""
-    _end_when_left(peer, True)
-    outcome: Outcome | GrammarOutcome
-    try:
-        outcome = work()
-    except MemoryError:
-        raise
-    except Exception:  # the outermost frame of a job
-        outcome = CrashedJob(traceback.format_exc())
-    _end_when_left(peer, False)  # from here on it is also told that there is room to write
-    send(peer, msgspec.msgpack.encode(outcome))
 
 
 def _try_out(peer: socket.socket, bundle: TokenizerBundle) -> None:
@@ -232,14 +208,15 @@ def _receive(peer: socket.socket, length: int) -> bytearray:
     return message
 
 
-def main(handle: int, bounds: Bounds) -> None:
+def main(handle: int, bounds: Bounds, perform: Perform) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the router decides when to end
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # how a child has ended does not matter
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # for what is not Python: threads do not survive a fork
     with socket.socket(fileno=handle) as control:
-        _Preparer(bounds).serve(control)
+        _Server(bounds, perform).serve(control)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=Bounds))
+    _, handle, bounds, name = sys.argv
+    main(int(handle), msgspec.json.decode(bounds, type=Bounds), pkgutil.resolve_name(name))

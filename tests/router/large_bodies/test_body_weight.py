@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from router.api.body_weight import (
+from router.large_bodies.body_weight import (
     MOST_BYTES,
     MOST_VALUES,
     SMALL_BYTES,

@@ -12,14 +12,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from router.answers.formats import AnswerFormat
-from router.answers.grammar_check import ANY_TEXT, NO_GRAMMAR, CheckedGrammar, WishedGrammar, checked_grammar
-from router.answers.grammars import grammar_for
-from router.answers.wishes import OutputFormat, ToolChoice, ToolMode
-from router.api.chat_request import ChatRequest
+from router.answers.grammar_check import CheckedGrammar, WishedGrammar, checked_grammar
 from router.errors import RouterBusy
 from router.prompt.engines import TooMuchWork
-from router.prompt.text_model import TextModel
 from router.shared.bounded_cache import BoundedCache
 from router.shared.fair_places import FairPlaces, NoPlace
 
@@ -34,37 +29,8 @@ RETRY_SECONDS = 2.0
 MAX_KNOWN = 128
 
 
-def chat_grammar(model: TextModel, request: ChatRequest, *, starts_in_reasoning: bool) -> WishedGrammar:
-    """Raises InvalidRequest for what contradicts itself."""
-    is_free = request.output_format is None and request.tool_choice.mode is not ToolMode.REQUIRED
-    if (is_free and not request.tools) or request.only_prompt:  # nearly all of them
-        return NO_GRAMMAR
-    special_tokens = _special_tokens(model)
-    parameter = "tools" if request.output_format is None else request.output_format.parameter
-    text = grammar_for(
-        request.output_format,
-        request.tools,
-        request.tool_choice,
-        model.answer_format,
-        starts_in_reasoning=starts_in_reasoning,
-        special_tokens=special_tokens,
-        tool_parameter=request.tool_parameter,
-    )
-    return WishedGrammar(text, parameter, request.tool_parameter, special_tokens)
-
-
-def text_grammar(wished: OutputFormat | None) -> WishedGrammar:
-    """Return the grammar of an answer that is only text. Raises InvalidRequest."""
-    if wished is None:
-        return NO_GRAMMAR
-    text = grammar_for(wished, [], ToolChoice(), AnswerFormat())
-    return WishedGrammar(text, wished.parameter)
-
-
 def check(wished: WishedGrammar) -> CheckedGrammar:
     """Blocks while it is worked out. Raises InvalidRequest."""
-    if not wished.text:
-        return ANY_TEXT
     started = time.thread_time()
     followed = checked_grammar(
         wished.text,
@@ -99,8 +65,6 @@ class GrammarChecks:
         """Each namespace's are remembered apart: how soon it is checked would tell others that it was asked
         for before. Raises InvalidRequest for what cannot be followed, RouterBusy, and TooMuchWork for what is
         to be checked elsewhere."""
-        if not wished.text:
-            return ANY_TEXT
         key = (wished, namespace)
         known = self._known.get(key)
         if known is not None:
@@ -129,9 +93,3 @@ class GrammarChecks:
             ((largest, _),) = num_of.most_common(1)
             self._known.pop(next(kept for kept, each in self._known.items() if each.owner == largest))
         self._known.put(key, known)
-
-
-def _special_tokens(model: TextModel) -> tuple[str, ...]:
-    """The marks of an answer that are added to the vocabulary: special or not, no text matches them."""
-    marks = model.answer_format.marks(wants_calls=True)
-    return tuple(sorted(marks & model.tokenizer.added_tokens))

@@ -1,0 +1,172 @@
+"""Prepares a body: the steps from it to prompts, alike on the event loop and in the process beside it.
+
+Owns the steps and their order. A `Site` has what differs: how a text is encoded, how a grammar is checked,
+whether all must be bounded.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from router.answers.formats import AnswerFormat
+from router.answers.grammar_check import ANY_TEXT, NO_GRAMMAR, CheckedGrammar, WishedGrammar
+from router.answers.grammars import grammar_for
+from router.answers.wishes import OutputFormat, ToolChoice, ToolMode
+from router.api.anthropic.body import read_message
+from router.api.chat_history import TailOf
+from router.api.chat_prompt import encoded_prompt, render_chat, shown_chat
+from router.api.chat_request import ChatRequest
+from router.api.conversation import encoded_history, encoded_tail
+from router.api.gemini.body import read_gemini
+from router.api.openai.chat_body import read_chat
+from router.api.openai.completion_prompt import (
+    COMPLETION,
+    CompletionRequest,
+    check_completion,
+    check_token_prompt,
+    echo_of,
+    prompts_of,
+)
+from router.api.openai.structured_outputs import output_format_of
+from router.api.responses.body import read_response
+from router.api.sampling import bounded_tokens, kept_tokens
+from router.errors import InvalidRequest, about_model
+from router.large_bodies.grammar_checks import check
+from router.prepared import EncodedPrompt
+from router.prompt.text_model import TextModel, TextModels
+
+
+@dataclass(slots=True)
+class Site:
+    """Prepares here, in one go, whatever it takes. A site that waits, or is bounded, overrides that."""
+
+    models: TextModels
+    max_choices: int
+    max_prompts: int
+    has_history: bool
+    is_bounded: bool = False
+    """Whether TooMuchWork is raised for what takes long."""
+
+    def model(self, name: str, salt: str | None) -> TextModel:
+        """Raises UnknownModel."""
+        return self.models.get(name)
+
+    async def encode(self, model: TextModel, text: str, parameter: str, **options: bool) -> list[int]:
+        """Raises ContextLengthExceeded. `options` are the tokenizer's."""
+        return bounded_tokens(model, text, parameter, **options)
+
+    async def check(self, wished: WishedGrammar, salt: str | None) -> CheckedGrammar:
+        """Raises InvalidRequest, RouterBusy or TooMuchWork."""
+        return check(wished)
+
+    async def give_way(self) -> None:
+        """Called between prompts."""
+
+
+class PreparedChat(NamedTuple):
+    """`token_ids` are those that `prompt` has packed. `tail_of` finds the text after an answer in it."""
+
+    request: ChatRequest
+    prompt: EncodedPrompt
+    token_ids: list[int]
+    tail_of: TailOf
+
+
+class PreparedText(NamedTuple):
+    """A plain prompt. Its answer begins with `echo`."""
+
+    token_ids: list[int]
+    echo: str
+
+
+class PreparedCompletion(NamedTuple):
+    request: CompletionRequest
+    prompts: list[PreparedText]
+    grammar: CheckedGrammar
+    unknown_fields: list[str]
+
+
+READERS: Mapping[str, Callable[[bytes, int], ChatRequest]] = {
+    "chat": read_chat,
+    "gemini": read_gemini,
+    "messages": read_message,
+    "responses": read_response,
+}
+"""Each dialect's way from a body to a conversation; the number is the most choices allowed."""
+
+
+async def prepared_chat(site: Site, kind: str, body: bytes) -> PreparedChat:
+    """`kind` is a key of READERS. Raises a RouterError, and TooMuchWork on a bounded site."""
+    request = READERS[kind](body, site.max_choices)
+    model = site.model(request.model, request.cache_salt)
+    with about_model(request.model):
+        chat = render_chat(model, request, is_bounded=site.is_bounded)
+        token_ids = await site.encode(model, chat.text, request.messages_field, is_quoted=chat.is_quoted)
+        wished = chat_grammar(model, request, starts_in_reasoning=chat.starts_in_reasoning)
+        shown = shown_chat(model, request, token_ids)
+        kept = kept_tokens(request, model, shown.token_ids)
+        grammar = await site.check(wished, request.cache_salt) if wished.text else ANY_TEXT
+        history = encoded_history(request) if site.has_history else None
+        prompt = encoded_prompt(model, request, chat, shown, kept, grammar=grammar, history=history)
+    return PreparedChat(request, prompt, kept, partial(encoded_tail, model, chat))
+
+
+async def prepared_completion(site: Site, body: bytes) -> PreparedCompletion:
+    """Raises a RouterError, and TooMuchWork on a bounded site."""
+    read, unknown = COMPLETION.read(body)
+    request = COMPLETION.without_hints(read)
+    model = site.model(request.model, request.cache_salt)
+    with about_model(request.model):
+        check_completion(request, site.max_choices)
+        sent = prompts_of(request.prompt, site.max_prompts)
+        wished = text_grammar(output_format_of(request, request.response_format))
+        grammar = await site.check(wished, request.cache_salt) if wished.text else ANY_TEXT
+        prompts: list[PreparedText] = []
+        for prompt in sent:
+            if prompts:
+                await site.give_way()
+            prompts.append(await _prepared_text(site, model, request, prompt))
+    return PreparedCompletion(request, prompts, grammar, unknown)
+
+
+async def _prepared_text(
+    site: Site, model: TextModel, request: CompletionRequest, prompt: str | list[Any]
+) -> PreparedText:
+    if isinstance(prompt, str):
+        with_special = request.add_special_tokens is not False
+        token_ids = await site.encode(model, prompt, "prompt", add_special_tokens=with_special)
+    else:
+        check_token_prompt(model, request, prompt)
+        token_ids = prompt
+    if not token_ids:
+        raise InvalidRequest("Invalid 'prompt': it has no tokens.", parameter="prompt")
+    return PreparedText(kept_tokens(request, model, token_ids), echo_of(model, request, prompt))
+
+
+def chat_grammar(model: TextModel, request: ChatRequest, *, starts_in_reasoning: bool) -> WishedGrammar:
+    """Raises InvalidRequest for what contradicts itself."""
+    is_free = request.output_format is None and request.tool_choice.mode is not ToolMode.REQUIRED
+    if (is_free and not request.tools) or request.only_prompt:  # nearly all of them
+        return NO_GRAMMAR
+    marks = model.answer_format.marks(wants_calls=True)
+    special_tokens = tuple(sorted(marks & model.tokenizer.added_tokens))  # no text matches these
+    parameter = "tools" if request.output_format is None else request.output_format.parameter
+    text = grammar_for(
+        request.output_format,
+        request.tools,
+        request.tool_choice,
+        model.answer_format,
+        starts_in_reasoning=starts_in_reasoning,
+        special_tokens=special_tokens,
+        tool_parameter=request.tool_parameter,
+    )
+    return WishedGrammar(text, parameter, request.tool_parameter, special_tokens)
+
+
+def text_grammar(wished: OutputFormat | None) -> WishedGrammar:
+    """Return the grammar of an answer that is only text. Raises InvalidRequest."""
+    if wished is None:
+        return NO_GRAMMAR
+    text = grammar_for(wished, [], ToolChoice(), AnswerFormat())
+    return WishedGrammar(text, wished.parameter)
