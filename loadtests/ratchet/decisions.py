@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from loadtests.benches.decision import MODEL, NUM_TOKENS, ROOT, filled_table, prompts
 from loadtests.ratchet.orders import Action, follow_orders
-from replicas.protocol.blocks import hash_blocks
+from replicas.protocol.blocks import hash_blocks, pack_token_ids
 from replicas.protocol.status import ReplicaId
 from router.queue.held import Asking, Held, QueueRules
 from router.queue.holding import Holding
@@ -47,7 +47,7 @@ class _Decisions:
         self._holding = Holding(table, QueueRules())
         self._askings = []
         for prompt in asked:
-            bucket = bucket_of(ROOT, None, prompt.token_ids, None, BUCKET_TOKENS)
+            bucket = bucket_of(ROOT, None, pack_token_ids(prompt.token_ids), None, BUCKET_TOKENS)
             request = RoutingRequest(bucket, NUM_TOKENS, BLOCK_SIZE)
             hashes = hash_blocks(ROOT, prompt.token_ids, BLOCK_SIZE)
             self._askings.append(Asking(MODEL, "", request, hashes))

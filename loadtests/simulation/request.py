@@ -71,7 +71,7 @@ def _bucket(trace: TraceRequest, block_tokens: int) -> bytes:
     """By the id of the head's last block, which stands for all of the head's tokens."""
     num_head_blocks = max(1, BUCKET_TOKENS // block_tokens)
     head_id = trace.prefix_ids[min(num_head_blocks, len(trace.prefix_ids)) - 1]
-    pseudo_tokens = [(head_id >> shift) & 0xFFFFFFFF for shift in range(0, 128, 32)]
+    pseudo_tokens = (head_id % 2**128).to_bytes(16, "little")
     return bucket_of(ROOT, trace.prompt_cache_key, pseudo_tokens, None, BUCKET_TOKENS)
 
 

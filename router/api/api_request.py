@@ -180,7 +180,7 @@ def make_prompt(
     published = context.published_beginning(model, packed_tokens) if request.cache_salt is None else None
     key = request.prompt_cache_key
     spans = [ImageTokens(named_media(root, each.digest), each.start, each.length) for each in images]
-    bucket = bucket_of(root, key, token_ids, num_stable_tokens, card.block_size, spans)
+    bucket = bucket_of(root, key, packed_tokens, num_stable_tokens, card.block_size, spans)
     leases = leases_of(keeps, len(token_ids), card.block_size)
     generation = Generation(
         model=card.name,

@@ -85,6 +85,7 @@ class ClientProtocol(HttpToolsProtocol):
         self._is_refused = False
         self._is_leaving = False
         self._awaits_head = True
+        self._has_begun = False  # a head that is not there yet
         self._framing = 0  # bytes since the last of a body that were none of a body's
         self._deadline: asyncio.TimerHandle | None = None
         self._write_watch: asyncio.TimerHandle | None = None
@@ -217,7 +218,7 @@ class ClientProtocol(HttpToolsProtocol):
         except (HttpParserError, HttpParserUpgrade):
             self.send_400_response("Invalid HTTP request received.")
             return
-        if self._framing and self._awaits_head and self._deadline is None:
+        if self._awaits_head and self._deadline is None and (self._framing or self._has_begun):
             self._start_deadline()
 
     def _parse(self, data: bytes) -> None:
@@ -250,7 +251,8 @@ class ClientProtocol(HttpToolsProtocol):
         return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(headers))
 
     def on_message_begin(self) -> None:
-        self._start_deadline()
+        self._stop_deadline()  # its head has a time of its own, unless it has come whole
+        self._has_begun = True
         super().on_message_begin()
         self.scope["extensions"] = self._extensions
 
@@ -259,7 +261,7 @@ class ClientProtocol(HttpToolsProtocol):
             return
         self._stop_deadline()
         self._framing = 0
-        self._awaits_head = False
+        self._awaits_head = self._has_begun = False
         if len(self.pipeline) >= MAX_QUEUED:
             if not self.transport.is_closing():
                 self._abort(Ended.TOO_MANY_QUEUED)

@@ -55,31 +55,31 @@ class ChainHasher:
         run_bytes = run_tokens * 4
         num_full_runs = len(packed) // run_bytes
 
-        def key(run: int, parent: BlockHash | None) -> bytes:
-            digest = hashlib.sha256(root if parent is None else root + parent)
-            digest.update(packed[run * run_bytes : (run + 1) * run_bytes])
+        def key(run: int, before: bytes) -> bytes:
+            inputs = before + packed[run * run_bytes : (run + 1) * run_bytes]
             if media:
                 run_start = start + run * run_tokens
-                digest.update(media_within(media, run_start, run_start + run_tokens))
-            return digest.digest()
+                inputs += media_within(media, run_start, run_start + run_tokens)
+            return hashlib.sha256(inputs).digest()
 
         hashes: list[BlockHash] = []
         keys: list[bytes] = []
-        before = parent
+        first = before = root if parent is None else root + parent
         for run in range(num_full_runs):
-            known = self._runs.get(one := key(run, parent))
+            known = self._runs.get(one := key(run, before))
             if known is None:
                 break
             keys.append(one)
             hashes += known
             parent = known[-1]
+            before = root + parent
         num_known = len(keys)
         rest, rest_start = packed[num_known * run_bytes :], start + num_known * run_tokens
         hashes += hash_packed(root, rest, block_size, parent=parent, start=rest_start, media=media)
         self.num_hits += num_known * BLOCKS_PER_RUN
         self.num_misses += len(hashes) - num_known * BLOCKS_PER_RUN
         keys += [
-            key(run, hashes[run * BLOCKS_PER_RUN - 1] if run else before)
+            key(run, root + hashes[run * BLOCKS_PER_RUN - 1] if run else first)
             for run in range(num_known, min(num_full_runs, 2 * num_known + 1))
         ]
         self._remember(keys, num_known, hashes)

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 
 from replicas.protocol.affinity import tagged
-from replicas.protocol.blocks import BlockHash, ImageTokens, media_within, pack_token_ids
+from replicas.protocol.blocks import BlockHash, ImageTokens, media_within
 
 BUCKET_TOKENS = 256
 """A prompt is pinned by this many of its first tokens, in whole blocks."""
@@ -18,7 +18,7 @@ BUCKET_BYTES = 16
 def bucket_of(
     root: BlockHash,
     prompt_cache_key: str | None,
-    token_ids: Sequence[int],
+    packed_tokens: bytes,
     num_stable_tokens: int | None,
     block_size: int,
     media: Sequence[ImageTokens] = (),
@@ -36,8 +36,7 @@ def bucket_of(
     digest.update(tagged(b"root", root))
     if prompt_cache_key is not None:
         digest.update(tagged(b"key", prompt_cache_key.encode("utf-8", "surrogatepass")))
-    digest.update(tagged(b"head", pack_token_ids(token_ids[:num_head_tokens])))
-    in_head = [span for span in media if span.start < num_head_tokens]
-    if in_head:
+    digest.update(tagged(b"head", packed_tokens[: 4 * num_head_tokens]))
+    if media and (in_head := [span for span in media if span.start < num_head_tokens]):
         digest.update(tagged(b"media", media_within(in_head, 0, num_head_tokens)))
     return digest.digest()

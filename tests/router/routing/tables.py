@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from replicas.protocol.blocks import BlockHash, hash_blocks
+from replicas.protocol.blocks import BlockHash, hash_blocks, pack_token_ids
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
 from router.routing.bucket import bucket_of
 from router.routing.cost import CostParameters
@@ -39,7 +39,7 @@ def prompt(shared: int, number: int, own: int) -> list[int]:
 def route(
     table: RoutingTable, tokens: Sequence[int], key: str | None = None, **options: object
 ) -> RoutedRequest:
-    bucket = bucket_of(ROOT, key, tokens, None, BLOCK_SIZE)
+    bucket = bucket_of(ROOT, key, pack_token_ids(tokens), None, BLOCK_SIZE)
     request = RoutingRequest(bucket, len(tokens), BLOCK_SIZE)
     return table.route("m", request, hash_blocks(ROOT, tokens, BLOCK_SIZE), **options)  # type: ignore[arg-type]
 

@@ -5,18 +5,30 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 
 from replicas.protocol.affinity import AffinityRanking
-from replicas.protocol.blocks import BlockHash, ImageTokens
+from replicas.protocol.blocks import BlockHash, ImageTokens, pack_token_ids
 from replicas.protocol.status import ReplicaId
-from router.routing.bucket import bucket_of
+from router.routing import bucket as buckets
 
 ROOT = BlockHash(b"r" * 16)
 TOKENS = list(range(1000, 1600))
 REPLICAS = [ReplicaId(f"replica-{number}") for number in range(8)]
+
+
+def bucket_of(
+    root: BlockHash,
+    key: str | None,
+    token_ids: Sequence[int],
+    num_stable_tokens: int | None,
+    block_size: int,
+    media: Sequence[ImageTokens] = (),
+) -> bytes:
+    packed = pack_token_ids(token_ids)
+    return buckets.bucket_of(root, key, packed, num_stable_tokens, block_size, media)
 
 
 def affinity_order(bucket: bytes, replica_ids: Iterable[ReplicaId]) -> list[ReplicaId]:
@@ -101,8 +113,9 @@ def test_a_replica_that_leaves_moves_only_its_own_buckets() -> None:
 def test_the_order_is_the_same_in_every_process() -> None:
     program = (
         "from replicas.protocol.affinity import AffinityRanking\n"
+        "from replicas.protocol.blocks import pack_token_ids\n"
         "from router.routing.bucket import bucket_of\n"
-        "bucket = bucket_of(b'r' * 16, 'key', list(range(1000, 1600)), None, 16)\n"
+        "bucket = bucket_of(b'r' * 16, 'key', pack_token_ids(range(1000, 1600)), None, 16)\n"
         "print(bucket.hex(), ','.join(AffinityRanking(f'replica-{n}' for n in range(8)).of(bucket).whole()))"
     )
     answers = {

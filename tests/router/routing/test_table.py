@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from replicas.protocol.blocks import hash_blocks
+from replicas.protocol.blocks import hash_blocks, pack_token_ids
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import IndexChange
 from replicas.protocol.status import Adapter, Epoch, ModelCard, ReplicaId
@@ -306,7 +306,7 @@ def test_a_preview_is_what_is_decided_next_and_leaves_no_trace(policy: str, size
     open_requests: list[tuple[RoutedRequest, RoutedRequest]] = []
     for _ in range(200):
         tokens = prompt(512 * rng.randrange(3), rng.randrange(5), 300)
-        bucket = bucket_of(ROOT, None, tokens, None, BLOCK_SIZE)
+        bucket = bucket_of(ROOT, None, pack_token_ids(tokens), None, BLOCK_SIZE)
         request = RoutingRequest(bucket, len(tokens), BLOCK_SIZE)
         reserved, predicted = previewed.loads.num_reserved, previewed.num_predictions
         preview = previewed.preview("m", request, hash_blocks(ROOT, tokens, BLOCK_SIZE))
