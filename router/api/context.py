@@ -35,7 +35,7 @@ from router.limits.body_budget import BodyBudget, BodyHold
 from router.limits.in_flight import InFlight
 from router.limits.tenant_turns import TenantTurns
 from router.observation.metrics import RouterMetrics
-from router.observation.trace_points import GenerationTrace, Tracing
+from router.observation.trace_points import Trace, Tracing
 from router.observation.unknown_fields import UnknownFields
 from router.prompt.catalog import ModelCatalog, ServedModel
 from router.routing.decision import Decision
@@ -70,7 +70,7 @@ class Runs(Protocol):
 
 
 class Dispatches(Protocol):
-    def run(self, generation: Generation, trace: GenerationTrace) -> Runs: ...
+    def run(self, generation: Generation, trace: Trace) -> Runs: ...
     def preview(self, generation: Generation) -> Preview: ...
     def instruments(self) -> Iterator[Instrument]: ...
     def retry_after_seconds(self, model: str) -> float: ...

@@ -34,7 +34,7 @@ from router.edge.http import (
 )
 from router.edge.http_error import INTERNAL_ERROR, HttpError, http_error, method_not_allowed
 from router.errors import ErrorKind, RouterError
-from router.observation.trace_points import RequestTrace
+from router.observation.trace_points import Trace
 from router.served import CLIENT_GONE, ServedPrompt, ServedRequest, TokenGaps
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class GenerationEndpoint:
                 await self._serve(exchange, scope, receive)
         finally:
             served = exchange.served(self._route)
-            trace.end(served)
+            trace.served(served)
             exchange.has_ended(served)
             for observe in self._context.observers:
                 observe(served)
@@ -125,7 +125,7 @@ class _Exchange:
         context: ApiContext,
         scope: Scope,
         send: Send,
-        trace: RequestTrace,
+        trace: Trace,
     ) -> None:
         self.request_id = trace.request_id
         self.trace = trace

@@ -11,7 +11,7 @@ from router.dispatch.retries import Tries
 from router.dispatch.suspects import SURVIVED_TOKENS, Presence, Trial
 from router.fleet.inflight import Inflight
 from router.fleet.replica_client import ReplicaClient
-from router.observation.trace_points import AttemptTrace
+from router.observation.trace_points import Trace
 from router.routing.table import RoutedRequest
 
 
@@ -45,7 +45,7 @@ class Attempt:
         client: ReplicaClient,
         inflight: Inflight,
         choices: Sequence[int],
-        trace: AttemptTrace,
+        trace: Trace,
         *,
         model: str,
         token_ids: Sequence[int],

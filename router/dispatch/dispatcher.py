@@ -15,7 +15,7 @@ from router.dispatch.waiting_room import WaitingRoom
 from router.fleet.fleet_health import NOTHING_COMING, FleetHealth
 from router.fleet.replica_client import ReplicaClient
 from router.generation import Generation
-from router.observation.trace_points import NO_TRACE, GenerationTrace
+from router.observation.trace_points import NO_TRACE, Trace
 from router.queue.held import QueueRules
 from router.queue.holding import Holding
 from router.routing.decision import RoutingRequest
@@ -54,7 +54,7 @@ class Dispatcher:
             holding=holding or Holding(table, QueueRules()),
         )
 
-    def run(self, generation: Generation, trace: GenerationTrace = NO_TRACE) -> GenerationRun:
+    def run(self, generation: Generation, trace: Trace = NO_TRACE) -> GenerationRun:
         """Return an async context manager; leaving it stops what still runs and returns everything."""
         return GenerationRun(self.state, generation, trace)
 

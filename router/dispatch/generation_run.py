@@ -36,7 +36,7 @@ from router.errors import (
 )
 from router.fleet.inflight import Listener, Mailbox, ReplicaLost
 from router.generation import Generation
-from router.observation.trace_points import AttemptTrace, GenerationTrace
+from router.observation.trace_points import Trace
 from router.routing.decision import Decision
 from router.routing.table import RoutedRequest
 
@@ -57,7 +57,7 @@ class GenerationRun:
     decision_seconds: float
     """How long the table took for it."""
 
-    def __init__(self, state: DispatchState, generation: Generation, trace: GenerationTrace) -> None:
+    def __init__(self, state: DispatchState, generation: Generation, trace: Trace) -> None:
         assert generation.num_choices >= 1
         self._state = state
         self._generation = generation
@@ -386,7 +386,7 @@ class GenerationRun:
             self._choices[index].tries.begin()
 
     def _submit_of(
-        self, part: Sequence[int], output: Sequence[int], routed: RoutedRequest, trace: AttemptTrace
+        self, part: Sequence[int], output: Sequence[int], routed: RoutedRequest, trace: Trace
     ) -> Submit:
         """Build this attempt's submit: some choices of the generation, from the prompt and the output so
         far."""

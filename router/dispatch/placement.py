@@ -24,7 +24,7 @@ from router.dispatch.suspects import PromptDigest, Standing
 from router.dispatch.waiting_room import Lane, Ticket
 from router.errors import GenerationFailed, NoReplicaAvailable, Overloaded, RouterError, TooLate, UnknownModel
 from router.generation import Generation
-from router.observation.trace_points import GenerationTrace
+from router.observation.trace_points import Trace
 from router.queue.held import Asking, Held
 from router.queue.work import Charge
 from router.routing.decision import RoutingRequest
@@ -58,7 +58,7 @@ class Placement:
     """`call` wakes the run that this belongs to: it is worth another try."""
 
     def __init__(
-        self, state: DispatchState, generation: Generation, trace: GenerationTrace, call: Callable[[], None]
+        self, state: DispatchState, generation: Generation, trace: Trace, call: Callable[[], None]
     ) -> None:
         self.patience = Patience(state.retry)
         self.num_attempts = 0

@@ -17,11 +17,10 @@ from prometheus_client.registry import Collector
 from replicas.protocol.events import Tier
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import LeaseBreak, LeaseRefusal
+from router.caller import DEFAULT_TENANT
 from router.errors import ErrorKind, HeadFault
 from router.keeping import GRANTED, NO_ANSWER, kept_of
 from router.misses import Cause
-from router.observation.tenant_labels import TenantLabels
-from router.routing.decision import Decision
 from router.served import GAP_BOUNDS, ServedPrompt, ServedRequest
 from router.shared.instruments import Distributions, HistogramSeries, Instrument, Number, Numbers
 from router.tenants.keyring import KeyFault
@@ -43,6 +42,8 @@ TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 UNKNOWN_MODEL = "unknown"
 
 MOST_TENANTS = 100
+"""With series of their own, the default tenant among them."""
+OTHER_TENANTS = "other"
 
 ALARMING_CODES = ("429", "500", "503")
 """Status codes that alerts and dashboards count."""
@@ -64,7 +65,7 @@ class RouterMetrics(Collector):
         self._declare_tokens()
         self._declare_tenants()
         self._added: list[Instrument] = []
-        self._tenant_labels = TenantLabels(MOST_TENANTS)
+        self._tenant_labels = {DEFAULT_TENANT: DEFAULT_TENANT}
         self._of_model: dict[str, _ModelSeries] = {}
         self._of_tenant: dict[str, _TenantSeries] = {}
         self._of_outcome: dict[tuple[str, str, int], Number] = {}
@@ -77,12 +78,14 @@ class RouterMetrics(Collector):
         model = None
         if served.model is not None:
             model = self._of_model.get(name) or self._add_model(name)
-        self._count_outcome(name, served.route, served.status)
+        key = (name, served.route, served.status)
+        (self._of_outcome.get(key) or self._add_outcome(*key)).value += 1
         if served.error_kind is not None:
             self._errors.of(name, served.error_kind).value += 1
         if model is None or not served.prompts:
             return
-        tenant = self._tenant(served.prompts[0].generation.tenant)
+        label = self.tenant_label(served.prompts[0].generation.tenant)
+        tenant = self._of_tenant.get(label) or self._add_tenant(label)
         tenant.requests.value += 1
         self._observe_times(served, model, tenant)
         for prompt in served.prompts:
@@ -108,9 +111,10 @@ class RouterMetrics(Collector):
     ) -> None:
         decision = prompt.decision
         if decision is not None:
-            self._count_decision(name, decision)
+            key = (name, decision.reason, min(decision.rank, len(RANKS) - 1))
+            (self._of_decision.get(key) or self._add_decision(*key)).value += 1
         if prompt.decision_seconds is not None:
-            self._decision_seconds.of().observe(prompt.decision_seconds)
+            self._decision_seconds.observe(prompt.decision_seconds)
         model.output_tokens.value += prompt.num_output_tokens
         tenant.output_tokens.value += prompt.num_output_tokens
         usage = prompt.usage
@@ -129,8 +133,14 @@ class RouterMetrics(Collector):
             model.overlap_error.observe(abs(decision.overlap_tokens - usage.num_cached_tokens))
 
     def tenant_label(self, tenant: str) -> str:
-        """The label of a tenant's series, or the one that all others share."""
-        return self._tenant_labels.of(tenant)
+        """The label of a tenant's series, which reveals nothing about a salt. Later tenants share one, and no
+        label is ever given to another tenant: a counter that ends looks like an outage."""
+        label = self._tenant_labels.get(tenant)
+        if label is None:
+            if len(self._tenant_labels) >= MOST_TENANTS:
+                return OTHER_TENANTS
+            label = self._tenant_labels[tenant] = tenant
+        return label
 
     def count_refusal(self, fault: HeadFault | KeyFault) -> None:
         self._refused.of(fault).value += 1
@@ -208,7 +218,7 @@ class RouterMetrics(Collector):
             "router_decision_seconds",
             "Time of one routing decision: overlaps, costs, reservation and prediction",
             DECISION_BUCKETS,
-        )
+        ).of()
         self._decisions = number(
             "counter",
             "router_decisions_total",
@@ -355,36 +365,26 @@ class RouterMetrics(Collector):
         )
         return series
 
-    def _tenant(self, tenant: str) -> "_TenantSeries":
-        label = self._tenant_labels.of(tenant)
-        series = self._of_tenant.get(label)
-        if series is None:
-            series = self._of_tenant[label] = _TenantSeries(
-                requests=self._tenant_requests.of(label),
-                prompt_tokens=self._tenant_prompt_tokens.of(label),
-                cached_tokens=self._tenant_cached_tokens.of(label),
-                cross_user_tokens=self._tenant_cross_user_tokens.of(label),
-                output_tokens=self._tenant_output_tokens.of(label),
-                ttft=self._tenant_ttft.of(label),
-            )
+    def _add_tenant(self, label: str) -> "_TenantSeries":
+        series = self._of_tenant[label] = _TenantSeries(
+            requests=self._tenant_requests.of(label),
+            prompt_tokens=self._tenant_prompt_tokens.of(label),
+            cached_tokens=self._tenant_cached_tokens.of(label),
+            cross_user_tokens=self._tenant_cross_user_tokens.of(label),
+            output_tokens=self._tenant_output_tokens.of(label),
+            ttft=self._tenant_ttft.of(label),
+        )
         return series
 
-    def _count_outcome(self, model: str, route: str, code: int) -> None:
-        key = (model, route, code)
-        number = self._of_outcome.get(key)
-        if number is None:
-            number = self._of_outcome[key] = self._requests.of(model, route, str(code))
-            for alarming in ALARMING_CODES:  # from zero on, as errors are
-                self._requests.of(model, route, alarming)
-        number.value += 1
+    def _add_outcome(self, model: str, route: str, code: int) -> Number:
+        number = self._of_outcome[model, route, code] = self._requests.of(model, route, str(code))
+        for alarming in ALARMING_CODES:  # from zero on, as errors are
+            self._requests.of(model, route, alarming)
+        return number
 
-    def _count_decision(self, model: str, decision: Decision) -> None:
-        rank = min(decision.rank, len(RANKS) - 1)
-        key = (model, decision.reason, rank)
-        number = self._of_decision.get(key)
-        if number is None:
-            number = self._of_decision[key] = self._decisions.of(model, decision.reason, RANKS[rank])
-        number.value += 1
+    def _add_decision(self, model: str, reason: str, rank: int) -> Number:
+        number = self._of_decision[model, reason, rank] = self._decisions.of(model, reason, RANKS[rank])
+        return number
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The moments of a request in a router, for tracing.
 
-Owns the moments, and a trace's parent in the next process. These classes only pass on what the client sent;
+Owns the moments, and a trace's parent in the next process. A `Trace` only passes on what the client sent;
 `tracing.py` makes spans of the same moments.
 """
 
@@ -12,14 +12,41 @@ from router.served import ServedRequest
 from router.shared.instruments import Instrument, counter
 
 
-class AttemptTrace:
-    """One submission to one replica. `trace_parent` and `trace_state` are for the replica."""
+class Trace:
+    """A request of a client's, one of its generations, or one submission of that to a replica. Where nothing
+    is traced they are one object.
 
-    __slots__ = ("trace_parent", "trace_state")
+    `request_id` is for the replicas' logs, `trace_parent` and `trace_state` are for the replica. Without a
+    trace there is no `trace_id`.
+    """
 
-    def __init__(self, parent: TraceParent | None) -> None:
+    __slots__ = ("request_id", "trace_id", "trace_parent", "trace_state")
+
+    def __init__(self, request_id: str, parent: TraceParent | None) -> None:
+        self.request_id = request_id
+        self.trace_id = None if parent is None else parent.trace_id
         self.trace_parent = "" if parent is None else str(parent)
         self.trace_state = "" if parent is None else parent.state
+
+    # Of a request.
+
+    def generation(self) -> "Trace":
+        """For one of its prompts."""
+        return self
+
+    def served(self, served: ServedRequest) -> None:
+        """Called once, and last."""
+
+    # Of a generation.
+
+    def attempt(self, decision: Decision, *, is_resumed: bool) -> "Trace":
+        """Trace an attempt at the decision's replica; `is_resumed` continues from earlier tokens."""
+        return self
+
+    def waits(self, seconds: float) -> None:
+        """No replica takes it just now."""
+
+    # Of an attempt.
 
     def first_token(self) -> None:
         pass
@@ -28,59 +55,18 @@ class AttemptTrace:
         """It has not ended as it should have."""
 
     def end(self) -> None:
-        """Called once, and last."""
+        """A generation or an attempt is over: called once, and last."""
 
 
-class GenerationTrace:
-    """One generation, wherever it runs. `request_id` is for the replicas' logs."""
-
-    __slots__ = ("_parent", "request_id")
-
-    def __init__(self, request_id: str, parent: TraceParent | None) -> None:
-        self.request_id = request_id
-        self._parent = parent
-
-    def attempt(self, decision: Decision, *, is_resumed: bool) -> AttemptTrace:
-        """Trace an attempt at the decision's replica; `is_resumed` continues from earlier tokens."""
-        return AttemptTrace(self._parent)
-
-    def waits(self, seconds: float) -> None:
-        """No replica takes it just now."""
-
-    def end(self) -> None:
-        """Called once, and last."""
-
-
-NO_TRACE = GenerationTrace("", None)
-
-
-class RequestTrace:
-    """One request of a client's. `trace_id` is None without a trace."""
-
-    __slots__ = ("_parent", "request_id")
-
-    def __init__(self, request_id: str, parent: TraceParent | None) -> None:
-        self.request_id = request_id
-        self._parent = parent
-
-    @property
-    def trace_id(self) -> str | None:
-        return None if self._parent is None else self._parent.trace_id
-
-    def generation(self) -> GenerationTrace:
-        """For one of its prompts."""
-        return GenerationTrace(self.request_id, self._parent)
-
-    def end(self, served: ServedRequest) -> None:
-        """Called once, and last."""
+NO_TRACE = Trace("", None)
 
 
 class Tracing:
     """Makes traces that do nothing."""
 
-    def request(self, method: str, path: str, request_id: str, parent: TraceParent | None) -> RequestTrace:
+    def request(self, method: str, path: str, request_id: str, parent: TraceParent | None) -> Trace:
         """`parent` is the client's."""
-        return RequestTrace(request_id, parent)
+        return Trace(request_id, parent)
 
     @property
     def num_dropped(self) -> int:

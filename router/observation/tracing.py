@@ -13,7 +13,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 
 from replicas.process.otlp import SpanExport, child_context, parent_context, trace_parent_of
 from replicas.process.trace_parent import TraceParent
-from router.observation.trace_points import AttemptTrace, GenerationTrace, RequestTrace, Tracing
+from router.observation.trace_points import Trace, Tracing
 from router.routing.decision import Decision
 from router.served import ServedRequest
 
@@ -31,7 +31,7 @@ class SpanTracing(Tracing):
         instance = f"{socket.gethostname()}:{os.getpid()}"
         self._export = SpanExport(endpoint, sample_ratio, service="kvasir-router", instance=instance)
 
-    def request(self, method: str, path: str, request_id: str, parent: TraceParent | None) -> RequestTrace:
+    def request(self, method: str, path: str, request_id: str, parent: TraceParent | None) -> Trace:
         known_method = method if method in METHODS else "_OTHER"
         span = self._export.tracer.start_span(
             f"{known_method} {path}",
@@ -47,7 +47,7 @@ class SpanTracing(Tracing):
         )
         if span.is_recording():
             return _RequestSpans(request_id, self._export.tracer, span)
-        return RequestTrace(request_id, trace_parent_of(span))
+        return Trace(request_id, trace_parent_of(span))
 
     @property
     def num_dropped(self) -> int:
@@ -57,7 +57,7 @@ class SpanTracing(Tracing):
         self._export.close(timeout_seconds)
 
 
-class _RequestSpans(RequestTrace):
+class _RequestSpans(Trace):
     __slots__ = ("_span", "_tracer")
 
     def __init__(self, request_id: str, tracer: Tracer, span: Span) -> None:
@@ -65,10 +65,10 @@ class _RequestSpans(RequestTrace):
         self._tracer = tracer
         self._span = span
 
-    def generation(self) -> GenerationTrace:
+    def generation(self) -> Trace:
         return _GenerationSpans(self.request_id, self._tracer, self._span)
 
-    def end(self, served: ServedRequest) -> None:
+    def served(self, served: ServedRequest) -> None:
         span = self._span
         ended_at = time.time_ns()
 
@@ -122,7 +122,7 @@ def _outcome(served: ServedRequest) -> Attributes:
     return attributes
 
 
-class _GenerationSpans(GenerationTrace):
+class _GenerationSpans(Trace):
     __slots__ = ("_num_attempts", "_span", "_tracer")
 
     def __init__(self, request_id: str, tracer: Tracer, parent: Span) -> None:
@@ -131,7 +131,7 @@ class _GenerationSpans(GenerationTrace):
         self._span = tracer.start_span("route", child_context(parent))
         self._num_attempts = 0
 
-    def attempt(self, decision: Decision, *, is_resumed: bool) -> AttemptTrace:
+    def attempt(self, decision: Decision, *, is_resumed: bool) -> Trace:
         attributes: Attributes = {
             "kvasir.replica": decision.replica_id,
             "kvasir.reason": decision.reason.value,
@@ -144,7 +144,7 @@ class _GenerationSpans(GenerationTrace):
         self._num_attempts += 1
         attributes["kvasir.attempt"] = self._num_attempts
         span = self._tracer.start_span("attempt", child_context(self._span), SpanKind.CLIENT, attributes)
-        return _AttemptSpan(span)
+        return _AttemptSpan(self.request_id, span)
 
     def waits(self, seconds: float) -> None:
         self._span.add_event("wait", {"kvasir.seconds": seconds})
@@ -153,11 +153,11 @@ class _GenerationSpans(GenerationTrace):
         self._span.end()
 
 
-class _AttemptSpan(AttemptTrace):
+class _AttemptSpan(Trace):
     __slots__ = ("_span",)
 
-    def __init__(self, span: Span) -> None:
-        super().__init__(trace_parent_of(span))
+    def __init__(self, request_id: str, span: Span) -> None:
+        super().__init__(request_id, trace_parent_of(span))
         self._span = span
 
     def first_token(self) -> None:

@@ -8,7 +8,7 @@ from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, Toke
 from replicas.protocol.status import ReplicaId
 from router.fleet.inflight import Listener
 from router.generation import Generation
-from router.observation.trace_points import NO_TRACE, GenerationTrace
+from router.observation.trace_points import NO_TRACE, Trace
 from router.routing.decision import Decision, DecisionReason
 from router.routing.table import Preview
 from router.shared.instruments import Instrument, gauge
@@ -84,7 +84,7 @@ class ScriptedDispatcher:
         self.num_waiting = 0
         self.run_type = ScriptedRun
 
-    def run(self, generation: Generation, trace: GenerationTrace = NO_TRACE) -> "ScriptedRun":
+    def run(self, generation: Generation, trace: Trace = NO_TRACE) -> "ScriptedRun":
         self.generations.append(generation)
         return self.run_type(self, list(self.script(generation)))
 

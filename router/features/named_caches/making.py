@@ -28,7 +28,7 @@ from router.features.named_caches.named_caches import NamedCaches
 from router.features.named_caches.record import ID_PREFIX, CacheContent, CacheKind, CacheLease, CacheRecord
 from router.features.named_caches.requests import keep_beginning, opened
 from router.keeping import kept_of
-from router.observation.trace_points import GenerationTrace
+from router.observation.trace_points import Trace
 from router.served import ServedPrompt, ServedRequest
 
 WARM_SECONDS = 120.0
@@ -116,7 +116,7 @@ class CacheMaker:
         context = self._context
         warming = _Warming(prompt, context.wall_clock(), context.clock())
         request.prepared_at = warming.arrived_at
-        trace = GenerationTrace(context.new_id("req_"), None)
+        trace = Trace(context.new_id("req_"), None)
         try:
             async with asyncio.timeout(WARM_SECONDS):
                 await self._compute(request, warming, trace)
@@ -135,7 +135,7 @@ class CacheMaker:
                 observe(served)
         return prompt.usage if warming.error is None else None
 
-    async def _compute(self, request: ApiRequest, warming: "_Warming", trace: GenerationTrace) -> None:
+    async def _compute(self, request: ApiRequest, warming: "_Warming", trace: Trace) -> None:
         context = self._context
         generation = replace(warming.prompt.generation, is_awaited=False)
         rates = context.rates.hold(generation.caller, [generation], warming.num_used_tokens)

@@ -1,6 +1,6 @@
 """UsageMetrics: what each tenant has read and written, and what it came to, for Prometheus.
 
-Owns these names. Labels are tenants as `TenantLabels` bounds them; keys have no series, since there may be a
+Owns these names. Labels are tenants as `RouterMetrics` bounds them; keys have no series, since there may be a
 hundred thousand: `/v1/usage` tells of them.
 """
 

@@ -23,7 +23,7 @@ def test_a_request_ends_after_its_parts_though_it_was_counted_from_later_than_it
         read = time.perf_counter() - arrived
         generation.end()
         ended = time.perf_counter() - arrived
-        request.end(
+        request.served(
             ServedRequest(
                 request_id="one",
                 route=PATH,
