@@ -169,8 +169,11 @@ def decode_description(encoded: bytes) -> DescribeResponse:
     return description
 
 
-def checked_delta(delta: TokenDelta, vocab_size: int | None = None) -> TokenDelta:
-    """The delta, a long refusal cut short. `vocab_size`, if it is known, bounds the tokens."""
+def checked_delta(delta: "TokenDelta | BrokenDelta", vocab_size: int | None = None) -> TokenDelta:
+    """The delta, a long refusal cut short. `vocab_size`, if it is known, bounds the tokens. Raises
+    ValueError."""
+    if isinstance(delta, BrokenDelta):
+        raise ValueError(delta.problem)
     token_ids = delta.token_ids
     if vocab_size is not None and token_ids and max(token_ids) >= vocab_size:
         raise ValueError(f"token {max(token_ids)} is outside a vocabulary of {vocab_size}")

@@ -93,7 +93,8 @@ class DispatchState:
         table.on_absence = holding.absent
 
     def _changed(self, model: str, replica_id: ReplicaId) -> None:
-        self.room.call(model)
+        if self.room.num_waiting:
+            self.room.call(model)
         if self.holding.num_waiting_for(model):
             self.holding.changed(model, replica_id, self.clock())
 

@@ -175,8 +175,12 @@ class GenerationRun:
         if not attempt.started:
             attempt.first_token()
         choice = self._choices[index]
-        choice.token_ids.extend(delta.token_ids)
-        self._charge(delta)
+        choice.token_ids += delta.token_ids
+        charge = self._placement.charge
+        if charge is not None:
+            if delta.usage is not None:
+                charge.begins(delta.usage.num_cached_tokens)
+            charge.produces(len(delta.token_ids))
         if attempt.trial is not None and (finish is not None or attempt.has_survived):
             self._state.survived(attempt)
         if delta.key.choice != index or (choice.has_usage and delta.usage is not None):
@@ -186,13 +190,6 @@ class GenerationRun:
         batch.append(delta)
         if finish is not None:
             self._close_choice(choice)
-
-    def _charge(self, delta: TokenDelta) -> None:
-        charge = self._placement.charge
-        if charge is not None:
-            if delta.usage is not None:
-                charge.begins(delta.usage.num_cached_tokens)
-            charge.produces(len(delta.token_ids))
 
     def _hand_over(self, delta: TokenDelta) -> bool:
         """Handle a plain delta at once, without waking the task; False leaves it to `_receive`."""
@@ -290,9 +287,10 @@ class GenerationRun:
         if seconds > 0:
             return seconds
         while self._num_unplaced:
-            unplaced = [index for index, choice in enumerate(self._choices) if choice.is_unplaced]
             # Choices of which the client has seen nothing go together, as they came: they share one prefill.
-            part = unplaced if len(unplaced) == len(self._choices) and not self._visible else unplaced[:1]
+            part: Sequence[int] = range(len(self._choices))
+            if self._visible or self._num_unplaced < len(part):
+                part = [next(index for index in part if self._choices[index].is_unplaced)]
             first = self._choices[part[0]]
             if not placement.may_try(first, is_visible=self._visible):
                 raise placement.give_up(is_visible=self._visible)
@@ -302,7 +300,7 @@ class GenerationRun:
                 if seconds <= 0:
                     raise placement.give_up(is_visible=self._visible)
                 return seconds
-            if not self._begin_upload(part, routed):
+            if not (self._generation.media and self._begin_upload(part, routed)):
                 self._submit(part, routed)
             if self._upload is not None:
                 return LOOK_SECONDS
@@ -313,7 +311,7 @@ class GenerationRun:
         """Begin an upload. False if the replica is known to have all media, or is gone."""
         media = self._generation.media
         client = self._state.clients(routed.decision.replica_id)
-        if not media or client is None or client.media.has(media):
+        if client is None or client.media.has(media):
             return False
         task = asyncio.create_task(client.media.send(self._generation.submit.root, media))
         task.add_done_callback(lambda _: self._mailbox.wake())
@@ -407,7 +405,7 @@ class GenerationRun:
             announced_points=routed.announcement.points,
             announcement_id=routed.announcement.announcement_id,
             num_expected_tokens=len(packed_tokens) // 4 - routed.decision.overlap_tokens,
-            pull=self._pull_hint(routed.decision),
+            pull=None if routed.decision.pull_from is None else self._pull_hint(routed.decision),
             request_id=self._trace.request_id,
             trace_parent=trace.trace_parent,
             trace_state=trace.trace_state,
@@ -415,8 +413,7 @@ class GenerationRun:
 
     def _pull_hint(self, decision: Decision) -> PullHint | None:
         """Return the peer to pull from, if it is still connected, even if it is leaving."""
-        if decision.pull_from is None:
-            return None
+        assert decision.pull_from is not None
         peer = self._state.clients(decision.pull_from)
         if peer is None or peer.epoch is None:
             return None

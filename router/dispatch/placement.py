@@ -70,10 +70,11 @@ class Placement:
         self._trace = trace
         self._call = call
         self._order = state.next_order()
+        limit = generation.timeout_seconds
         promised = generation.caller.tenant.slo_seconds if generation.is_awaited else None
-        limits = [generation.timeout_seconds, promised]
-        known = [each for each in limits if each is not None]
-        self._deadline = state.clock() + min(known) if known else None
+        if promised is not None and (limit is None or promised < limit):
+            limit = promised
+        self._deadline = None if limit is None else state.clock() + limit
         self._ticket: Ticket | None = None
         self._line_ends_at = 0.0
         self._owes_retry = False
@@ -120,7 +121,7 @@ class Placement:
         """Raises GenerationFailed for a prompt that is condemned."""
         generation, table = self._generation, self._state.table
         exclude: Collection[ReplicaId] = self.patience.excluded
-        self.suspected = self._suspicion()
+        self.suspected = self._suspicion() if self._state.suspects.has_any else None
         if self.suspected is not None:
             self._withdraw()
             if self._state.suspects.is_on_trial(self.suspected):
@@ -250,12 +251,15 @@ class Placement:
 
     def done(self) -> None:
         """All is placed."""
-        self._leave_line()
+        if self._ticket is not None:
+            self._leave_line()
         self.patience.placed()
 
     def close(self) -> None:
-        self._leave_line()
-        self._withdraw()
+        if self._ticket is not None:
+            self._leave_line()
+        if self._held is not None:
+            self._withdraw()
         if self.charge is not None:
             self.charge.close(None if self._has_given_up else self._state.clock())
 
@@ -282,8 +286,6 @@ class Placement:
     def _suspicion(self) -> PromptDigest | None:
         """The prompt's digest if it may have killed a replica. Raises for one that has killed two."""
         suspects, generation = self._state.suspects, self._generation
-        if not suspects.has_any:
-            return None
         if self._digest is None:
             self._digest = suspects.digest(
                 generation.model, generation.token_ids_with_images(), generation.caller.owner
@@ -302,7 +304,9 @@ class Placement:
         """Whether it must let others go first, or wait for room."""
         state, generation = self._state, self._generation
         if self._ticket is None:
-            return not state.room.is_empty and state.room.is_before(self._lane(is_trial=False), self._order)
+            return bool(state.room.num_waiting) and state.room.is_before(
+                self._lane(is_trial=False), self._order
+            )
         if state.clock() >= self._line_ends_at:
             return False  # it may be refused where there is no room, but it is not kept from asking
         model, adapter = generation.model, generation.adapter

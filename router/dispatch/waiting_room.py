@@ -48,10 +48,6 @@ class WaitingRoom:
         self.num_bytes = 0
         self.num_refused = 0
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.num_waiting
-
     def enter(
         self, lane: Lane, *, order: int, num_bytes: int, now: float, call: Callable[[], None], must: bool
     ) -> Ticket | None:

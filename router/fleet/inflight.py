@@ -23,30 +23,25 @@ Listener = Callable[[TokenDelta], bool]
 class Mailbox:
     """Wakes the one task that waits for deltas, from however many inflights. No queue, no lock."""
 
-    __slots__ = ("_waiter", "listener")
+    __slots__ = ("listener", "waiter")
 
     def __init__(self) -> None:
-        self._waiter: asyncio.Future[None] | None = None
+        self.waiter: asyncio.Future[None] | None = None
         self.listener: Listener | None = None
-
-    def hands_over(self, delta: TokenDelta) -> bool:
-        """Offer a delta to the listener; True if it took it. Only while the task waits, so none overtakes."""
-        if self.listener is None or self._waiter is None or self._waiter.done():
-            return False
-        return self.listener(delta)
+        """It is offered deltas only while the task waits, so that none overtakes another."""
 
     def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
 
     async def wait(self) -> None:
         """Until the next `wake`. The caller looks first whether something has already come."""
-        assert self._waiter is None, "a mailbox has one consumer"
-        self._waiter = asyncio.get_running_loop().create_future()
+        assert self.waiter is None, "a mailbox has one consumer"
+        self.waiter = asyncio.get_running_loop().create_future()
         try:
-            await self._waiter
+            await self.waiter
         finally:
-            self._waiter = None
+            self.waiter = None
 
 
 class Inflight:
@@ -86,7 +81,9 @@ class Inflight:
         self.num_tokens += len(delta.token_ids)
         # Wakes once per frame however many deltas it brings: the consumer runs after the read loop.
         if not self._deltas:
-            if delta.finish_reason is None and self._mailbox.hands_over(delta):
+            listener, waiter = self._mailbox.listener, self._mailbox.waiter
+            is_awaited = waiter is not None and not waiter.done()
+            if is_awaited and listener is not None and delta.finish_reason is None and listener(delta):
                 return
             self._mailbox.wake()
         self._deltas.append(delta)

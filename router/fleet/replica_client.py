@@ -18,7 +18,7 @@ from replicas.process.tls import ChannelTls
 from replicas.protocol.call_tokens import Caller
 from replicas.protocol.frames import Abort, LoadSnapshot, Submit
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
-from replicas.protocol.wire import DescribeRequest, encode_client_frame, encode_submit
+from replicas.protocol.wire import DescribeRequest, checked_delta, encode_client_frame, encode_submit
 from router.fleet.image_uploads import ImageUploads
 from router.fleet.inflight import Inflight, Mailbox, ReplicaLost
 from router.fleet.replica_channel import ReplicaChannel
@@ -205,8 +205,9 @@ class ReplicaClient:
                     self._words.stranger(submit_id)
                 continue  # aborted; this delta crossed the abort on its way
             try:
-                delta = self._words.delta(heard)
+                delta = checked_delta(heard, self._words.vocab_size)
             except ValueError as error:
+                self._words.refuse("delta", error)
                 self.abort(submit_id)
                 inflight.fail(ReplicaLost(f"an answer of it breaks the contract: {error}"))
                 continue

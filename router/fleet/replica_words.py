@@ -16,7 +16,6 @@ from replicas.protocol.wire import (
     MAX_SERVER_FRAME_BYTES,
     BrokenDelta,
     DescribeResponse,
-    checked_delta,
     decode_description,
     decode_load,
     decode_loose_delta,
@@ -53,7 +52,8 @@ class ReplicaWords:
     def __init__(self, replica_id: ReplicaId, traffic: Traffic) -> None:
         self._replica_id = replica_id
         self._traffic = traffic
-        self._vocab_size: int | None = None
+        self.vocab_size: int | None = None
+        """Bounds the tokens, once the model is described."""
         self._complaints = Complaints(logger)
 
     def description(self, encoded: bytes) -> DescribeResponse:
@@ -61,9 +61,9 @@ class ReplicaWords:
         try:
             description = decode_description(encoded)
         except ValueError as error:
-            self._refuse("description", error)
+            self.refuse("description", error)
             raise
-        self._vocab_size = description.card.vocab_size
+        self.vocab_size = description.card.vocab_size
         return description
 
     def frame(self, encoded: bytes) -> HeardFrame:
@@ -77,23 +77,13 @@ class ReplicaWords:
             except ValueError:
                 return self._loose_frame(encoded)
         except ValueError as error:
-            self._refuse("frame", error)
+            self.refuse("frame", error)
             raise
         return HeardFrame(whole.deltas, whole.load, whole.num_counted_submits, whole.is_draining)
 
-    def delta(self, delta: TokenDelta | BrokenDelta) -> TokenDelta:
-        """Raises ValueError."""
-        try:
-            if isinstance(delta, BrokenDelta):
-                raise ValueError(delta.problem)
-            return checked_delta(delta, self._vocab_size)
-        except ValueError as error:
-            self._refuse("delta", error)
-            raise
-
     def stranger(self, submit_id: int) -> None:
         """Report a delta for a request that the replica was never sent."""
-        self._refuse("id", ValueError(f"there is no submit {submit_id}"))
+        self.refuse("id", ValueError(f"there is no submit {submit_id}"))
 
     def _loose_frame(self, encoded: bytes) -> HeardFrame:
         frame = decode_loose_frame(encoded)
@@ -101,10 +91,11 @@ class ReplicaWords:
         try:
             load = decode_load(frame.load)
         except ValueError as error:
-            self._refuse("load", error)
+            self.refuse("load", error)
         deltas = [decode_loose_delta(delta) for delta in frame.deltas]
         return HeardFrame(deltas, load, frame.num_counted_submits, frame.is_draining)
 
-    def _refuse(self, part: str, error: ValueError) -> None:
+    def refuse(self, part: str, error: ValueError) -> None:
+        """Report a part that breaks the contract."""
         self._traffic.num_malformed += 1
         self._complaints.say(part, f"replica {self._replica_id}: an invalid message is ignored: {error}")

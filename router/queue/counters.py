@@ -112,6 +112,10 @@ class VirtualCounters:
     def num_active(self) -> int:
         return len(self._active)
 
+    def account(self, name: str) -> Account | None:
+        """Return a tenant's account, if it is known."""
+        return self._accounts.get(name)
+
     def counter(self, name: str) -> float:
         """Return its counter, or the one that it would start with now."""
         account = self._accounts.get(name)
@@ -178,9 +182,11 @@ class VirtualCounters:
         """A request of it goes without having waited, and is charged."""
         account = self._touch(name, weight)
         if not account.num_waiting:
-            account.counter = max(account.counter, self.floor())
-            if not self._active:
-                self._last = account.counter
+            first = self._active.first()
+            if first is None:
+                account.counter = self._last = max(account.counter, self._last)
+            else:
+                account.counter = max(account.counter, first.counter)
         account.counter += work / account.weight
 
     def charge(self, name: str, work: float) -> None:

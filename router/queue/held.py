@@ -6,6 +6,8 @@ Plain records that `holding.py` owns and changes.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.status import Adapter, ReplicaId
 from router.errors import RouterError
@@ -28,8 +30,7 @@ class QueueRules:
     margin: float = 0.8
 
 
-@dataclass(frozen=True, slots=True)
-class Asking:
+class Asking(msgspec.Struct, frozen=True):
     """A request on its way to a replica. After `deadline` its first token is too late. `other_seconds` of
     work besides its prompt are charged when it goes."""
 

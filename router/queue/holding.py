@@ -112,7 +112,8 @@ class Holding:
         num_uncached = asking.request.num_tokens - choice.decision.overlap_tokens
         work = prompt_work(asking.request.num_tokens, choice.decision.overlap_tokens)
         if self._may_pass(fleet, asking, line, now):
-            self._must_be_in_time(asking, line, num_uncached, now)
+            if asking.deadline is not None:
+                self._must_be_in_time(asking, asking.deadline, line, num_uncached, now)
             fleet.queue.counters.passes(asking.tenant, asking.weight, work)
             fleet.shares.gives(asking.tenant, asking.weight, work, now)
             self.counts.num_passed += 1
@@ -320,12 +321,13 @@ class Holding:
         delay, room = fleet.delay, self._room
         if fleet.queue.num_waiting:
             delay.holds(now)
-        elif not delay.is_overload(now) and not _is_urgent(asking, now):
+        elif not delay.is_overload(now) and (
+            asking.deadline is None or asking.deadline - now >= URGENT_SECONDS
+        ):
             wait = room.wait_seconds(line)
             if wait > TARGET_SECONDS:  # a look at all replicas, which most requests are spared
                 wait = min(map(room.wait_seconds, self._table.replica_ids(asking.model)), default=wait)
-            delay.sees(wait, now)
-            if not delay.is_overload(now) and not room.has_full_batch(line):
+            if not delay.sees(wait, now) and not room.has_full_batch(line):
                 return True
         return not fleet.queue.num_in_line(line) and self._has_room(fleet, asking, line, now)
 
@@ -400,15 +402,17 @@ class Holding:
                 ),
             )
 
-    def _must_be_in_time(self, asking: Asking, line: ReplicaId, num_uncached: int, now: float) -> None:
+    def _must_be_in_time(
+        self, asking: Asking, deadline: float, line: ReplicaId, num_uncached: int, now: float
+    ) -> None:
         """Refuse a request that would be too late. An idle replica tries any request: its speed may be
         unknown."""
-        if asking.deadline is None or not self._table.load(line).num_requests:
+        if not self._table.load(line).num_requests:
             return
         seconds = self._service_seconds(line, asking, num_uncached)
-        if now + seconds > asking.deadline:
+        if now + seconds > deadline:
             self.counts.num_refused_at_once += 1
-            raise self._too_long(asking, seconds, asking.deadline - now)
+            raise self._too_long(asking, seconds, deadline - now)
 
     def _is_in_vain(self, held: Held, replica_id: ReplicaId, num_uncached: int, now: float) -> bool:
         deadline = held.asking.deadline
@@ -468,7 +472,3 @@ class Holding:
         if fleet is None:
             fleet = self._fleets[model] = _Fleet(self._new_queue(), Pace(), set(), Shares(), StandingDelay())
         return fleet
-
-
-def _is_urgent(asking: Asking, now: float) -> bool:
-    return asking.deadline is not None and asking.deadline - now < URGENT_SECONDS

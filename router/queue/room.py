@@ -43,9 +43,12 @@ class Room:
 
     def prompt_seconds(self, replica_id: ReplicaId, request: RoutingRequest, num_uncached: int) -> float:
         """Seconds for this prompt there, with `num_uncached` tokens computed."""
-        encode_seconds = self.table.load(replica_id).encode_seconds_per_token or 0.0
+        load = self.table.load(replica_id)
+        seconds = num_uncached * (load.prefill_seconds_per_token or DEFAULT_TOKEN_SECONDS)
+        if not request.media:
+            return seconds
         num_image_tokens = num_image_tokens_left(request.media, request.num_tokens - num_uncached)
-        return num_uncached * self.token_seconds(replica_id) + num_image_tokens * encode_seconds
+        return seconds + num_image_tokens * (load.encode_seconds_per_token or 0.0)
 
     def has_full_batch(self, replica_id: ReplicaId) -> bool:
         """Whether a request would wait there for another to end, however short its prompt is."""

@@ -39,9 +39,9 @@ class StandingDelay:
             self.is_overload(now) and self._began_at is not None and now - self._began_at > STANDING_SECONDS
         )
 
-    def sees(self, least_wait_seconds: float, now: float) -> None:
-        """Record the idlest replica's work before it could begin another prompt. Not called in an
-        overload."""
+    def sees(self, least_wait_seconds: float, now: float) -> bool:
+        """Record the idlest replica's work before it could begin another prompt. Not called in an overload;
+        True if this is one."""
         if least_wait_seconds <= TARGET_SECONDS:
             self._since = None
         elif self._since is None:
@@ -50,6 +50,8 @@ class StandingDelay:
         elif now - self._since > self._interval_seconds:
             self.holds(now)
             self._began_at = now
+            return True
+        return False
 
     def holds(self, now: float) -> None:
         """A request is held back, or still waits."""

@@ -26,7 +26,7 @@ class Charge:
     """
 
     __slots__ = (
-        *("_begins_at", "_counters", "_has_begun", "_num_tokens", "_prompt_seconds", "_tenant"),
+        *("_account", "_begins_at", "_counters", "_has_begun", "_num_tokens", "_prompt_seconds", "_tenant"),
         *("_wait_seconds", "_work"),
     )
 
@@ -41,6 +41,7 @@ class Charge:
         prompt_seconds: float = 0.0,
     ) -> None:
         self._counters = counters
+        self._account = counters.account(tenant)
         self._tenant = tenant
         self._num_tokens = num_tokens
         self._work = work
@@ -66,7 +67,10 @@ class Charge:
             self._counters.give_back(self._tenant, -difference)
 
     def produces(self, num_tokens: int) -> None:
-        self._counters.charge(self._tenant, OUTPUT_TOKEN * num_tokens)
+        """Nothing is recorded for a tenant that is forgotten meanwhile."""
+        account = self._account
+        if account is not None:
+            account.counter += OUTPUT_TOKEN * num_tokens / account.weight
 
     def close(self, now: float | None = None) -> None:
         """Close the charge for any reason; without `now`, nothing was computed. Closing it twice refunds
