@@ -62,6 +62,11 @@ class ServedModel:
         self.template = template
         self.quoter = Quoter(tokenizer.special_tokens)
         self.answer_format = answer_format(template.sources, tokenizer.added_tokens)
+        self.name = card.name if adapter is None else adapter.name
+        """The name that clients use."""
+        fingerprints = [card.fingerprint] + ([adapter.fingerprint] if adapter else [])
+        self.system_fingerprint = "_".join(["fp", *(fingerprint[:10] for fingerprint in fingerprints)])
+        """Another one whenever the weights that answer are others."""
         self.created = created
         self.eos_token_ids = frozenset(card.eos_token_ids)
         self._secret = secret
@@ -71,9 +76,8 @@ class ServedModel:
         variant = None if adapter is None else f"{adapter.name}:{adapter.fingerprint}"
 
         @lru_cache(maxsize=NUM_CACHED_ROOTS)
-        def root(tenant: str | None, salt: str | None) -> BlockHash:
-            namespace = Namespace(fingerprint, card.block_size, variant, tenant, salt)
-            return namespace_root(secret, namespace)
+        def root(namespace: str | None = None, salt: str | None = None) -> BlockHash:
+            return namespace_root(secret, Namespace(fingerprint, card.block_size, variant, namespace, salt))
 
         @lru_cache(maxsize=NUM_CACHED_ROOTS)
         def tenant_label(salt: str) -> str:
@@ -99,19 +103,9 @@ class ServedModel:
 
         self._bounded = bounded
         self._within = within
-        self._root = root
+        self.root = root
+        """The root of every chain of a namespace and salt; it takes the secret to compute it."""
         self._tenant_label = tenant_label
-
-    @property
-    def name(self) -> str:
-        """The name that clients use."""
-        return self.card.name if self.adapter is None else self.adapter.name
-
-    @property
-    def system_fingerprint(self) -> str:
-        """Another one whenever the weights that answer are others."""
-        fingerprints = [self.card.fingerprint] + ([self.adapter.fingerprint] if self.adapter else [])
-        return "_".join(["fp", *(fingerprint[:10] for fingerprint in fingerprints)])
 
     def with_adapter(self, adapter: Adapter) -> "ServedModel":
         """The same one each time: it remembers its roots."""
@@ -140,10 +134,6 @@ class ServedModel:
         """Return a label for the tenant of this salt without revealing it, where there are no keys; alike for
         all models and routers."""
         return DEFAULT_TENANT if salt is None else self._tenant_label(salt)
-
-    def root(self, namespace: str | None = None, salt: str | None = None) -> BlockHash:
-        """The root of every chain of this namespace and salt; it takes the secret to compute it."""
-        return self._root(namespace, salt)
 
     def block_hashes(
         self,

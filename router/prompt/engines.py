@@ -49,8 +49,7 @@ FAST_FAILURES = (minijinja.TemplateError, *_PYTHON_FAILURES)
 
 
 class FastEngine:
-    """One template under minijinja. Raises one of FAST_FAILURES. For one thread. A `watch` is over the
-    variables."""
+    """One template under minijinja. For one thread."""
 
     def __init__(self, source: str, clock: Clock) -> None:
         self._watch: Watch | None = None
@@ -65,19 +64,10 @@ class FastEngine:
         )
         environment.add_template("chat", source)
 
-    def render(self, variables: Mapping[str, Any], watch: Watch | None = None) -> str:
-        return self._render(None, variables, watch)
-
-    def render_within(self, fuel: int, variables: Mapping[str, Any], watch: Watch | None = None) -> str:
-        """Render within the budget. Raises TooMuchWork for every failure except a Refusal."""
-        try:
-            return self._render(fuel, variables, watch)
-        except TemplateRefusal:
-            raise
-        except FAST_FAILURES as error:
-            raise TooMuchWork from error
-
-    def _render(self, fuel: int | None, variables: Mapping[str, Any], watch: Watch | None) -> str:
+    def render(
+        self, variables: Mapping[str, Any], watch: Watch | None = None, *, fuel: int | None = None
+    ) -> str:
+        """Raises one of FAST_FAILURES, also where `fuel` is not enough. A `watch` is over the variables."""
         self._environment.fuel = fuel
         self._watch = watch
         return self._environment.render_template("chat", **variables)

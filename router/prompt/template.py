@@ -10,9 +10,8 @@ Trying one out, and `render`, need a process that can be killed; elsewhere use `
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 import jinja2
@@ -25,6 +24,7 @@ from router.prompt.engines import (
     FUEL,
     REFERENCE_FAILURES,
     Clock,
+    FastEngine,
     TemplateRefusal,
     TooMuchWork,
     compile_fast,
@@ -163,7 +163,7 @@ class ChatTemplate:
         }
 
     def _choose(self, *, has_tools: bool) -> "_CompiledTemplate":
-        if self.is_missing:
+        if not self._templates:
             raise TemplateError(self._complaint)
         if has_tools and TOOL_USE_NAME in self._templates:
             return self._templates[TOOL_USE_NAME]
@@ -180,9 +180,11 @@ class _CompiledTemplate:
         if self._fast is None or not self.trial.is_bounded:
             raise TooMuchWork
         try:
-            text = self._by_fast(partial(self._fast.render_within, FUEL), self._read(variables))
+            text = self._by_fast(self._fast, self._read(variables), fuel=FUEL)
         except TemplateRefusal as error:
             raise _refused(str(error)) from error
+        except FAST_FAILURES as error:
+            raise TooMuchWork from error
         if text is None:
             raise TooMuchWork
         return text
@@ -192,7 +194,7 @@ class _CompiledTemplate:
         text = None
         if self._fast is not None:
             with contextlib.suppress(*FAST_FAILURES):  # the reference has the last word, and better sentences
-                text = self._by_fast(self._fast.render, variables)
+                text = self._by_fast(self._fast, variables)
         if text is not None:
             return text
         try:
@@ -202,16 +204,19 @@ class _CompiledTemplate:
         except REFERENCE_FAILURES as error:
             raise TemplateError(f"the chat template cannot render these messages: {error}") from error
 
-    def _by_fast(self, render: Callable[..., str], variables: Mapping[str, Any]) -> str | None:
+    def _by_fast(
+        self, fast: FastEngine, variables: Mapping[str, Any], *, fuel: int | None = None
+    ) -> str | None:
         """None where the reference may write something else."""
         watch = None
         if may_have_odd_values(variables):
             watch = Watch()
             variables = {name: watch.over(value) for name, value in variables.items()}
-        text = render(variables, watch)
+        text = fast.render(variables, watch, fuel=fuel)
         if watch is not None and watch.has_seen:
             return None
-        return None if any(one in text for one in self.trial.minded_characters) else text
+        minded = self.trial.minded_characters
+        return None if minded and any(one in text for one in minded) else text
 
     def _read(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         messages = self.trial.content_form.of_messages(variables["messages"])

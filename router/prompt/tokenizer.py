@@ -164,7 +164,7 @@ class Tokenizer:
         self, text: str, *, add_special_tokens: bool = False, is_quoted: bool = False
     ) -> list[int]:
         """Encode like `encode`, in a thread if the text is new and long enough to block the loop."""
-        if self._is_long(text):
+        if len(text) > self.inline_characters and self._is_long(text):
             return await asyncio.to_thread(
                 self.encode, text, add_special_tokens=add_special_tokens, is_quoted=is_quoted
             )
@@ -267,8 +267,7 @@ class Tokenizer:
         return known
 
     def _is_long(self, text: str) -> bool:
-        if len(text) <= self.inline_characters:
-            return False
+        """Whether as much of it as is long is new."""
         if self._splitter is None or len(text) > LOOK_CHARACTERS:
             return True
         pieces = self._splitter.split(text)[::2]
