@@ -5,8 +5,9 @@ does not matter here.
 """
 
 import importlib.metadata
-from typing import Any
+from typing import Literal
 
+from msgspec import Struct
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,12 +16,14 @@ from starlette.routing import Route
 from router.api.anthropic.models import model_object, model_page
 from router.api.context import ApiContext
 from router.api.error_shapes import is_for_anthropic
-from router.api.gemini.models import gemini_model
+from router.api.gemini.models import GeminiModel, gemini_model
+from router.api.json_body import encode_json
 from router.api.routes import json_response
 from router.api.token_counts import detokenize, tokenize
 from router.api.written_answers import WriteAnswer, written_answer
 from router.errors import UnknownModel
 from router.prompt.catalog import ServedModel
+from router.shared.answer_types import Count
 
 
 def _version() -> str:
@@ -32,6 +35,36 @@ def _version() -> str:
 
 VERSION = _version()
 """Read once: it is on disk."""
+
+
+class Model(Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: Count
+    owned_by: str = "kvasir"
+    root: str
+    parent: str | None
+    max_model_len: Count
+
+
+class Models(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Model]
+    models: list[GeminiModel]
+
+
+class Health(Struct):
+    status: str
+
+
+class Readiness(Struct):
+    status: str
+    num_replicas: Count
+    models: dict[str, Count]
+
+
+class Version(Struct):
+    version: str
 
 
 class ControlRoutes:
@@ -74,36 +107,29 @@ class ControlRoutes:
         if is_for_anthropic(request.scope):
             return json_response(model_page(models, request.query_params))
         return json_response(
-            {
-                "object": "list",
-                "data": [_model_object(model) for model in models],
-                "models": [gemini_model(model) for model in models],
-            }
+            Models(data=list(map(_model_object, models)), models=list(map(gemini_model, models)))
         )
 
     async def model(self, request: Request) -> Response:
         model = self._context.catalog.get(request.path_params["name"])
         if is_for_anthropic(request.scope):
             return json_response(model_object(model))
-        return json_response(_model_object(model) | gemini_model(model))
+        both = encode_json(_model_object(model))[:-1] + b"," + encode_json(gemini_model(model))[1:]
+        return Response(both, media_type="application/json")
 
     async def health(self, request: Request) -> Response:
         """The process is up; whether it can serve is `ready`'s answer."""
-        return json_response({"status": "ok"})
+        return json_response(Health("ok"))
 
     async def ready(self, request: Request) -> Response:
         num_replicas = {name: self._num_replicas(name) for name in self._context.catalog.names()}
         total = sum(num_replicas.values())
         status = 200 if total else 503
-        content = {
-            "status": "ready" if total else "no replica is ready",
-            "num_replicas": total,
-            "models": num_replicas,
-        }
-        return json_response(content, status)
+        said = "ready" if total else "no replica is ready"
+        return json_response(Readiness(said, total, num_replicas), status)
 
     async def version(self, request: Request) -> Response:
-        return json_response({"version": VERSION})
+        return json_response(Version(VERSION))
 
     async def load(self, request: Request) -> Response:
         """How many requests this router serves."""
@@ -136,13 +162,11 @@ class ControlRoutes:
             return 0
 
 
-def _model_object(model: ServedModel) -> dict[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "kvasir",
-        "root": model.card.name,
-        "parent": None if model.adapter is None else model.card.name,
-        "max_model_len": model.card.context_length,
-    }
+def _model_object(model: ServedModel) -> Model:
+    return Model(
+        id=model.name,
+        created=model.created,
+        root=model.card.name,
+        parent=None if model.adapter is None else model.card.name,
+        max_model_len=model.card.context_length,
+    )

@@ -1,12 +1,35 @@
-"""Paging: how long a page of a list may be.
+"""Paging: pages of a list, and how long one may be.
 
 Owns the bounds.
 """
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+from msgspec import Struct
 
 from router.errors import InvalidRequest
 
 DEFAULT_PAGE = 20
 MAX_PAGE = 100
+
+
+class Page(Struct, kw_only=True):
+    """`data` are objects with an `id`."""
+
+    object: Literal["list"] = "list"
+    data: Sequence[Any]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+AnyPage = TypeVar("AnyPage", bound=Page)
+
+
+def new_page(kind: type[AnyPage], data: Sequence[Any], ids: Sequence[str], has_more: bool) -> AnyPage:
+    first, last = (ids[0], ids[-1]) if ids else (None, None)
+    return kind(data=data, first_id=first, last_id=last, has_more=has_more)
 
 
 def page_limit(text: str | None) -> int:

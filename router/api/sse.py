@@ -7,6 +7,8 @@ Does not know where the text comes from.
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import UNSET, Struct, UnsetType
+
 from router.api.json_body import encode_json
 
 EVENT_STREAM_HEADERS = (
@@ -41,7 +43,7 @@ class ChunkWriter:
         """All that comes before the text of a choice; make it once per choice."""
         return b'%s{"index":%d,%s' % (self._head, choice, self._text_open)
 
-    def closing(self, more: dict[str, Any] | None = None, usage: dict[str, Any] | None = None) -> bytes:
+    def closing(self, more: dict[str, Any] | None = None, usage: Struct | None = None) -> bytes:
         """The end of a chunk that says more than others do."""
         fields: dict[str, Any] = {**(more or {})}
         if usage is not None or self._with_usage:
@@ -56,9 +58,9 @@ class ChunkWriter:
         self,
         prefix: bytes,
         text: str,
-        logprobs: Any | None = None,
+        logprobs: Struct | None = None,
         *,
-        token_ids: Sequence[int] | None = None,
+        token_ids: Sequence[int] | UnsetType = UNSET,
         closing: bytes | None = None,
     ) -> bytes:
         encoded = b"null" if logprobs is None else encode_json(logprobs)
@@ -68,15 +70,15 @@ class ChunkWriter:
             + self._text_close
             + b',"logprobs":'
             + encoded
-            + (b"" if token_ids is None else b',"token_ids":' + encode_json(token_ids))
+            + (b"" if token_ids is UNSET else b',"token_ids":' + encode_json(token_ids))
             + b',"finish_reason":null}'
             + (closing or self._closing)
         )
 
-    def choice(self, choice: dict[str, Any], *, closing: bytes | None = None) -> bytes:
+    def choice(self, choice: dict[str, Any] | Struct, *, closing: bytes | None = None) -> bytes:
         """A chunk that happens once per choice: its role, its end."""
         return self._head + encode_json(choice) + (closing or self._closing)
 
-    def usage(self, usage: dict[str, Any], more: dict[str, Any] | None = None) -> bytes:
+    def usage(self, usage: Struct, more: dict[str, Any] | None = None) -> bytes:
         """The extra chunk of a stream that was asked for usage; nothing otherwise."""
         return self._head + self.closing(more, usage) if self._with_usage else b""

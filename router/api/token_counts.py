@@ -3,7 +3,7 @@
 Owns both. Runs beside the event loop for small bodies, and in a process of its own for others.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
@@ -13,6 +13,7 @@ from router.api.openai.chat_body import read_tokenized_chat
 from router.api.sampling import bounded_tokens, check_token_ids, most_tokens, too_many_tokens
 from router.errors import InvalidRequest
 from router.prompt.text_model import TextModel, TextModels
+from router.shared.answer_types import Count
 
 
 class TokenizedText(msgspec.Struct, kw_only=True):
@@ -29,6 +30,17 @@ class TokenizeOptions(msgspec.Struct, kw_only=True):
 class DetokenizedTokens(msgspec.Struct, kw_only=True):
     tokens: list[int]
     model: str | None = None
+
+
+class Tokens(msgspec.Struct):
+    count: Count
+    max_model_len: Count
+    tokens: Sequence[Count]
+    token_strs: Sequence[str] | None
+
+
+class PlainText(msgspec.Struct):
+    prompt: str
 
 
 _text_decoder = msgspec.json.Decoder(TokenizedText)
@@ -48,13 +60,8 @@ def tokenize(models: TextModels, body: bytes, *, is_bounded: bool) -> bytes:
         model = _named(models, request.model or None)
         chat = render_chat(model, request, is_bounded=is_bounded)
         token_ids = encode_chat(model, request, chat).token_ids
-    content: dict[str, Any] = {
-        "count": len(token_ids),
-        "max_model_len": model.card.context_length,
-        "tokens": token_ids,
-        "token_strs": model.tokenizer.token_strings(token_ids) if options.return_token_strs else None,
-    }
-    return encode_json(content)
+    strings = model.tokenizer.token_strings(token_ids) if options.return_token_strs else None
+    return encode_json(Tokens(len(token_ids), model.card.context_length, token_ids, strings))
 
 
 def detokenize(models: TextModels, body: bytes, *, is_bounded: bool) -> bytes:
@@ -64,7 +71,7 @@ def detokenize(models: TextModels, body: bytes, *, is_bounded: bool) -> bytes:
     if len(asked.tokens) > most_tokens(model):
         raise too_many_tokens(model, "tokens")
     token_ids = check_token_ids(asked.tokens, model, "tokens")
-    return encode_json({"prompt": model.tokenizer.decode(token_ids)})
+    return encode_json(PlainText(model.tokenizer.decode(token_ids)))
 
 
 def _named(models: TextModels, name: str | None) -> TextModel:

@@ -39,6 +39,17 @@ from router.errors import (
 _encode = msgspec.json.Encoder().encode
 
 
+class ErrorWords(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAiError(msgspec.Struct):
+    error: ErrorWords
+
+
 @dataclass(frozen=True, slots=True)
 class HttpError:
     """An error in OpenAI's words. `body` is OpenAI's shape, which is also that of routes of no dialect."""
@@ -54,16 +65,7 @@ class HttpError:
     """To ask again does not help, whatever clients make of the status."""
 
     def body(self) -> bytes:
-        return _encode(
-            {
-                "error": {
-                    "message": self.message,
-                    "type": self.type,
-                    "param": self.param,
-                    "code": self.code,
-                }
-            }
-        )
+        return _encode(OpenAiError(ErrorWords(self.message, self.type, self.param, self.code)))
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         headers = [(b"content-type", b"application/json")]

@@ -3,10 +3,13 @@
 Owns these fields' values. Both name one class of reason, the first that stands in the prompt.
 """
 
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
+
+from msgspec import UNSET, Struct, UnsetType
 
 from router.explain.explanation import changes
 from router.explain.remembered_prompts import Nearest, PromptFacts, RememberedPrompt
+from router.shared.answer_types import Count
 
 OPENAI_REASONS = {
     "model": "model_changed",
@@ -56,30 +59,46 @@ def diagnosis(facts: PromptFacts, earlier: RememberedPrompt, compared: Nearest) 
     return Diagnosis(True, found[0] if found else "messages", earlier.num_tokens, num_missed)
 
 
-def openai_diagnostics(found: Diagnosis | None) -> dict[str, Any]:
+class CacheDiagnostics(Struct):
+    """OpenAI's field."""
+
+    type: Literal["cache_hit", "cache_miss", "comparison_response_not_found", "unavailable"]
+    reason: str | UnsetType = UNSET
+    comparison_reusable_tokens: Count | UnsetType = UNSET
+    cache_missed_tokens: Count | UnsetType = UNSET
+
+
+class CacheMissReason(Struct):
+    type: str
+    cache_missed_input_tokens: Count | UnsetType = UNSET
+
+
+class MessageDiagnostics(Struct):
+    """Anthropic's field."""
+
+    cache_miss_reason: CacheMissReason | None
+
+
+def openai_diagnostics(found: Diagnosis | None) -> CacheDiagnostics:
     if found is None:
-        return {"type": "unavailable"}
+        return CacheDiagnostics("unavailable")
     if not found.is_found:
-        return {"type": "comparison_response_not_found"}
+        return CacheDiagnostics("comparison_response_not_found")
     if found.change is None:
-        return {"type": "cache_hit"}
-    return {
-        "type": "cache_miss",
-        "reason": OPENAI_REASONS[found.change],
-        "comparison_reusable_tokens": found.num_reusable_tokens,
-        "cache_missed_tokens": found.num_missed_tokens,
-    }
+        return CacheDiagnostics("cache_hit")
+    reason = OPENAI_REASONS[found.change]
+    return CacheDiagnostics("cache_miss", reason, found.num_reusable_tokens, found.num_missed_tokens)
 
 
-def anthropic_diagnostics(found: Diagnosis | None) -> dict[str, Any]:
+def anthropic_diagnostics(found: Diagnosis | None) -> MessageDiagnostics:
     """Compare with the earlier request that this one names."""
     if found is None:
-        return {"cache_miss_reason": {"type": "unavailable"}}
+        return MessageDiagnostics(CacheMissReason("unavailable"))
     if not found.is_found:
-        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+        return MessageDiagnostics(CacheMissReason("previous_message_not_found"))
     if found.change is None:
-        return {"cache_miss_reason": None}
+        return MessageDiagnostics(None)
     reason = ANTHROPIC_REASONS.get(found.change)
     if reason is None:
-        return {"cache_miss_reason": {"type": "unavailable"}}
-    return {"cache_miss_reason": {"type": reason, "cache_missed_input_tokens": found.num_missed_tokens}}
+        return MessageDiagnostics(CacheMissReason("unavailable"))
+    return MessageDiagnostics(CacheMissReason(reason, found.num_missed_tokens))

@@ -1,31 +1,65 @@
 """The OpenAPI document of the clients' routes.
 
-Owns which route takes which body and gives which answer. Bodies are described by the very Structs that decode
-them, answers by `answers.py`.
+Owns which route takes which body and gives which answer. Both are described by the very Structs that decode
+and encode them.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from router.api.anthropic.body import MessagesBody
+from router.api.anthropic.counts import MessageTokens
+from router.api.anthropic.errors import AnthropicError
+from router.api.anthropic.messages import Message
+from router.api.anthropic.models import AnthropicModel, AnthropicModels
+from router.api.control import Health, Model, Models, Readiness, Version
+from router.api.gemini.answers import GeneratedContent
+from router.api.gemini.count import CountedTokens
+from router.api.gemini.errors import GeminiError
 from router.api.gemini.fields import CachedContentChange, CountTokens, GenerateContent, NewCachedContent
+from router.api.gemini.models import GeminiModel, GeminiModels
 from router.api.json_body import encode_json
+from router.api.openai.chat import ChatCompletion
 from router.api.openai.chat_body import ChatBody, TokenizedChat
 from router.api.openai.completion_prompt import CompletionRequest
-from router.api.responses.body import ResponsesBody
-from router.api.token_counts import DetokenizedTokens, TokenizedText
+from router.api.openai.completions import Completion
+from router.api.responses.answers import Response
+from router.api.responses.body import Repeated, ResponsesBody
+from router.api.token_counts import DetokenizedTokens, PlainText, TokenizedText, Tokens
+from router.edge.http_error import OpenAiError
 from router.features.named_caches.body import CacheChange, NewCache
-from router.features.published.feature import NewPrefix
+from router.features.named_caches.gemini_routes import CachedContent, CachedContents, Nothing
+from router.features.named_caches.routes import Cache, Caches, DeletedCache
+from router.features.published.feature import DeletedPublished, NewPrefix, PublishedList, PublishedObject
+from router.features.responses.feature import DeletedResponse, ResponseItems, ResponseTokens
+from router.features.usage.feature import UsageAnswer
 from router.openapi.answers import ANSWERS, Schema, ref
 
 OPENAI, ANTHROPIC, GEMINI, CACHES, CONTROL = "OpenAI", "Anthropic", "Gemini", "Named caches", "Control"
 
-_ERRORS = {ANTHROPIC: "AnthropicError", GEMINI: "GeminiError"}
-_OPENAI_ERROR = "OpenAiError"
+Kind = Any
+"""A Struct; one of those in a list; those in a tuple, together in one object."""
+
+_ERRORS: Mapping[str, Kind] = {ANTHROPIC: AnthropicError, GEMINI: GeminiError}
+
+
+class Event(msgspec.Struct):
+    data: Annotated[str, msgspec.Meta(description="Between events may be comments and empty lines.")]
+    event: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class OpenApi(msgspec.Struct):
+    openapi: str
+    info: dict[str, Any]
+    tags: list[dict[str, str]]
+    paths: dict[str, dict[str, Any]]
+    components: dict[str, Any]
+
 
 _SAID = {
     400: "The request is wrong; the message names the field.",
@@ -47,181 +81,117 @@ _SET_BY_PATH = ("model", "stream", "addGenerationPrompt")
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`answer` is the name of a schema, or empty for what is always refused. `bodies` are Structs of which a
-    body is one; `query` are parameters that may be there. Refusals are in the words of its group and of those
-    that it `also_speaks`; `refusals` are statuses with the answer's own.
+    """An operation that is always refused has no answer. `query` are optional parameters. Refusals are in the
+    words of its group and of those that it `also_speaks`; `refusals` are statuses with the answer's own.
     """
 
-    method: str
-    path: str
-    group: str
+    asked: str
     summary: str
-    answer: str
-    bodies: tuple[type[msgspec.Struct], ...] = ()
-    status: int = 200
+    answer: Kind = None
+    body: Kind = None
     query: tuple[str, ...] = ()
+    status: int = 200
     streams: bool = False
-    media_type: str = "application/json"
     also_speaks: tuple[str, ...] = ()
     refusals: tuple[int, ...] = ()
 
 
-def _responses_kept() -> list[Operation]:
-    one = "/v1/responses/{response_id}"
-
-    def operation(method: str, path: str, summary: str, answer: str, **more: Any) -> Operation:
-        return Operation(method, path, OPENAI, summary, answer, **more)
-
-    return [
-        operation("get", one, "A stored response", "Response"),
-        operation("delete", one, "Delete a stored response", "DeletedResponse"),
-        operation(
-            "get",
-            f"{one}/input_items",
-            "What a stored response was asked",
-            "ResponseItems",
-            query=("limit", "order", "after"),
-        ),
-        operation("post", f"{one}/cancel", "Refused: there are no responses in the background", ""),
-        operation("post", "/v1/responses/compact", "Refused: responses are not compacted", ""),
-        operation(
-            "post",
-            "/v1/responses/input_tokens",
-            "Count tokens",
-            "ResponseTokens",
-            bodies=(ResponsesBody,),
-        ),
-    ]
-
-
 def _gemini(version: str) -> list[Operation]:
     caches, one = f"{version}/cachedContents", f"{version}/cachedContents/{{cache_id}}"
-    model = f"{version}/models/{{model}}"
-
-    def operation(method: str, path: str, summary: str, answer: str, **more: Any) -> Operation:
-        return Operation(method, path, GEMINI, summary, answer, **more)
-
+    model, chat = f"{version}/models/{{model}}", "Continue a conversation"
     return [
-        operation(
-            "post",
-            f"{model}:generateContent",
-            "Continue a conversation",
-            "GeneratedContent",
-            bodies=(GenerateContent,),
-        ),
-        operation(
-            "post",
-            f"{model}:streamGenerateContent",
-            "Continue a conversation, as a stream of events",
-            "GeneratedContent",
-            bodies=(GenerateContent,),
+        Operation(f"post {model}:generateContent", chat, GeneratedContent, GenerateContent),
+        Operation(
+            f"post {model}:streamGenerateContent",
+            f"{chat}, as a stream of events",
+            Event,
+            GenerateContent,
             query=("alt",),
-            media_type="text/event-stream",
         ),
-        operation("post", f"{model}:countTokens", "Count tokens", "CountedTokens", bodies=(CountTokens,)),
-        operation("post", caches, "Create a cache", "CachedContent", bodies=(NewCachedContent,)),
-        operation("get", caches, "List caches", "CachedContents", query=("pageSize", "pageToken")),
-        operation("get", one, "One cache", "CachedContent"),
-        operation("patch", one, "Extend a cache", "CachedContent", bodies=(CachedContentChange,)),
-        operation("delete", one, "Delete a cache", "Nothing"),
+        Operation(f"post {model}:countTokens", "Count tokens", CountedTokens, CountTokens),
+        Operation(f"post {caches}", "Create a cache", CachedContent, NewCachedContent),
+        Operation(f"get {caches}", "List caches", CachedContents, query=("pageSize", "pageToken")),
+        Operation(f"get {one}", "One cache", CachedContent),
+        Operation(f"patch {one}", "Extend a cache", CachedContent, CachedContentChange),
+        Operation(f"delete {one}", "Delete a cache", Nothing),
     ]
 
 
-OPERATIONS: Sequence[Operation] = (
-    Operation(
-        "post", "/v1/chat/completions", OPENAI, "Chat", "ChatCompletion", bodies=(ChatBody,), streams=True
-    ),
-    Operation(
-        "post",
-        "/v1/completions",
-        OPENAI,
-        "Continue a text",
-        "Completion",
-        bodies=(CompletionRequest,),
-        streams=True,
-    ),
-    Operation(
-        "post", "/v1/responses", OPENAI, "Responses", "Response", bodies=(ResponsesBody,), streams=True
-    ),
-    *_responses_kept(),
-    Operation(
-        "get",
-        "/v1/models",
-        OPENAI,
-        "All models, in every vendor's words",
-        "AnyModels",
-        query=("limit", "after_id", "before_id"),
-        also_speaks=(ANTHROPIC, GEMINI),
-    ),
-    Operation("get", "/v1/models/{name}", OPENAI, "One model", "AnyModel", also_speaks=(ANTHROPIC, GEMINI)),
-    Operation("post", "/v1/messages", ANTHROPIC, "Messages", "Message", bodies=(MessagesBody,), streams=True),
-    Operation(
-        "post",
-        "/v1/messages/count_tokens",
-        ANTHROPIC,
-        "Count tokens",
-        "MessageTokens",
-        bodies=(MessagesBody,),
-    ),
-    *_gemini("/v1beta"),
-    Operation("get", "/v1beta/models", GEMINI, "All models", "GeminiModels"),
-    Operation("get", "/v1beta/models/{name}", GEMINI, "One model", "GeminiModel"),
-    *_gemini("/v1"),
-    Operation("post", "/v1/caches", CACHES, "Create a cache", "Cache", bodies=(NewCache,), status=201),
-    Operation("get", "/v1/caches", CACHES, "List caches", "Caches", query=("limit", "after")),
-    Operation("get", "/v1/caches/{cache_id}", CACHES, "One cache", "Cache"),
-    Operation(
-        "patch", "/v1/caches/{cache_id}", CACHES, "Extend or rename a cache", "Cache", bodies=(CacheChange,)
-    ),
-    Operation("delete", "/v1/caches/{cache_id}", CACHES, "Delete a cache", "DeletedCache"),
-    Operation(
-        "post",
-        "/v1/published",
-        CACHES,
-        "Publish a beginning for every tenant",
-        "Published",
-        bodies=(NewPrefix,),
-        status=201,
-    ),
-    Operation("get", "/v1/published", CACHES, "List published beginnings", "PublishedList"),
-    Operation(
-        "delete",
-        "/v1/published/{prefix_id}",
-        CACHES,
-        "Publish a beginning no more",
-        "DeletedPublished",
-    ),
-    Operation(
-        "post", "/tokenize", CONTROL, "Text to tokens", "Tokens", bodies=(TokenizedText, TokenizedChat)
-    ),
-    Operation("post", "/detokenize", CONTROL, "Tokens to text", "Text", bodies=(DetokenizedTokens,)),
-    Operation(
-        "get",
-        "/v1/usage",
-        CONTROL,
-        "What the caller's tenant has used, by hour or day",
-        "Usage",
-        query=("start", "end", "bucket", "group_by", "key_id", "tenant"),
-    ),
-    Operation(
-        "get",
-        "/v1/cache/explain/{id}",
-        CONTROL,
-        "Why the prompt of a request was, or was not, read from cache",
-        "CacheExplanation",
-    ),
-    Operation("get", "/health", CONTROL, "Whether the process lives", "Health"),
-    Operation(
-        "get",
-        "/ready",
-        CONTROL,
-        "Whether there is a replica to send requests to",
-        "Readiness",
-        refusals=(503,),
-    ),
-    Operation("get", "/version", CONTROL, "The version that runs", "Version"),
-    Operation("get", "/openapi.json", CONTROL, "This document", "OpenApi"),
-)
+_RESPONSE, _ONE = (Response, Repeated), "/v1/responses/{response_id}"
+_ALSO = (ANTHROPIC, GEMINI)
+OPERATIONS: Mapping[str, Sequence[Operation]] = {
+    OPENAI: [
+        Operation("post /v1/chat/completions", "Chat", ChatCompletion, ChatBody, streams=True),
+        Operation("post /v1/completions", "Continue a text", Completion, CompletionRequest, streams=True),
+        Operation("post /v1/responses", "Responses", _RESPONSE, ResponsesBody, streams=True),
+        Operation(f"get {_ONE}", "A stored response", _RESPONSE),
+        Operation(f"delete {_ONE}", "Delete a stored response", DeletedResponse),
+        Operation(
+            f"get {_ONE}/input_items",
+            "What a stored response was asked",
+            ResponseItems,
+            query=("limit", "order", "after"),
+        ),
+        Operation(f"post {_ONE}/cancel", "Refused: there are no responses in the background"),
+        Operation("post /v1/responses/compact", "Refused: responses are not compacted"),
+        Operation("post /v1/responses/input_tokens", "Count tokens", ResponseTokens, ResponsesBody),
+        Operation(
+            "get /v1/models",
+            "All models, in every vendor's words",
+            [Models, AnthropicModels],
+            query=("limit", "after_id", "before_id"),
+            also_speaks=_ALSO,
+        ),
+        Operation(
+            "get /v1/models/{name}", "One model", [AnthropicModel, (Model, GeminiModel)], also_speaks=_ALSO
+        ),
+    ],
+    ANTHROPIC: [
+        Operation("post /v1/messages", "Messages", Message, MessagesBody, streams=True),
+        Operation("post /v1/messages/count_tokens", "Count tokens", MessageTokens, MessagesBody),
+    ],
+    GEMINI: [
+        *_gemini("/v1beta"),
+        Operation("get /v1beta/models", "All models", GeminiModels),
+        Operation("get /v1beta/models/{name}", "One model", GeminiModel),
+        *_gemini("/v1"),
+    ],
+    CACHES: [
+        Operation("post /v1/caches", "Create a cache", Cache, NewCache, status=201),
+        Operation("get /v1/caches", "List caches", Caches, query=("limit", "after")),
+        Operation("get /v1/caches/{cache_id}", "One cache", Cache),
+        Operation("patch /v1/caches/{cache_id}", "Extend or rename a cache", Cache, CacheChange),
+        Operation("delete /v1/caches/{cache_id}", "Delete a cache", DeletedCache),
+        Operation(
+            "post /v1/published",
+            "Publish a beginning for every tenant",
+            PublishedObject,
+            NewPrefix,
+            status=201,
+        ),
+        Operation("get /v1/published", "List published beginnings", PublishedList),
+        Operation("delete /v1/published/{prefix_id}", "Publish a beginning no more", DeletedPublished),
+    ],
+    CONTROL: [
+        Operation("post /tokenize", "Text to tokens", Tokens, [TokenizedText, TokenizedChat]),
+        Operation("post /detokenize", "Tokens to text", PlainText, DetokenizedTokens),
+        Operation(
+            "get /v1/usage",
+            "What the caller's tenant has used, by hour or day",
+            UsageAnswer,
+            query=("start", "end", "bucket", "group_by", "key_id", "tenant"),
+        ),
+        Operation(
+            "get /v1/cache/explain/{id}",
+            "Why the prompt of a request was, or was not, read from cache",
+            "CacheExplanation",
+        ),
+        Operation("get /health", "Whether the process lives", Health),
+        Operation("get /ready", "Whether there is a replica to send requests to", Readiness, refusals=(503,)),
+        Operation("get /version", "The version that runs", Version),
+        Operation("get /openapi.json", "This document", OpenApi),
+    ],
+}
 
 
 @functools.cache
@@ -230,66 +200,82 @@ def openapi_document() -> bytes:
     return encode_json(_document())
 
 
-def _document() -> dict[str, Any]:
-    kinds = list(dict.fromkeys(kind for operation in OPERATIONS for kind in operation.bodies))
-    bodies, components = msgspec.json.schema_components(
-        map(_of_objects, kinds), ref_template="#/components/schemas/{name}"
-    )
-    of_kind = dict(zip(kinds, bodies, strict=True))
-    components = {name: _as_sent(name, schema) for name, schema in components.items()}
-    assert not components.keys() & ANSWERS.keys()
+def _document() -> OpenApi:
+    operations = [(group, each) for group, those in OPERATIONS.items() for each in those]
+    bodies = _components(each.body for _, each in operations)
+    answers = _components([*(each.answer for _, each in operations), *_ERRORS.values(), OpenAiError])
+    assert not bodies.keys() & answers.keys()
+    schemas = {name: _as_sent(name, schema) for name, schema in bodies.items()}
+    schemas |= {name: _as_written(schema) for name, schema in answers.items()}
+    schemas |= ANSWERS
     paths: dict[str, dict[str, Any]] = {}
-    for operation in OPERATIONS:
-        written = _operation(operation, of_kind)
-        paths.setdefault(operation.path, {})[operation.method] = written
-    return {
-        "openapi": "3.1.0",
-        "info": {
-            "title": "Kvasir",
-            "version": "1",
-            "description": "What clients ask of a router, in the words of OpenAI, Anthropic and Gemini."
-            " Fields that are not named here are ignored.",
-        },
-        "tags": [{"name": name} for name in (OPENAI, ANTHROPIC, GEMINI, CACHES, CONTROL)],
-        "paths": paths,
-        "components": {"schemas": {**components, **ANSWERS}},
-    }
+    for group, operation in operations:
+        method, path = operation.asked.split()
+        paths.setdefault(path, {})[method] = _operation(group, operation, method, path)
+    said = "What clients ask of a router, in the words of OpenAI, Anthropic and Gemini."
+    said += " Fields that are not named here are ignored."
+    return OpenApi(
+        "3.1.0",
+        {"title": "Kvasir", "version": "1", "description": said},
+        [{"name": group} for group in OPERATIONS],
+        paths,
+        {"schemas": schemas},
+    )
 
 
-def _of_objects(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """Replace raw JSON fields, which may be anything, for which schemas have no word."""
-    fields = msgspec.structs.fields(kind)
-    if not any(field.type is msgspec.Raw for field in fields):
-        return kind
-    made = [
-        (field.encode_name, Any, None)
-        if field.type is msgspec.Raw
-        else (field.encode_name, field.type, field.default)
-        for field in fields
-    ]
-    return msgspec.defstruct(kind.__name__, made, kw_only=True)
+def _components(kinds: Iterable[Kind]) -> dict[str, Any]:
+    """Return the schemas of all Structs in the kinds."""
+    found = dict.fromkeys(each for kind in kinds for each in _structs(kind))
+    return msgspec.json.schema_components(found, ref_template="#/components/schemas/{name}")[1]
+
+
+def _structs(kind: Kind) -> list[type[msgspec.Struct]]:
+    if isinstance(kind, list | tuple):
+        return [each for part in kind for each in _structs(part)]
+    return [kind] if isinstance(kind, type) else []
+
+
+def _schema(kind: Kind) -> Schema:
+    if isinstance(kind, list | tuple):
+        parts = [_schema(part) for part in kind]
+        return {"allOf" if isinstance(kind, tuple) else "anyOf": parts}
+    return ref(kind if isinstance(kind, str) else kind.__name__)
+
+
+def _as_written(schema: dict[str, Any]) -> dict[str, Any]:
+    """Require all fields but those that may be UNSET."""
+    kept = _without_docs(schema)
+    fields = kept.get("properties", {})
+    required = [name for name, field in fields.items() if "default" in field or name in kept["required"]]
+    for field in fields.values():
+        field.pop("default", None)
+    return {**kept, "required": required} if fields else kept
+
+
+def _without_docs(schema: Schema) -> dict[str, Any]:
+    """The docstrings of Structs are for those who read the code."""
+    return {key: value for key, value in schema.items() if key != "description"}
 
 
 def _as_sent(name: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """The docstrings of Structs are for those who read the code."""
-    kept = {key: value for key, value in schema.items() if key != "description"}
+    kept = _without_docs(schema)
     if name in (GenerateContent.__name__, CountTokens.__name__):
         properties = {key: value for key, value in kept["properties"].items() if key not in _SET_BY_PATH}
         kept["properties"] = properties
     return kept
 
 
-def _operation(operation: Operation, of_kind: Mapping[type[msgspec.Struct], Schema]) -> dict[str, Any]:
+def _operation(group: str, operation: Operation, method: str, path: str) -> dict[str, Any]:
+    words = path.replace("{", "").replace("}", "").replace(":", "/").replace(".", "/").split("/")
     written: dict[str, Any] = {
-        "tags": [operation.group],
+        "tags": [group],
         "summary": operation.summary,
-        "operationId": _operation_id(operation),
-        "responses": _responses(operation),
+        "operationId": "_".join([method, *filter(None, words)]),
+        "responses": _responses(group, operation),
     }
-    in_path = [part.partition("}")[0] for part in operation.path.split("{")[1:]]
     parameters: list[dict[str, Any]] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-        for name in in_path
+        for name in re.findall(r"{(\w+)}", path)
     ]
     parameters += [
         {"name": name, "in": "query", "required": name == "alt", "schema": _query_schema(name)}
@@ -297,32 +283,31 @@ def _operation(operation: Operation, of_kind: Mapping[type[msgspec.Struct], Sche
     ]
     if parameters:
         written["parameters"] = parameters
-    if operation.bodies:
-        schemas = [of_kind[kind] for kind in operation.bodies]
-        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-        written["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if operation.body is not None:
+        written["requestBody"] = {"required": True, "content": _content("application/json", operation.body)}
     return written
 
 
-def _responses(operation: Operation) -> dict[str, Any]:
-    content: dict[str, Any] = {operation.media_type: {"schema": ref(operation.answer)}}
-    if operation.media_type != "application/json":
-        content = {operation.media_type: {"schema": ref("Event")}}
-    elif operation.streams:
-        content["text/event-stream"] = {"schema": ref("Event")}
+def _responses(group: str, operation: Operation) -> dict[str, Any]:
+    answer, groups = operation.answer, (group, *operation.also_speaks)
     responses: dict[str, Any] = {}
-    if operation.answer:
+    if answer is not None:
+        content = {} if answer is Event else _content("application/json", answer)
+        if answer is Event or operation.streams:
+            content |= _content("text/event-stream", Event)
         responses[str(operation.status)] = {"description": "The answer.", "content": content}
-    groups = (operation.group, *operation.also_speaks)
-    names = list(dict.fromkeys(_ERRORS.get(group, _OPENAI_ERROR) for group in groups))
-    schemas = [ref(name) for name in names]
-    error = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    errors = list(dict.fromkeys(_ERRORS.get(each, OpenAiError) for each in groups))
+    error = errors[0] if len(errors) == 1 else errors
     for status, said in _SAID.items():
-        if (status in _OF_BODIES and not operation.bodies) or (status == 529 and ANTHROPIC not in groups):
+        if (status in _OF_BODIES and operation.body is None) or (status == 529 and ANTHROPIC not in groups):
             continue
-        schema = ref(operation.answer) if status in operation.refusals else error
-        responses[str(status)] = {"description": said, "content": {"application/json": {"schema": schema}}}
+        kind = answer if status in operation.refusals else error
+        responses[str(status)] = {"description": said, "content": _content("application/json", kind)}
     return responses
+
+
+def _content(media_type: str, kind: Kind) -> dict[str, Any]:
+    return {media_type: {"schema": _schema(kind)}}
 
 
 def _query_schema(name: str) -> Schema:
@@ -336,8 +321,3 @@ def _query_schema(name: str) -> Schema:
         case "limit" | "pageSize":
             return {"type": "integer", "minimum": 1, "maximum": 100}
     return {"type": "string"}
-
-
-def _operation_id(operation: Operation) -> str:
-    words = operation.path.replace("{", "").replace("}", "").replace(":", "/").replace(".", "/").split("/")
-    return "_".join([operation.method, *filter(None, words)])

@@ -7,11 +7,14 @@ other; and the disjoint convention of `usage`, in which input, read and written 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from msgspec import UNSET, Struct, UnsetType
+
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import HOUR_SECONDS, PrefixLease
 from router.api.chat_request import KeepThrough
-from router.api.openai.caching import lease_details
+from router.api.openai.caching import LeaseOutcome, tell_leases
 from router.errors import InvalidRequest
+from router.shared.answer_types import Count
 
 MAX_MARKS = 4
 TTL_SECONDS = {"5m": 300, "1h": HOUR_SECONDS}
@@ -20,6 +23,27 @@ _ORDER = (
     "a ttl='1h' cache_control block must not come after a ttl='5m' cache_control block. Note that blocks are"
     " processed in the following order: `tools`, `system`, `messages`."
 )
+
+
+class CacheCreation(Struct):
+    ephemeral_5m_input_tokens: Count
+    ephemeral_1h_input_tokens: Count
+
+
+class ThinkingTokens(Struct):
+    thinking_tokens: Count
+
+
+class MessageUsage(Struct):
+    input_tokens: Count
+    cache_creation_input_tokens: Count
+    cache_read_input_tokens: Count
+    cache_creation: CacheCreation
+    cache_leases: list[LeaseOutcome] | UnsetType = UNSET
+    evicted_early_tokens: Count | UnsetType = UNSET
+    evicted_early_cause: str | UnsetType | None = UNSET
+    output_tokens: Count = 0
+    output_tokens_details: ThinkingTokens | UnsetType = UNSET
 
 
 class MarkPosition(NamedTuple):
@@ -100,7 +124,7 @@ def _seconds(path: str, control: Any) -> int | None:
 
 def usage_of(
     usage: PromptUsage, leases: Sequence[PrefixLease], block_size: int, num_marks: int
-) -> dict[str, Any]:
+) -> MessageUsage:
     """All but the output's share. The first `num_marks` leases are those of the client's marks: what was
     written up to the last mark of an hour counts as that class, from there to the last mark as five minutes',
     and what lies beyond as plain input."""
@@ -110,16 +134,14 @@ def usage_of(
     last_end = _end(marks, block_size, num_known, 0)
     num_hour = max(0, hour_end - usage.num_cached_tokens)
     num_minutes = max(0, last_end - max(hour_end, usage.num_cached_tokens))
-    return {
-        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens - num_hour - num_minutes,
-        "cache_creation_input_tokens": num_hour + num_minutes,
-        "cache_read_input_tokens": usage.num_cached_tokens,
-        "cache_creation": {
-            "ephemeral_5m_input_tokens": num_minutes,
-            "ephemeral_1h_input_tokens": num_hour,
-        },
-        **lease_details([(leases, usage)]),
-    }
+    written = MessageUsage(
+        usage.num_prompt_tokens - usage.num_cached_tokens - num_hour - num_minutes,
+        num_hour + num_minutes,
+        usage.num_cached_tokens,
+        CacheCreation(num_minutes, num_hour),
+    )
+    tell_leases(written, [leases], [usage])
+    return written
 
 
 def _end(leases: Sequence[PrefixLease], block_size: int, num_known: int, least_seconds: int) -> int:

@@ -3,11 +3,18 @@
 Owns its answer. Runs beside the event loop for small bodies, and in a process of its own for others.
 """
 
+from msgspec import Struct
+
 from router.api.anthropic.body import read_counted_message
 from router.api.chat_prompt import encode_chat, render_chat
 from router.api.json_body import encode_json
 from router.errors import about_model
 from router.prompt.text_model import TextModels
+from router.shared.answer_types import Count
+
+
+class MessageTokens(Struct):
+    input_tokens: Count
 
 
 def count_message_tokens(models: TextModels, body: bytes, *, is_bounded: bool) -> bytes:
@@ -17,4 +24,4 @@ def count_message_tokens(models: TextModels, body: bytes, *, is_bounded: bool) -
     with about_model(request.model):
         chat = render_chat(model, request, is_bounded=is_bounded)
         num_tokens = len(encode_chat(model, request, chat).token_ids)
-    return encode_json({"input_tokens": num_tokens})
+    return encode_json(MessageTokens(num_tokens))

@@ -6,7 +6,8 @@ for it and try again.
 """
 
 import re
-from typing import Any
+
+from msgspec import UNSET, Struct, UnsetType
 
 from router.api.json_body import encode_json
 from router.edge.http_error import HttpError
@@ -33,6 +34,21 @@ TYPES = {
 _INDEX = re.compile(r"\[(\d+)\]")
 
 
+class ErrorDetails(Struct):
+    error_code: str
+
+
+class AnthropicErrorWords(Struct):
+    type: str
+    message: str
+    details: ErrorDetails | UnsetType = UNSET
+
+
+class AnthropicError(Struct, tag="error"):
+    error: AnthropicErrorWords
+    request_id: str | None
+
+
 class AnthropicErrors:
     request_id_headers = (b"request-id", b"x-request-id")
 
@@ -40,18 +56,13 @@ class AnthropicErrors:
         return OVERLOADED if error.status == 503 else error.status
 
     def body(self, error: HttpError, request_id: str | None) -> bytes:
-        return encode_json(self._content(error, request_id))
+        status = self.status(error)
+        kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        details = ErrorDetails(NO_THREADS) if error.code == NO_THREADS else UNSET
+        return encode_json(AnthropicError(AnthropicErrorWords(kind, _message(error), details), request_id))
 
     def event(self, error: HttpError, request_id: str | None) -> bytes:
         return b"event: error\ndata: " + self.body(error, request_id) + b"\n\n"
-
-    def _content(self, error: HttpError, request_id: str | None) -> dict[str, Any]:
-        status = self.status(error)
-        kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-        content: dict[str, Any] = {"type": kind, "message": _message(error)}
-        if error.code == NO_THREADS:
-            content["details"] = {"error_code": NO_THREADS}
-        return {"type": "error", "error": content, "request_id": request_id}
 
 
 ANTHROPIC_ERRORS = AnthropicErrors()

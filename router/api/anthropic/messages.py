@@ -4,9 +4,10 @@ That of the question is in `body.py`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from replicas.protocol.frames import FinishReason, PromptUsage, TokenLogprobs
 from router.answers.json_strings import is_object
@@ -14,16 +15,47 @@ from router.answers.object_prefix import ObjectPrefix, completed_object
 from router.answers.parts import CallArguments, CallStart, Part, Reasoning, Text
 from router.api.answer_usage import AnswerUsage
 from router.api.anthropic.body import ShownAnswer
-from router.api.anthropic.caching import usage_of
+from router.api.anthropic.caching import MessageUsage, ThinkingTokens, usage_of
 from router.api.api_request import Prompt
 from router.api.chats import Chat, prepare_chats
 from router.api.choice_output import TOOL_CALLS, ChoiceOutput, Said, ToolCall
 from router.api.json_body import encode_json
-from router.explain.diagnosis import anthropic_diagnostics
+from router.explain.diagnosis import MessageDiagnostics, anthropic_diagnostics
+
+
+class TextBlock(Struct, tag="text"):
+    text: str
+
+
+class ThinkingBlock(Struct, tag="thinking"):
+    thinking: str
+    signature: str
+
+
+class ToolUse(Struct, tag="tool_use"):
+    id: str
+    name: str
+    input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
+
+
+Block = TextBlock | ThinkingBlock | ToolUse
+
+
+class Message(Struct, kw_only=True):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[Block]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    diagnostics: MessageDiagnostics | UnsetType | None = UNSET
+
 
 _NO_ARGUMENTS = msgspec.Raw(b"{}")
-_NO_TEXT = {"type": "text", "text": ""}
-_NO_THINKING = {"type": "thinking", "thinking": "", "signature": ""}
+_NO_TEXT = TextBlock("")
+_NO_THINKING = ThinkingBlock("", "")
 _DELTAS: Mapping[type[Said], bytes] = {
     Text: b'"text_delta","text":',
     Reasoning: b'"thinking_delta","thinking":',
@@ -53,7 +85,7 @@ class _MessageWriter:
         """Arguments of the call being written."""
 
     def open(self, prompt: Prompt, choice: int) -> bytes:
-        usage = {**self._usage(prompt.usage_or_bare()), "output_tokens": 0}
+        usage = self._usage(prompt.usage_or_bare())
         return _event("message_start", {"message": self._message([], None, None, usage)})
 
     def part(self, prompt: Prompt, choice: int, part: Part, logprobs: Sequence[TokenLogprobs]) -> bytes:
@@ -88,41 +120,36 @@ class _MessageWriter:
         return encode_json(self._message(content, *self._why(output), self._final_usage(usage)))
 
     def _message(
-        self, content: list[Any], reason: str | None, sequence: str | None, usage: dict[str, Any]
-    ) -> dict[str, Any]:
-        return {
-            "id": self.answer_id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._model,
-            "content": content,
-            "stop_reason": reason,
-            "stop_sequence": sequence,
-            "usage": usage,
-            **self._diagnostics(),
-        }
+        self, content: list[Block], reason: str | None, sequence: str | None, usage: MessageUsage
+    ) -> Message:
+        return Message(
+            id=self.answer_id,
+            model=self._model,
+            content=content,
+            stop_reason=reason,
+            stop_sequence=sequence,
+            usage=usage,
+            diagnostics=self._diagnostics(),
+        )
 
-    def _diagnostics(self) -> dict[str, Any]:
+    def _diagnostics(self) -> MessageDiagnostics | UnsetType | None:
         if not self._shown.has_diagnostics:
-            return {}
-        if self._request.compared_id is None:
-            return {"diagnostics": None}
-        return {"diagnostics": anthropic_diagnostics(self._prompt.diagnosis)}
+            return UNSET
+        return None if self._request.compared_id is None else anthropic_diagnostics(self._prompt.diagnosis)
 
-    def _whole_block(self, said: Said) -> dict[str, Any]:
+    def _whole_block(self, said: Said) -> Block:
         match said:
             case Text(text):
-                return {"type": "text", "text": text}
+                return TextBlock(text)
             case Reasoning(text):
-                thinking = "" if self._shown.omits_thinking else text
-                return {"type": "thinking", "thinking": thinking, "signature": self.answer_id}
+                return ThinkingBlock("" if self._shown.omits_thinking else text, self.answer_id)
             case ToolCall(name, arguments):
                 return self._tool_use(name, _object(arguments))
 
-    def _tool_use(self, name: str, arguments: msgspec.Raw) -> dict[str, Any]:
-        return {"type": "tool_use", "id": self._context.new_id("toolu_"), "name": name, "input": arguments}
+    def _tool_use(self, name: str, arguments: msgspec.Raw) -> ToolUse:
+        return ToolUse(self._context.new_id("toolu_"), name, arguments)
 
-    def _begin(self, kind: type[Said], block: dict[str, Any]) -> bytes:
+    def _begin(self, kind: type[Said], block: Block) -> bytes:
         """The block that what follows belongs to."""
         ended = self._end_block()
         self._kind = kind
@@ -156,14 +183,13 @@ class _MessageWriter:
         is_cut = self._prompt.generation.sampling.max_tokens < (self._request.max_tokens or 0)
         return "model_context_window_exceeded" if is_cut else "max_tokens", None
 
-    def _final_usage(self, usage: AnswerUsage) -> dict[str, Any]:
-        return {
-            **self._usage(usage.prompts[0]),
-            "output_tokens": 0 if self._request.only_prompt else usage.num_output_tokens,
-            "output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens},
-        }
+    def _final_usage(self, usage: AnswerUsage) -> MessageUsage:
+        final = self._usage(usage.prompts[0])
+        final.output_tokens = 0 if self._request.only_prompt else usage.num_output_tokens
+        final.output_tokens_details = ThinkingTokens(usage.num_reasoning_tokens)
+        return final
 
-    def _usage(self, prompt: PromptUsage) -> dict[str, Any]:
+    def _usage(self, prompt: PromptUsage) -> MessageUsage:
         """All but the output's share, which is known in the end."""
         return usage_of(prompt, self._prompt.wished_leases, self._block_size, self._shown.num_marks)
 

@@ -5,17 +5,35 @@ Owns both, and the places at which a page may begin and end.
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+
+from msgspec import Struct
 
 from router.api.json_body import check_range
 from router.errors import InvalidRequest
 from router.prompt.catalog import ServedModel
+from router.shared.answer_types import Count
 
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 1000
 
 
-def model_page(models: Sequence[ServedModel], query: Mapping[str, str]) -> dict[str, Any]:
+class AnthropicModel(Struct, tag="model"):
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: str
+    max_input_tokens: Count
+    max_tokens: Count
+
+
+class AnthropicModels(Struct):
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+def model_page(models: Sequence[ServedModel], query: Mapping[str, str]) -> AnthropicModels:
     """Raises InvalidRequest for a place that is none."""
     names = [model.name for model in models]
     limit = _limit(query.get("limit"))
@@ -26,25 +44,16 @@ def model_page(models: Sequence[ServedModel], query: Mapping[str, str]) -> dict[
     if before is not None:
         end = _place("before_id", before, names)
     page = models[first:end][:limit] if before is None else models[first:end][-limit:]
-    return {
-        "data": [model_object(model) for model in page],
-        "has_more": len(page) < end - first,
-        "first_id": page[0].name if page else None,
-        "last_id": page[-1].name if page else None,
-    }
+    data = [model_object(model) for model in page]
+    return AnthropicModels(
+        data, len(page) < end - first, data[0].id if data else None, data[-1].id if data else None
+    )
 
 
-def model_object(model: ServedModel) -> dict[str, Any]:
-    created = datetime.fromtimestamp(model.created, UTC)
-    return {
-        "type": "model",
-        "id": model.name,
-        "display_name": model.name,
-        "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "lifecycle": "active",
-        "max_input_tokens": model.card.context_length,
-        "max_tokens": model.card.context_length,
-    }
+def model_object(model: ServedModel) -> AnthropicModel:
+    created = datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    length = model.card.context_length
+    return AnthropicModel(model.name, model.name, created, "active", length, length)
 
 
 def _limit(asked: str | None) -> int:

@@ -6,9 +6,10 @@ clients that keep a conversation drop what has none. The last one ends all candi
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, Struct, UnsetType
 from starlette.datastructures import QueryParams
 
 from replicas.protocol.frames import FinishReason, TokenLogprobs
@@ -19,18 +20,90 @@ from router.api.asked import Asked
 from router.api.chats import Chat, prepare_chats
 from router.api.choice_output import ChoiceOutput, Said, ToolCall
 from router.api.context import ApiContext
-from router.api.gemini.modalities import details
+from router.api.gemini.modalities import ModalityTokens, details
 from router.api.gemini.paths import STREAM, model_method, with_path_fields
 from router.api.json_body import encode_json
 from router.api.openai.logprobs import finite
 from router.errors import InvalidRequest
 from router.prompt.tokenizer import Tokenizer
+from router.shared.answer_types import Count
 
 KIND = "gemini"
-MALFORMED_CALL = "MALFORMED_FUNCTION_CALL"
 
 _arguments_decoder: "msgspec.json.Decoder[dict[str, Any]]" = msgspec.json.Decoder(dict[str, Any])
-_EMPTY_PART = {"text": ""}
+
+
+class Called(Struct):
+    id: str
+    name: str
+    args: dict[str, Any]
+
+
+class AnsweredPart(Struct, rename="camel"):
+    text: str | UnsetType = UNSET
+    thought: bool | UnsetType = UNSET
+    function_call: Called | UnsetType = UNSET
+
+
+class AnsweredContent(Struct):
+    parts: list[AnsweredPart]
+    role: Literal["model"] = "model"
+
+
+class LogprobCandidate(Struct, rename="camel"):
+    token: str
+    token_id: int
+    log_probability: float
+
+
+class TopCandidates(Struct):
+    candidates: list[LogprobCandidate]
+
+
+class LogprobsResult(Struct, rename="camel"):
+    top_candidates: list[TopCandidates]
+    chosen_candidates: list[LogprobCandidate]
+
+
+FinishedBy = Literal["MALFORMED_FUNCTION_CALL", "MAX_TOKENS", "STOP"]
+Logprobs = tuple[float, LogprobsResult] | tuple[UnsetType, UnsetType]
+
+
+class Candidate(Struct, rename="camel"):
+    content: AnsweredContent
+    finish_reason: FinishedBy
+    index: Count
+    avg_logprobs: float | UnsetType = UNSET
+    logprobs_result: LogprobsResult | UnsetType = UNSET
+
+
+class _Growing(Struct, rename="camel"):
+    """A candidate of which more comes."""
+
+    content: AnsweredContent
+    index: int
+    avg_logprobs: float | UnsetType = UNSET
+    logprobs_result: LogprobsResult | UnsetType = UNSET
+
+
+class UsageMetadata(Struct, rename="camel"):
+    prompt_token_count: Count
+    cached_content_token_count: Count
+    candidates_token_count: Count
+    thoughts_token_count: Count
+    total_token_count: Count
+    prompt_tokens_details: list[ModalityTokens]
+    cache_tokens_details: list[ModalityTokens]
+
+
+class GeneratedContent(Struct, rename="camel"):
+    candidates: list[Candidate]
+    usage_metadata: UsageMetadata
+    model_version: str
+    response_id: str
+
+
+_EMPTY_PART = AnsweredPart("")
 
 
 class _Candidate:
@@ -57,11 +130,12 @@ class _GeminiWriter:
         self._with_thoughts = bool((request.answers or {}).get("thoughts"))
         self._with_logprobs = request.num_logprobs is not None
         self.answer_id = context.new_id("gen-")
-        self._tail = {"modelVersion": model.name, "responseId": self.answer_id}
+        self._model = model.name
         self._candidates = [_Candidate() for _ in chat.prompt.outputs]
-        closing = b"," + encode_json(self._tail)[1:] + b"\n\n"
+        tail = {"modelVersion": model.name, "responseId": self.answer_id}
+        self._closing = b"]," + encode_json(tail)[1:] + b"\n\n"
         self._text_closing = [
-            b'}],"role":"model"},"index":%d}]%b' % (index, closing)
+            b'}],"role":"model"},"index":%d}%b' % (index, self._closing)
             for index in range(len(chat.prompt.outputs))
         ]
 
@@ -76,7 +150,7 @@ class _GeminiWriter:
             case Text(text):
                 return self._text(choice, text)
             case Reasoning(text):
-                return self._event(choice, {"text": text, "thought": True}) if self._with_thoughts else b""
+                return self._event(choice, AnsweredPart(text, True)) if self._with_thoughts else b""
             case CallStart(_, name):
                 candidate.call, candidate.arguments = name, []
             case CallArguments(_, text):
@@ -95,100 +169,92 @@ class _GeminiWriter:
             self._ended(index, output, [_EMPTY_PART], held.logprobs, held.is_malformed)
             for index, (output, held) in enumerate(zip(self._prompt.outputs, self._candidates, strict=True))
         ]
-        return self._frame({"candidates": candidates, "usageMetadata": usage_of(usage)})
+        return b"data: " + self._content(candidates, usage) + b"\n\n"
 
     def whole(self, usage: AnswerUsage) -> bytes:
-        candidates: list[dict[str, Any]] = []
+        candidates: list[Candidate] = []
         for index, output in enumerate(self._prompt.outputs):
             written = [self._whole_part(said) for said in output.said]
             parts = [part for part in written if part] or [_EMPTY_PART]
             candidates.append(self._ended(index, output, parts, output.logprobs, None in written))
-        return encode_json({"candidates": candidates, "usageMetadata": usage_of(usage), **self._tail})
+        return self._content(candidates, usage)
 
-    def _whole_part(self, said: Said) -> dict[str, Any] | None:
-        """Empty for what is not shown, and None for a call that is not well written."""
+    def _content(self, candidates: list[Candidate], usage: AnswerUsage) -> bytes:
+        return encode_json(GeneratedContent(candidates, usage_of(usage), self._model, self.answer_id))
+
+    def _whole_part(self, said: Said) -> AnsweredPart | Literal[False] | None:
+        """False for what is not shown, and None for a call that is not well written."""
         match said:
             case Text(text):
-                return {"text": text}
+                return AnsweredPart(text)
             case Reasoning(text):
-                return {"text": text, "thought": True} if self._with_thoughts else {}
+                return self._with_thoughts and AnsweredPart(text, True)
             case ToolCall(name, arguments):
                 return self._call(name, arguments)
 
-    def _call(self, name: str, arguments: str) -> dict[str, Any] | None:
+    def _call(self, name: str, arguments: str) -> AnsweredPart | None:
         """None for one that the model has not finished, or not well."""
         try:
             values = _arguments_decoder.decode(arguments or "{}")
         except (ValueError, RecursionError):
             return None
-        return {"functionCall": {"id": self._context.new_id("call_"), "name": name, "args": values}}
+        return AnsweredPart(function_call=Called(self._context.new_id("call_"), name, values))
 
     def _ended(
         self,
         index: int,
         output: ChoiceOutput,
-        parts: list[dict[str, Any]],
+        parts: list[AnsweredPart],
         logprobs: Sequence[TokenLogprobs],
         is_malformed: bool,
-    ) -> dict[str, Any]:
-        reason = "MAX_TOKENS" if output.finish_reason == FinishReason.LENGTH.value else "STOP"
-        return {
-            "content": {"parts": parts, "role": "model"},
-            "finishReason": MALFORMED_CALL if is_malformed and reason == "STOP" else reason,
-            "index": index,
-            **self._logprobs(logprobs),
-        }
+    ) -> Candidate:
+        reason: FinishedBy = "MALFORMED_FUNCTION_CALL" if is_malformed else "STOP"
+        if output.finish_reason == FinishReason.LENGTH.value:
+            reason = "MAX_TOKENS"
+        return Candidate(AnsweredContent(parts), reason, index, *self._logprobs(logprobs))
 
     def _text(self, choice: int, text: str) -> bytes:
         if self._candidates[choice].logprobs or not text:
-            return self._event(choice, {"text": text})
+            return self._event(choice, AnsweredPart(text))
         return (
             b'data: {"candidates":[{"content":{"parts":[{"text":'
             + encode_json(text)
             + self._text_closing[choice]
         )
 
-    def _event(self, choice: int, part: dict[str, Any]) -> bytes:
+    def _event(self, choice: int, part: AnsweredPart) -> bytes:
         held = self._candidates[choice]
-        content = {"parts": [part], "role": "model"}
-        candidate = {"content": content, "index": choice, **self._logprobs(held.logprobs)}
-        held.logprobs = []
-        return self._frame({"candidates": [candidate]})
+        logprobs, held.logprobs = held.logprobs, []
+        candidate = _Growing(AnsweredContent([part]), choice, *self._logprobs(logprobs))
+        return b'data: {"candidates":[' + encode_json(candidate) + self._closing
 
-    def _frame(self, fields: dict[str, Any]) -> bytes:
-        return b"data: " + encode_json({**fields, **self._tail}) + b"\n\n"
-
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> Logprobs:
         if not self._with_logprobs or not logprobs:
-            return {}
+            return UNSET, UNSET
         chosen = [_token(self._tokenizer, each.token_id, each.logprob) for each in logprobs]
-        top = [
-            {"candidates": [_token(self._tokenizer, token_id, logprob) for token_id, logprob in each.top]}
-            for each in logprobs
-        ]
-        average = sum(token["logProbability"] for token in chosen) / len(chosen)
-        return {"avgLogprobs": average, "logprobsResult": {"topCandidates": top, "chosenCandidates": chosen}}
+        top = [TopCandidates([_token(self._tokenizer, *token) for token in each.top]) for each in logprobs]
+        average = sum(token.log_probability for token in chosen) / len(chosen)
+        return average, LogprobsResult(top, chosen)
 
 
-def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    text, _ = tokenizer.token_text(token_id)
-    return {"token": text, "tokenId": token_id, "logProbability": finite(logprob)}
+def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> LogprobCandidate:
+    return LogprobCandidate(tokenizer.token_text(token_id)[0], token_id, finite(logprob))
 
 
-def usage_of(usage: AnswerUsage) -> dict[str, Any]:
+def usage_of(usage: AnswerUsage) -> UsageMetadata:
     """Return Gemini's usage: cached tokens are part of the prompt, thoughts are not part of the
     candidates."""
     num_prompt_tokens, num_cached_tokens = usage.num_prompt_tokens, usage.num_cached_tokens
     num_image_tokens, num_cached_image_tokens = usage.image_tokens()
-    return {
-        "promptTokenCount": num_prompt_tokens,
-        "cachedContentTokenCount": num_cached_tokens,
-        "candidatesTokenCount": usage.num_output_tokens - usage.num_reasoning_tokens,
-        "thoughtsTokenCount": usage.num_reasoning_tokens,
-        "totalTokenCount": num_prompt_tokens + usage.num_output_tokens,
-        "promptTokensDetails": details(num_prompt_tokens, num_image_tokens),
-        "cacheTokensDetails": details(num_cached_tokens, num_cached_image_tokens),
-    }
+    return UsageMetadata(
+        num_prompt_tokens,
+        num_cached_tokens,
+        usage.num_output_tokens - usage.num_reasoning_tokens,
+        usage.num_reasoning_tokens,
+        num_prompt_tokens + usage.num_output_tokens,
+        details(num_prompt_tokens, num_image_tokens),
+        details(num_cached_tokens, num_cached_image_tokens),
+    )
 
 
 prepare_gemini = prepare_chats(KIND, _GeminiWriter)

@@ -3,12 +3,20 @@
 Owns the answer. Runs beside the event loop for small bodies, and in a process of its own for others.
 """
 
+from msgspec import Struct
+
 from router.api.chat_prompt import encode_chat, render_chat
 from router.api.gemini.body import read_counted
-from router.api.gemini.modalities import details
+from router.api.gemini.modalities import ModalityTokens, details
 from router.api.json_body import encode_json
 from router.errors import about_model
 from router.prompt.text_model import TextModels
+from router.shared.answer_types import Count
+
+
+class CountedTokens(Struct, rename="camel"):
+    total_tokens: Count
+    prompt_tokens_details: list[ModalityTokens]
 
 
 def count_tokens(models: TextModels, body: bytes, *, is_bounded: bool) -> bytes:
@@ -20,6 +28,4 @@ def count_tokens(models: TextModels, body: bytes, *, is_bounded: bool) -> bytes:
         shown = encode_chat(model, request, chat)
     num_tokens = len(shown.token_ids)
     num_image_tokens = sum(image.length for image in shown.images)
-    return encode_json(
-        {"totalTokens": num_tokens, "promptTokensDetails": details(num_tokens, num_image_tokens)}
-    )
+    return encode_json(CountedTokens(num_tokens, details(num_tokens, num_image_tokens)))

@@ -5,7 +5,7 @@ Plain data. Where a list of objects belongs there may be one object, as Google's
 
 from typing import Any
 
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, field
 
 from router.api.openai.caching import PromptCacheOptions
 
@@ -132,10 +132,10 @@ class NewCachedContent(Struct, rename="camel", kw_only=True):
     """Body that creates a cache; its content stays JSON. One of `ttl` ("3600s") and `expire_time`."""
 
     model: str
-    contents: Raw = Raw(b"")
-    system_instruction: Raw = Raw(b"")
-    tools: Raw = Raw(b"")
-    tool_config: Raw = Raw(b"")
+    contents: Raw = field(default_factory=Raw)
+    system_instruction: Raw = field(default_factory=Raw)
+    tools: Raw = field(default_factory=Raw)
+    tool_config: Raw = field(default_factory=Raw)
     ttl: str | None = None
     expire_time: str | None = None
     display_name: str | None = None

@@ -1,11 +1,20 @@
 """details(): tokens by what they stand for, as Gemini writes them."""
 
-from typing import Any
+from typing import Literal
+
+from msgspec import Struct
+
+from router.shared.answer_types import Count
 
 
-def details(num_tokens: int, num_image_tokens: int) -> list[dict[str, Any]]:
+class ModalityTokens(Struct, rename="camel"):
+    modality: Literal["IMAGE", "TEXT"]
+    token_count: Count
+
+
+def details(num_tokens: int, num_image_tokens: int) -> list[ModalityTokens]:
     """Divide tokens by modality; `num_image_tokens` of them are images'."""
-    found = [{"modality": "TEXT", "tokenCount": num_tokens - num_image_tokens}]
+    found = [ModalityTokens("TEXT", num_tokens - num_image_tokens)]
     if num_image_tokens:
-        found.append({"modality": "IMAGE", "tokenCount": num_image_tokens})
+        found.append(ModalityTokens("IMAGE", num_image_tokens))
     return found

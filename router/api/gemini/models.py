@@ -4,8 +4,7 @@ Owns the shape of a model in Gemini's words. `/v1/models` is also other dialects
 of them stands in one answer.
 """
 
-from typing import Any
-
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -17,18 +16,28 @@ from router.api.gemini.paths import COUNT, GENERATE, STREAM, VERSIONS, model_met
 from router.api.routes import json_response
 from router.api.written_answers import written_answer
 from router.prompt.catalog import ServedModel
+from router.shared.answer_types import Count
 
 
-def gemini_model(model: ServedModel) -> dict[str, Any]:
-    return {
-        "name": MODELS + model.name,
-        "baseModelId": model.card.name,
-        "version": model.card.fingerprint[:12],
-        "displayName": model.name,
-        "inputTokenLimit": model.card.context_length,
-        "outputTokenLimit": model.card.context_length,
-        "supportedGenerationMethods": [GENERATE, STREAM, COUNT],
-    }
+class GeminiModel(Struct, rename="camel"):
+    name: str
+    base_model_id: str
+    version: str
+    display_name: str
+    input_token_limit: Count
+    output_token_limit: Count
+    supported_generation_methods: list[str]
+
+
+class GeminiModels(Struct):
+    models: list[GeminiModel]
+
+
+def gemini_model(model: ServedModel) -> GeminiModel:
+    card = model.card
+    lengths = card.context_length, card.context_length
+    methods = [GENERATE, STREAM, COUNT]
+    return GeminiModel(MODELS + model.name, card.name, card.fingerprint[:12], model.name, *lengths, methods)
 
 
 class GeminiRoutes:
@@ -50,7 +59,7 @@ class GeminiRoutes:
     async def models(self, request: Request) -> Response:
         catalog = self._context.catalog
         names = [*catalog.names(), *catalog.adapter_names()]
-        return json_response({"models": [gemini_model(catalog.get(name)) for name in names]})
+        return json_response(GeminiModels([gemini_model(catalog.get(name)) for name in names]))
 
     async def model(self, request: Request) -> Response:
         return json_response(gemini_model(self._context.catalog.get(request.path_params["name"])))

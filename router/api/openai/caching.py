@@ -7,15 +7,17 @@ and in a header of our own.
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import PrefixLease
 from router.api.json_body import wrong_type
 from router.errors import InvalidRequest
 from router.keeping import LeaseResult, kept_of
+from router.shared.answer_types import Count
 
 RETENTION_SECONDS = {"in_memory": 300, "in-memory": 300, "24h": 86_400}
 """`in_memory` promises what OpenAI names as the shortest time; `in-memory` is how older clients spell it."""
@@ -50,6 +52,13 @@ class PromptCacheOptions(msgspec.Struct):
     @property
     def is_explicit(self) -> bool:
         return self.mode == EXPLICIT
+
+
+class LeaseOutcome(msgspec.Struct):
+    status: Literal["granted", "refused"]
+    reason: str | UnsetType = UNSET
+    seconds: Count | UnsetType = UNSET
+    tokens: Count | UnsetType = UNSET
 
 
 def compared_id(options: PromptCacheOptions | None) -> str | None:
@@ -108,21 +117,26 @@ def _ttl_seconds(ttl: str) -> int | None:
     return int(found[1]) if found and 1 <= int(found[1]) <= MAX_TTL_SECONDS else None
 
 
-def lease_details(asked: Sequence[tuple[Sequence[PrefixLease], PromptUsage]]) -> dict[str, Any]:
-    """Return Kvasir's own fields of `usage.prompt_tokens_details` for the prompts of one request."""
-    details: dict[str, Any] = {}
-    leases: list[dict[str, Any]] = []
-    num_early = 0
-    for wishes, usage in asked:
-        leases += [_lease(kept) for kept in kept_of(wishes, usage)]
-        num_early += usage.num_evicted_early_tokens
-    if leases:
-        details["cache_leases"] = leases
-    if num_early:
-        causes = [usage.broken_by for _, usage in asked if usage.broken_by is not None]
-        details["evicted_early_tokens"] = num_early
-        details["evicted_early_cause"] = causes[0].value if causes else None
-    return details
+class LeaseFields(Protocol):
+    """Kvasir's own fields of a usage."""
+
+    cache_leases: list[LeaseOutcome] | UnsetType
+    evicted_early_tokens: int | UnsetType
+    evicted_early_cause: str | UnsetType | None
+
+
+def tell_leases(
+    details: LeaseFields, leases: Sequence[Sequence[PrefixLease]], usages: Sequence[PromptUsage]
+) -> None:
+    """Set the fields for the prompts of one request, if there is anything to tell."""
+    for wishes, usage in zip(leases, usages, strict=True):
+        if wishes:
+            outcomes = list(map(lease_outcome, kept_of(wishes, usage)))
+            details.cache_leases = [*(details.cache_leases or ()), *outcomes]
+    if num_early := sum([usage.num_evicted_early_tokens for usage in usages]):
+        causes = [usage.broken_by for usage in usages if usage.broken_by is not None]
+        details.evicted_early_tokens = num_early
+        details.evicted_early_cause = causes[0].value if causes else None
 
 
 def lease_headers(leases: Sequence[PrefixLease], usage: PromptUsage) -> list[tuple[bytes, bytes]]:
@@ -140,10 +154,10 @@ def lease_headers(leases: Sequence[PrefixLease], usage: PromptUsage) -> list[tup
     return headers
 
 
-def _lease(kept: LeaseResult) -> dict[str, Any]:
+def lease_outcome(kept: LeaseResult) -> LeaseOutcome:
     if kept.refused is not None:
-        return {"status": "refused", "reason": kept.refused}
-    return {"status": "granted", "seconds": kept.seconds, "tokens": kept.num_tokens}
+        return LeaseOutcome("refused", reason=kept.refused)
+    return LeaseOutcome("granted", seconds=kept.seconds, tokens=kept.num_tokens)
 
 
 def _check(parameter: str, value: str | None, named: Any, known: Any) -> None:

@@ -4,23 +4,69 @@
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
 
 from replicas.protocol.frames import TokenLogprobs
 from router.answers.parts import CallArguments, CallStart, Part, Reasoning, Text
 from router.api.answer_usage import AnswerUsage
 from router.api.api_request import Prompt
 from router.api.chats import Chat, prepare_chats
-from router.api.choice_output import TOOL_CALLS, ChoiceOutput
+from router.api.choice_output import TOOL_CALLS, ChoiceOutput, ToolCall
 from router.api.json_body import encode_json
-from router.api.openai.choice import TokenIds, stop_fields, usage_so_far
-from router.api.openai.logprobs import logprobs_of
-from router.api.openai.usage import usage_of
+from router.api.openai.choice import AnswerHead, Stop, TokenIds, stop_fields, usage_so_far
+from router.api.openai.logprobs import TokenLogprob, logprobs_of
+from router.api.openai.usage import OpenAiUsage, TokensSoFar, usage_of
 from router.api.sse import COMMENT, DONE, ChunkWriter
-from router.explain.diagnosis import openai_diagnostics
+from router.explain.diagnosis import CacheDiagnostics, openai_diagnostics
+from router.shared.answer_types import Count
 
 FUNCTION_CALL = "function_call"
 """Why an answer has ended that calls a function, as those say it who still ask for `functions`."""
+
+
+class ChatLogprobs(Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class Function(Struct):
+    name: str
+    arguments: str
+
+
+class ChatCall(Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ChatMessage(Struct, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: str | None = None
+    reasoning_content: str | UnsetType = UNSET
+    function_call: Function | UnsetType = UNSET
+    tool_calls: list[ChatCall] | UnsetType = UNSET
+
+
+class ChatChoice(Struct, kw_only=True):
+    index: Count
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: Stop
+    matched_stop: Stop
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(AnswerHead, kw_only=True):
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    usage: OpenAiUsage
+    prompt_cache_diagnostics: CacheDiagnostics | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class _ChatWriter:
@@ -36,7 +82,7 @@ class _ChatWriter:
         self._with_reasoning = bool(request.answers["reasoning"])
         self._with_functions = bool(request.answers["functions"])
         self.answer_id = context.new_id("chatcmpl-")
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": self.answer_id,
             "object": "chat.completion.chunk" if request.stream else "chat.completion",
             "created": int(context.wall_clock()),
@@ -72,7 +118,7 @@ class _ChatWriter:
                 self._prefixes[choice],
                 part.text,
                 self._logprobs(logprobs) if self._with_logprobs else None,
-                token_ids=None if self._token_ids is None else self._new_ids(choice),
+                token_ids=UNSET if self._token_ids is None else self._new_ids(choice),
                 closing=self._closing() if self._counts else None,
             )
         match part:
@@ -106,14 +152,14 @@ class _ChatWriter:
         return self._writer.usage(usage_of(usage), self._diagnostics()) + DONE
 
     def whole(self, usage: AnswerUsage) -> bytes:
-        answer: dict[str, Any] = {
+        with_ids = self._request.return_token_ids
+        answer = ChatCompletion(
             **self._head,
-            "choices": [self._choice(index, output) for index, output in enumerate(self._prompt.outputs)],
-            "usage": usage_of(usage),
+            choices=[self._choice(index, output) for index, output in enumerate(self._prompt.outputs)],
+            usage=usage_of(usage),
             **self._diagnostics(),
-        }
-        if self._request.return_token_ids:
-            answer["prompt_token_ids"] = self._prompt.generation.token_ids
+            prompt_token_ids=self._prompt.generation.token_ids if with_ids else UNSET,
+        )
         return encode_json(answer)
 
     def _diagnostics(self) -> dict[str, Any]:
@@ -121,35 +167,29 @@ class _ChatWriter:
             return {}
         return {"prompt_cache_diagnostics": openai_diagnostics(self._prompt.diagnosis)}
 
-    def _choice(self, index: int, output: ChoiceOutput) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            "message": self._message(output),
-            "logprobs": self._logprobs(output.logprobs) if self._with_logprobs else None,
-            "finish_reason": self._finish_reason(output),
+    def _choice(self, index: int, output: ChoiceOutput) -> ChatChoice:
+        return ChatChoice(
+            index=index,
+            message=self._message(output),
+            logprobs=self._logprobs(output.logprobs) if self._with_logprobs else None,
+            finish_reason=self._finish_reason(output),
+            token_ids=output.token_ids if self._request.return_token_ids else UNSET,
             **stop_fields(self._request, output),
-        }
-        if self._request.return_token_ids:
-            choice["token_ids"] = output.token_ids
-        return choice
+        )
 
-    def _message(self, output: ChoiceOutput) -> dict[str, Any]:
+    def _message(self, output: ChoiceOutput) -> ChatMessage:
         text, reasoning, calls = output.text, output.reasoning, output.calls
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        message = ChatMessage(content=text or None if calls else text)
         if reasoning and self._with_reasoning:
-            message["reasoning_content"] = reasoning
-        if not calls:
-            return message
-        message["content"] = text or None
-        functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
-        if self._with_functions:
-            message["function_call"] = functions[0]
-        else:
-            message["tool_calls"] = [
-                {"id": self._context.new_id("call_"), "type": "function", "function": function}
-                for function in functions
-            ]
+            message.reasoning_content = reasoning
+        if calls and self._with_functions:
+            message.function_call = Function(*calls[0])
+        elif calls:
+            message.tool_calls = [self._call(call) for call in calls]
         return message
+
+    def _call(self, call: ToolCall) -> ChatCall:
+        return ChatCall(id=self._context.new_id("call_"), function=Function(*call))
 
     def _finish_reason(self, output: ChoiceOutput) -> str | None:
         if self._with_functions and output.finish_reason == TOOL_CALLS:
@@ -188,7 +228,7 @@ class _ChatWriter:
         assert self._token_ids is not None
         return self._token_ids.new(choice, self._prompt.outputs[choice])
 
-    def _usage_so_far(self, num_unsaid_tokens: int = 0) -> dict[str, Any] | None:
+    def _usage_so_far(self, num_unsaid_tokens: int = 0) -> TokensSoFar | None:
         if not self._counts:
             return None
         return usage_so_far([self._prompt], num_unsaid_tokens=num_unsaid_tokens)
@@ -196,9 +236,9 @@ class _ChatWriter:
     def _closing(self, more: dict[str, Any] | None = None) -> bytes:
         return self._writer.closing(more, self._usage_so_far())
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
         as_ids = bool(self._request.return_tokens_as_token_ids)
-        return {"content": logprobs_of(self._tokenizer, logprobs, as_ids=as_ids), "refusal": None}
+        return ChatLogprobs(logprobs_of(self._tokenizer, logprobs, as_ids=as_ids))
 
 
 prepare_chat = prepare_chats("chat", _ChatWriter)

@@ -5,7 +5,9 @@ Owns the dialect of the answers; that of the question is in `completion_prompt.p
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
 
 from replicas.protocol.frames import TokenLogprobs
 from router.answers.parts import Part, Text
@@ -16,13 +18,13 @@ from router.api.choice_output import ChoiceOutput
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
 from router.api.openai.caching import keeps_of
-from router.api.openai.choice import TokenIds, stop_fields, usage_so_far
+from router.api.openai.choice import AnswerHead, Stop, TokenIds, stop_fields, usage_so_far
 from router.api.openai.completion_prompt import (
     DEFAULT_MAX_TOKENS,
     CompletionRequest,
 )
 from router.api.openai.logprobs import finite, token_name
-from router.api.openai.usage import usage_of
+from router.api.openai.usage import OpenAiUsage, usage_of
 from router.api.prepare import PreparedCompletion, prepared_completion
 from router.api.prepare_in_worker import received_completion
 from router.api.prepare_on_loop import OnLoop
@@ -35,6 +37,7 @@ from router.large_bodies.body_weight import is_light_completion
 from router.large_bodies.jobs import PreparedRequest
 from router.prompt.catalog import ServedModel
 from router.prompt.engines import TooMuchWork
+from router.shared.answer_types import Count
 
 
 async def prepare_completion(context: ApiContext, asked: Asked) -> ApiRequest:
@@ -115,6 +118,30 @@ def _max_tokens(request: CompletionRequest, model: ServedModel, num_prompt_token
     return min(DEFAULT_MAX_TOKENS, room) if room > 0 else None
 
 
+class CompletionLogprobs(Struct):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[Count]
+
+
+class CompletionChoice(Struct, kw_only=True):
+    index: Count
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: Stop | UnsetType = UNSET
+    matched_stop: Stop | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    token_ids: Sequence[int] | UnsetType = UNSET
+
+
+class Completion(AnswerHead, kw_only=True):
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+    usage: OpenAiUsage
+
+
 class _CompletionWriter:
     keep_alive = COMMENT
 
@@ -126,7 +153,7 @@ class _CompletionWriter:
         self._prompts = prompts
         self._with_logprobs = request.logprobs is not None
         self.answer_id = context.new_id("cmpl-")
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": self.answer_id,
             "object": "text_completion",
             "created": int(context.wall_clock()),
@@ -148,8 +175,8 @@ class _CompletionWriter:
     def open(self, prompt: Prompt, choice: int) -> bytes:
         index = prompt.first_index + choice
         if self._token_ids is not None:
-            first = {"prompt_token_ids": prompt.generation.token_ids, "token_ids": []}
-            return self._choice(index, prompt.echo, first)
+            token_ids = prompt.generation.token_ids
+            return self._choice(index, prompt.echo, prompt_token_ids=token_ids, token_ids=[])
         return self._writer.text(self._prefixes[index], prompt.echo) if prompt.echo else b""
 
     def part(self, prompt: Prompt, choice: int, part: Part, logprobs: Sequence[TokenLogprobs]) -> bytes:
@@ -159,16 +186,14 @@ class _CompletionWriter:
             self._prefixes[index],
             part.text,
             self._logprobs(index, logprobs) if self._with_logprobs else None,
-            token_ids=None if self._token_ids is None else self._token_ids.new(index, prompt.outputs[choice]),
+            token_ids=self._new_ids(index, prompt.outputs[choice]),
             closing=self._closing() if self._counts else None,
         )
 
     def close(self, prompt: Prompt, choice: int) -> bytes:
         index, output = prompt.first_index + choice, prompt.outputs[choice]
-        more: dict[str, Any] = {"finish_reason": output.finish_reason, **stop_fields(self._request, output)}
-        if self._token_ids is not None:
-            more["token_ids"] = self._token_ids.new(index, output)
-        return self._choice(index, "", more)
+        stop, token_ids = stop_fields(self._request, output), self._new_ids(index, output)
+        return self._choice(index, "", finish_reason=output.finish_reason, token_ids=token_ids, **stop)
 
     def end(self, usage: AnswerUsage) -> bytes:
         return self._writer.usage(usage_of(usage)) + DONE
@@ -179,29 +204,31 @@ class _CompletionWriter:
             for prompt in self._prompts
             for choice, output in enumerate(prompt.outputs)
         ]
-        return encode_json({**self._head, "choices": choices, "usage": usage_of(usage)})
+        return encode_json(Completion(**self._head, choices=choices, usage=usage_of(usage)))
 
-    def _whole_choice(self, prompt: Prompt, index: int, output: ChoiceOutput) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            "text": prompt.echo + output.text,
-            "logprobs": self._logprobs(index, output.logprobs) if self._with_logprobs else None,
-            "finish_reason": output.finish_reason,
+    def _whole_choice(self, prompt: Prompt, index: int, output: ChoiceOutput) -> CompletionChoice:
+        with_ids = self._request.return_token_ids
+        return CompletionChoice(
+            index=index,
+            text=prompt.echo + output.text,
+            logprobs=self._logprobs(index, output.logprobs) if self._with_logprobs else None,
+            finish_reason=output.finish_reason,
+            prompt_token_ids=prompt.generation.token_ids if with_ids else UNSET,
+            token_ids=output.token_ids if with_ids else UNSET,
             **stop_fields(self._request, output),
-        }
-        if self._request.return_token_ids:
-            choice["prompt_token_ids"] = prompt.generation.token_ids
-            choice["token_ids"] = output.token_ids
-        return choice
+        )
 
-    def _choice(self, index: int, text: str, more: dict[str, Any]) -> bytes:
-        chunk = {"index": index, "text": text, "logprobs": None, "finish_reason": None, **more}
+    def _choice(self, index: int, text: str, **more: Any) -> bytes:
+        chunk = CompletionChoice(index=index, text=text, **more)
         return self._writer.choice(chunk, closing=self._closing() if self._counts else None)
+
+    def _new_ids(self, index: int, output: ChoiceOutput) -> Sequence[int] | UnsetType:
+        return UNSET if self._token_ids is None else self._token_ids.new(index, output)
 
     def _closing(self) -> bytes:
         return self._writer.closing(usage=usage_so_far(self._prompts))
 
-    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> CompletionLogprobs:
         """Offsets count characters of the tokens' own texts from the start of the choice."""
         tokens: list[str] = []
         offsets: list[int] = []
@@ -210,12 +237,8 @@ class _CompletionWriter:
             tokens.append(text)
             offsets.append(self._num_characters[index])
             self._num_characters[index] += len(text)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [finite(token.logprob) for token in logprobs],
-            "top_logprobs": [self._top(token) for token in logprobs],
-            "text_offset": offsets,
-        }
+        own = [finite(token.logprob) for token in logprobs]
+        return CompletionLogprobs(tokens, own, [self._top(token) for token in logprobs], offsets)
 
     def _top(self, token: TokenLogprobs) -> dict[str, float]:
         """The likeliest ones, and the token itself where it is none of them."""

@@ -3,33 +3,64 @@
 Owns its shape, for chats and plain completions, and that of the prompt's details, which Responses share.
 """
 
-from typing import Any
+from msgspec import UNSET, Struct, UnsetType
 
 from router.api.answer_usage import AnswerUsage
-from router.api.openai.caching import lease_details
+from router.api.openai.caching import LeaseOutcome, tell_leases
+from router.shared.answer_types import Count
 
 
-def usage_of(usage: AnswerUsage) -> dict[str, Any]:
-    num_prompt_tokens = usage.num_prompt_tokens
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": usage.num_output_tokens,
-        "total_tokens": num_prompt_tokens + usage.num_output_tokens,
-        "prompt_tokens_details": prompt_details(usage),
-        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
-    }
+class TokensSoFar(Struct):
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
 
 
-def prompt_details(usage: AnswerUsage) -> dict[str, Any]:
-    """The cache's share of it is always there, and exact."""
+class PromptDetails(Struct):
+    """The cache's share of a prompt is always there, and exact."""
+
+    cached_tokens: Count
+    cache_write_tokens: Count
+    cross_user_cached_tokens: Count
+    device_cached_tokens: Count
+    host_cached_tokens: Count
+    disk_cached_tokens: Count
+    pulled_cached_tokens: Count
+    cache_leases: list[LeaseOutcome] | UnsetType = UNSET
+    evicted_early_tokens: Count | UnsetType = UNSET
+    evicted_early_cause: str | UnsetType | None = UNSET
+
+
+class OutputDetails(Struct):
+    reasoning_tokens: Count
+
+
+class OpenAiUsage(TokensSoFar):
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: OutputDetails
+
+
+def usage_of(usage: AnswerUsage) -> OpenAiUsage:
+    num_prompt_tokens, num_output_tokens = usage.num_prompt_tokens, usage.num_output_tokens
+    return OpenAiUsage(
+        num_prompt_tokens,
+        num_output_tokens,
+        num_prompt_tokens + num_output_tokens,
+        prompt_details(usage),
+        OutputDetails(usage.num_reasoning_tokens),
+    )
+
+
+def prompt_details(usage: AnswerUsage) -> PromptDetails:
     total = usage.total()
-    return {
-        "cached_tokens": total.num_cached_tokens,
-        "cache_write_tokens": total.num_written_tokens,
-        "cross_user_cached_tokens": total.num_cross_user_tokens,
-        "device_cached_tokens": total.num_device_tokens,
-        "host_cached_tokens": total.num_host_tokens,
-        "disk_cached_tokens": total.num_disk_tokens,
-        "pulled_cached_tokens": total.num_pulled_tokens,
-        **lease_details(list(zip(usage.leases, usage.prompts, strict=True))),
-    }
+    details = PromptDetails(
+        total.num_cached_tokens,
+        total.num_written_tokens,
+        total.num_cross_user_tokens,
+        total.num_device_tokens,
+        total.num_host_tokens,
+        total.num_disk_tokens,
+        total.num_pulled_tokens,
+    )
+    tell_leases(details, usage.leases, usage.prompts)
+    return details

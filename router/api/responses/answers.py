@@ -7,9 +7,10 @@ Owns the response object and the events of a stream, each with its number. That 
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Final, Literal
 
 import msgspec
+from msgspec import UNSET, Struct, UnsetType
 
 from replicas.protocol.frames import FinishReason, TokenLogprobs
 from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Text
@@ -21,16 +22,61 @@ from router.api.choice_output import ChoiceOutput, ToolCall
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
 from router.api.openai.logprobs import logprobs_of
-from router.api.openai.usage import prompt_details
+from router.api.openai.usage import OutputDetails, PromptDetails, prompt_details
 from router.api.responses.body import Echo
-from router.api.responses.items import COMPLETED, IN_PROGRESS, INCOMPLETE, AnswerItems, Event, ItemKind
+from router.api.responses.items import (
+    COMPLETED,
+    IN_PROGRESS,
+    INCOMPLETE,
+    AnswerItems,
+    Event,
+    ItemKind,
+    OutputItem,
+    Status,
+)
 from router.api.sse import COMMENT
 from router.edge.http_error import HttpError
-from router.explain.diagnosis import openai_diagnostics
+from router.explain.diagnosis import CacheDiagnostics, openai_diagnostics
+from router.shared.answer_types import Count
 
-FAILED = "failed"
+FAILED: Final = "failed"
 TOLD_APART = ("context_length_exceeded", "rate_limit_exceeded")
 """Codes of errors that clients act on; of the others they only tell whose fault it was."""
+
+
+class ResponseError(Struct):
+    code: str
+    message: str
+
+
+class IncompleteDetails(Struct):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseUsage(Struct):
+    input_tokens: Count
+    input_tokens_details: PromptDetails
+    output_tokens: Count
+    output_tokens_details: OutputDetails
+    total_tokens: Count
+
+
+class Response(Struct, kw_only=True):
+    """A response without the fields that repeat the question."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: Count
+    model: str
+    status: Status | Literal["failed"]
+    completed_at: Count | None
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    output: list[OutputItem]
+    previous_response_id: str | None
+    store: bool
+    usage: ResponseUsage | None
+    prompt_cache_diagnostics: CacheDiagnostics | UnsetType = UNSET
 
 
 class ResponseWriter:
@@ -53,12 +99,7 @@ class ResponseWriter:
             packs_reasoning=self._echo.packs_reasoning,
             write_logprobs=(lambda logprobs: logprobs_of(tokenizer, logprobs)) if wants_logprobs else None,
         )
-        self._head = {
-            "id": self.answer_id,
-            "object": "response",
-            "created_at": self._created,
-            "model": chat.model.name,
-        }
+        self._model = chat.model.name
         self.wants_storing = self._echo.is_stored
         self.keep: Callable[[bytes], None] | None = None
         """Told of the response, if it is to be stored."""
@@ -110,7 +151,7 @@ class ResponseWriter:
         fault = "server_error" if error.status >= 500 else "invalid_prompt"
         code = error.code if error.code in TOLD_APART else fault
         words = {"code": error.code, "message": message, "param": error.param}
-        response = self._response(FAILED, error={"code": code, "message": message})
+        response = self._response(FAILED, error=ResponseError(code, message))
         return self._event(("error", words)) + self._event(
             ("response.failed", {"response": msgspec.Raw(response)})
         )
@@ -121,44 +162,39 @@ class ResponseWriter:
         cut = output.finish_reason == FinishReason.LENGTH.value
         return self._items.end(INCOMPLETE if cut else COMPLETED)
 
-    def _status(self) -> str:
+    def _status(self) -> Status:
         (output,) = self._prompt.outputs
         cut = output.finish_reason == FinishReason.LENGTH.value and not self._only_prompt
         return INCOMPLETE if cut else COMPLETED
 
-    def _last_response(self, status: str, usage: AnswerUsage) -> bytes:
+    def _last_response(self, status: Status, usage: AnswerUsage) -> bytes:
         response = self._response(status, usage)
         if self.keep is not None:
             self.keep(response)
         return response
 
     def _response(
-        self, status: str, usage: AnswerUsage | None = None, error: dict[str, Any] | None = None
+        self,
+        status: Status | Literal["failed"],
+        usage: AnswerUsage | None = None,
+        error: ResponseError | None = None,
     ) -> bytes:
-        is_done = status == COMPLETED
-        fields = {
-            **self._head,
-            "status": status,
-            "completed_at": int(self._context.wall_clock()) if is_done else None,
-            "error": error,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == INCOMPLETE else None,
-            "output": self._items.done,
-            "previous_response_id": self.previous_response_id,
-            "store": self.keep is not None,
-            "usage": None if usage is None else self._usage(usage),
-        }
-        if self._echo.wants_diagnostics and usage is not None:
-            fields["prompt_cache_diagnostics"] = openai_diagnostics(self._prompt.diagnosis)
-        return encode_json(fields)[:-1] + b"," + self._echo.fields + b"}"
-
-    def _usage(self, usage: AnswerUsage) -> dict[str, Any]:
-        return {
-            "input_tokens": usage.num_prompt_tokens,
-            "input_tokens_details": prompt_details(usage),
-            "output_tokens": usage.num_output_tokens,
-            "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
-            "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
-        }
+        compares = self._echo.wants_diagnostics and usage is not None
+        response = Response(
+            id=self.answer_id,
+            created_at=self._created,
+            model=self._model,
+            status=status,
+            completed_at=int(self._context.wall_clock()) if status == COMPLETED else None,
+            error=error,
+            incomplete_details=IncompleteDetails() if status == INCOMPLETE else None,
+            output=self._items.done,
+            previous_response_id=self.previous_response_id,
+            store=self.keep is not None,
+            usage=None if usage is None else _usage(usage),
+            prompt_cache_diagnostics=openai_diagnostics(self._prompt.diagnosis) if compares else UNSET,
+        )
+        return encode_json(response)[:-1] + b"," + self._echo.fields + b"}"
 
     def _written(self, events: Sequence[Event]) -> bytes:
         return b"".join([self._event(event) for event in events])
@@ -181,6 +217,17 @@ class ResponseWriter:
     def _text_delta(self, text: str) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
         return b'%b,"sequence_number":%d,"delta":%b}\n\n' % (self._delta_head, number, encode_json(text))
+
+
+def _usage(usage: AnswerUsage) -> ResponseUsage:
+    num_prompt_tokens, num_output_tokens = usage.num_prompt_tokens, usage.num_output_tokens
+    return ResponseUsage(
+        num_prompt_tokens,
+        prompt_details(usage),
+        num_output_tokens,
+        OutputDetails(usage.num_reasoning_tokens),
+        num_prompt_tokens + num_output_tokens,
+    )
 
 
 def _parts(output: ChoiceOutput) -> list[Part]:

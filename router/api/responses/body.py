@@ -4,7 +4,7 @@ Owns the body's fields, their limits, and what of them an answer repeats. Pure: 
 that prepares large bodies.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -84,6 +84,31 @@ class ResponsesBody(PeerFields, kw_only=True):
     enable_response_messages: bool | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Repeated(msgspec.Struct, kw_only=True):
+    """Fields of the question that each response repeats."""
+
+    background: bool = False
+    instructions: Any
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    prompt_cache_key: str | None
+    prompt_cache_options: dict[str, str | None] | None
+    prompt_cache_retention: str | None
+    reasoning: dict[str, str | None]
+    safety_identifier: str | None
+    service_tier: str = "default"
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: Annotated[Any, msgspec.Meta(extra_json_schema={"type": "array"})]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    user: str | None
 
 
 class Echo(msgspec.Struct, frozen=True):
@@ -175,7 +200,7 @@ def _request(asked: ResponsesBody, unknown: list[str]) -> ChatRequest:
         unknown_fields=unknown + offered.unknown_kinds,
         tool_parameter="tools",  # those of other kinds are among them, so their numbers are others
         answers=Echo(
-            fields=encode_json(_echoed(asked))[1:-1],
+            fields=encode_json(_repeated(asked))[1:-1],
             spaces={name: spaced for spaced, name in offered.names.items()},
             packs_reasoning=ENCRYPTED_REASONING in include,
             is_stored=asked.store is not False,
@@ -275,41 +300,38 @@ def _text_format(text: TextWishes | None) -> OutputFormat | None:
     )
 
 
-def _echoed(asked: ResponsesBody) -> dict[str, Any]:
-    """Return the fields of the question that each response repeats."""
-    reasoning, text = asked.reasoning or Reasoning(), asked.text or TextWishes()
+def _repeated(asked: ResponsesBody) -> Repeated:
+    reasoning, wishes = asked.reasoning or Reasoning(), asked.text or TextWishes()
     options = asked.prompt_cache_options
-    return {
-        "background": False,
-        "instructions": _small_enough(asked.instructions, None),
-        "max_output_tokens": asked.max_output_tokens,
-        "max_tool_calls": asked.max_tool_calls,
-        "metadata": asked.metadata or {},
-        "parallel_tool_calls": asked.parallel_tool_calls is not False,
-        "prompt_cache_key": asked.prompt_cache_key,
-        "prompt_cache_options": None
+    text = {"format": _small_enough(wishes.format or PLAIN_TEXT, PLAIN_TEXT)}
+    if wishes.verbosity is not None:
+        text["verbosity"] = wishes.verbosity
+    return Repeated(
+        instructions=_small_enough(asked.instructions, None),
+        max_output_tokens=asked.max_output_tokens,
+        max_tool_calls=asked.max_tool_calls,
+        metadata=asked.metadata or {},
+        parallel_tool_calls=asked.parallel_tool_calls is not False,
+        prompt_cache_key=asked.prompt_cache_key,
+        prompt_cache_options=None
         if options is None
         else {
             "mode": options.mode or "implicit",
             "ttl": options.ttl or "30m",
             "comparison_response_id": options.comparison_response_id,
         },
-        "prompt_cache_retention": asked.prompt_cache_retention,
-        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
-        "safety_identifier": asked.safety_identifier,
-        "service_tier": "default",
-        "temperature": 1.0 if asked.temperature is None else asked.temperature,
-        "text": {
-            "format": _small_enough(text.format or PLAIN_TEXT, PLAIN_TEXT),
-            **({} if text.verbosity is None else {"verbosity": text.verbosity}),
-        },
-        "tool_choice": "auto" if asked.tool_choice is None else _small_enough(asked.tool_choice, "auto"),
-        "tools": _small_enough(asked.tools or [], []),
-        "top_logprobs": asked.top_logprobs or 0,
-        "top_p": 1.0 if asked.top_p is None else asked.top_p,
-        "truncation": asked.truncation or "disabled",
-        "user": asked.user,
-    }
+        prompt_cache_retention=asked.prompt_cache_retention,
+        reasoning={"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
+        safety_identifier=asked.safety_identifier,
+        temperature=1.0 if asked.temperature is None else asked.temperature,
+        text=text,
+        tool_choice="auto" if asked.tool_choice is None else _small_enough(asked.tool_choice, "auto"),
+        tools=_small_enough(asked.tools or [], []),
+        top_logprobs=asked.top_logprobs or 0,
+        top_p=1.0 if asked.top_p is None else asked.top_p,
+        truncation=asked.truncation or "disabled",
+        user=asked.user,
+    )
 
 
 def _small_enough(value: Any, otherwise: Any) -> Any:

@@ -6,22 +6,51 @@ Owns the shapes of items and of their events, and which part begins which item. 
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, Literal
 
 import msgspec
+from msgspec import UNSET, Struct, UnsetType
 
 from replicas.protocol.frames import TokenLogprobs
 from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
+from router.api.openai.logprobs import TokenLogprob
 from router.api.responses.input import packed_reasoning
 
-IN_PROGRESS = "in_progress"
-COMPLETED = "completed"
-INCOMPLETE = "incomplete"
+IN_PROGRESS: Final = "in_progress"
+COMPLETED: Final = "completed"
+INCOMPLETE: Final = "incomplete"
 
 Event = tuple[str, dict[str, Any]]
 """Its type, and the fields besides type and number."""
 
-WriteLogprobs = Callable[[Sequence[TokenLogprobs]], list[dict[str, Any]]]
+WriteLogprobs = Callable[[Sequence[TokenLogprobs]], list[TokenLogprob]]
+
+
+Status = Literal["completed", "in_progress", "incomplete"]
+
+
+class TextPart(Struct, tag="output_text", kw_only=True):
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[TokenLogprob]
+
+
+class ReasoningPart(Struct, tag="reasoning_text"):
+    text: str
+
+
+class OutputItem(Struct, kw_only=True):
+    id: str
+    type: Literal["function_call", "message", "reasoning"]
+    role: Literal["assistant"] | UnsetType = UNSET
+    summary: list[Any] | UnsetType = UNSET
+    content: Sequence[TextPart | ReasoningPart] | UnsetType = UNSET
+    encrypted_content: str | UnsetType | None = UNSET
+    call_id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    namespace: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    status: Status
 
 
 class ItemKind(enum.StrEnum):
@@ -39,9 +68,9 @@ class Item:
     kind: ItemKind
     item_id: str
     index: int
-    call: dict[str, str] = field(default_factory=dict)
+    call: dict[str, Any] = field(default_factory=dict)
     pieces: list[str] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -72,8 +101,8 @@ class AnswerItems:
         self._spaces = spaces
         self._packs_reasoning = packs_reasoning
         self._write_logprobs = write_logprobs
-        self._waiting_logprobs: list[dict[str, Any]] = []
-        self.done: list[dict[str, Any]] = []
+        self._waiting_logprobs: list[TokenLogprob] = []
+        self.done: list[OutputItem] = []
         self.current: Item | None = None
 
     def take(self, part: Part, logprobs: Sequence[TokenLogprobs] = ()) -> list[Event]:
@@ -101,12 +130,12 @@ class AnswerItems:
             case CallEnd():
                 return self.leave(COMPLETED if self._is_whole_call() else INCOMPLETE)
 
-    def end(self, status: str) -> list[Event]:
+    def end(self, status: Status) -> list[Event]:
         """Nothing more is said. An answer without a word is an empty message."""
         events = [] if self.done or self.current else self._begin(ItemKind.MESSAGE, {})
         return [*events, *self.leave(status)]
 
-    def leave(self, status: str) -> list[Event]:
+    def leave(self, status: Status) -> list[Event]:
         item, self.current = self.current, None
         if item is None:
             return []
@@ -119,12 +148,12 @@ class AnswerItems:
                 logprobs = item.logprobs
                 events = [
                     ("response.output_text.done", {**place, "text": text, "logprobs": logprobs}),
-                    ("response.content_part.done", {**place, "part": _text_part(text, logprobs)}),
+                    ("response.content_part.done", {**place, "part": TextPart(text=text, logprobs=logprobs)}),
                 ]
             case ItemKind.REASONING:
                 events = [
                     ("response.reasoning_text.done", {**place, "text": text}),
-                    ("response.content_part.done", {**place, "part": _reasoning_part(text)}),
+                    ("response.content_part.done", {**place, "part": ReasoningPart(text)}),
                 ]
             case ItemKind.CALL:
                 done = {**place, "name": item.call["name"], "arguments": text}
@@ -151,7 +180,7 @@ class AnswerItems:
         name, fields = self._delta("response.output_text.delta", text)
         return [*events, (name, {**fields, "logprobs": logprobs})]
 
-    def _take_logprobs(self) -> list[dict[str, Any]]:
+    def _take_logprobs(self) -> list[TokenLogprob]:
         waiting, self._waiting_logprobs = self._waiting_logprobs, []
         return waiting
 
@@ -165,39 +194,34 @@ class AnswerItems:
             return []
         return [*self.leave(COMPLETED), *self._begin(kind, {})]
 
-    def _begin(self, kind: ItemKind, call: dict[str, str]) -> list[Event]:
+    def _begin(self, kind: ItemKind, call: dict[str, Any]) -> list[Event]:
         index = len(self.done)
         item = self.current = Item(kind, f"{kind.value}{self._id}{index:04x}", index, call)
         added = {"output_index": index, "item": self._written(item, IN_PROGRESS)}
         events: list[Event] = [("response.output_item.added", added)]
         if kind is not ItemKind.CALL:
-            part = _text_part("", []) if kind is ItemKind.MESSAGE else _reasoning_part("")
+            part = TextPart(text="", logprobs=[]) if kind is ItemKind.MESSAGE else ReasoningPart("")
             events.append(("response.content_part.added", {**item.place, "part": part}))
         return events
 
-    def _written(self, item: Item, status: str) -> dict[str, Any]:
+    def _written(self, item: Item, status: Status) -> OutputItem:
         text, is_done = item.text, status != IN_PROGRESS
         match item.kind:
             case ItemKind.MESSAGE:
-                content = [_text_part(text, item.logprobs)] if is_done else []
-                fields: dict[str, Any] = {"type": "message", "role": "assistant", "content": content}
+                parts = [TextPart(text=text, logprobs=item.logprobs)] if is_done else []
+                return OutputItem(
+                    id=item.item_id, type="message", role="assistant", content=parts, status=status
+                )
             case ItemKind.REASONING:
-                fields = {
-                    "type": "reasoning",
-                    "summary": [],
-                    "content": [_reasoning_part(text)] if is_done else [],
-                    "encrypted_content": packed_reasoning(text)
-                    if is_done and self._packs_reasoning
-                    else None,
-                }
+                return OutputItem(
+                    id=item.item_id,
+                    type="reasoning",
+                    summary=[],
+                    content=[ReasoningPart(text)] if is_done else [],
+                    encrypted_content=packed_reasoning(text) if is_done and self._packs_reasoning else None,
+                    status=status,
+                )
             case ItemKind.CALL:
-                fields = {"type": "function_call", **item.call, "arguments": text}
-        return {"id": item.item_id, **fields, "status": status}
-
-
-def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
-def _reasoning_part(text: str) -> dict[str, Any]:
-    return {"type": "reasoning_text", "text": text}
+                return OutputItem(
+                    id=item.item_id, type="function_call", **item.call, arguments=text, status=status
+                )

@@ -5,7 +5,7 @@ say is decoded here, so that large ones are no more work than small ones.
 """
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, field
 
 from router.api.json_body import (
     both_lists,
@@ -43,9 +43,9 @@ class NewCache(Struct):
     model: str
     ttl: int = DEFAULT_TTL_SECONDS
     name: str | None = None
-    messages: Raw = Raw(b"")
-    prompt: Raw = Raw(b"")
-    tools: Raw = Raw(b"")
+    messages: Raw = field(default_factory=Raw)
+    prompt: Raw = field(default_factory=Raw)
+    tools: Raw = field(default_factory=Raw)
     cache_salt: str | None = None
 
 

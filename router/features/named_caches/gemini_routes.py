@@ -5,8 +5,8 @@ dialect.
 """
 
 import dataclasses
-from typing import Any
 
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -34,6 +34,7 @@ from router.features.named_caches.named_caches import NamedCaches
 from router.features.named_caches.record import CacheKind, CacheRecord, gone_words, moment
 from router.features.named_caches.requests import keep_beginning, opened
 from router.features.named_caches.routes import CacheRoutes
+from router.shared.answer_types import Count
 
 
 def with_cached_contents(caches: NamedCaches | None) -> Prepare:
@@ -63,6 +64,29 @@ def with_cached_contents(caches: NamedCaches | None) -> Prepare:
     return prepare_content
 
 
+class CachedUsage(Struct, rename="camel"):
+    total_token_count: Count
+
+
+class CachedContent(Struct, rename="camel", kw_only=True):
+    name: str
+    model: str
+    display_name: str | UnsetType = UNSET
+    create_time: str
+    update_time: str
+    expire_time: str
+    usage_metadata: CachedUsage
+
+
+class CachedContents(Struct, rename="camel"):
+    cached_contents: list[CachedContent]
+    next_page_token: str | UnsetType = UNSET
+
+
+class Nothing(Struct, forbid_unknown_fields=True):
+    """The answer to a deletion."""
+
+
 class GeminiCacheRoutes(CacheRoutes):
     async def _create(self, request: Request) -> Response:
         context = self._context
@@ -81,10 +105,8 @@ class GeminiCacheRoutes(CacheRoutes):
         limit, after = _page_size(query.get("pageSize")), query.get("pageToken") or None
         with self._context.hold_place(request.scope):
             page = await opened(self._caches).page(tenant_of(request.scope), limit, after, CacheKind.GEMINI)
-        answer: dict[str, Any] = {"cachedContents": [self._object(record) for record in page.records]}
-        if page.has_more:
-            answer["nextPageToken"] = page.records[-1].cache_id
-        return json_response(answer)
+        token = page.records[-1].cache_id if page.has_more else UNSET
+        return json_response(CachedContents(list(map(self._object, page.records)), token))
 
     async def _change(self, request: Request) -> Response:
         context = self._context
@@ -99,7 +121,7 @@ class GeminiCacheRoutes(CacheRoutes):
         with self._context.hold_place(request.scope):
             record = await self._find(request)
             await opened(self._caches).delete(record.cache_id, tenant_of(request.scope))
-        return json_response({})
+        return json_response(Nothing())
 
     async def _find(self, request: Request) -> CacheRecord:
         """Raises CacheGone, also for a cache in another dialect's words, and CachesUnavailable."""
@@ -113,17 +135,16 @@ class GeminiCacheRoutes(CacheRoutes):
             raise
         return record
 
-    def _object(self, record: CacheRecord) -> dict[str, Any]:
-        described = {} if record.name is None else {"displayName": record.name}
-        return {
-            "name": CACHED_CONTENTS + record.cache_id,
-            "model": MODELS + record.model,
-            **described,
-            "createTime": moment(record.created),
-            "updateTime": moment(record.expires - record.ttl),
-            "expireTime": moment(record.expires),
-            "usageMetadata": {"totalTokenCount": record.num_tokens},
-        }
+    def _object(self, record: CacheRecord) -> CachedContent:
+        return CachedContent(
+            name=CACHED_CONTENTS + record.cache_id,
+            model=MODELS + record.model,
+            display_name=UNSET if record.name is None else record.name,
+            create_time=moment(record.created),
+            update_time=moment(record.expires - record.ttl),
+            expire_time=moment(record.expires),
+            usage_metadata=CachedUsage(record.num_tokens),
+        )
 
 
 def _page_size(text: str | None) -> int:

@@ -3,23 +3,54 @@
 Owns the routes, and the shape of a cache in answers.
 """
 
-from typing import Any
+from typing import Literal
 
+from msgspec import Struct
+from msgspec.structs import astuple
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from router.api.asked import Asked
 from router.api.context import ApiContext
-from router.api.paging import page_limit
+from router.api.openai.caching import LeaseOutcome, lease_outcome
+from router.api.paging import Page, new_page, page_limit
 from router.api.routes import by_method, json_response
 from router.caller import tenant_of
 from router.edge.connections import address_of
 from router.features.named_caches.body import CacheChange, cache_change, new_cache
 from router.features.named_caches.making import CacheMaker, CacheWish
 from router.features.named_caches.named_caches import NamedCaches
-from router.features.named_caches.record import CacheLease, CacheRecord, moment
+from router.features.named_caches.record import CacheKind, CacheRecord, moment
 from router.features.named_caches.requests import opened
+from router.keeping import LeaseResult
+from router.shared.answer_types import Count
+
+
+class Cache(Struct, kw_only=True):
+    id: str
+    object: Literal["cache"] = "cache"
+    name: str | None
+    model: str
+    kind: CacheKind
+    tokens: Count
+    bytes: Count
+    created_at: Count
+    expires_at: Count
+    expires: str
+    ttl: Count
+    lease: LeaseOutcome | None
+
+
+class Caches(Page, kw_only=True):
+    data: list[Cache]
+
+
+class DeletedCache(Struct, kw_only=True):
+    id: str
+    object: Literal["cache.deleted"] = "cache.deleted"
+    deleted: bool = True
+    lease: Literal["ends_by_itself", "none"]
 
 
 class CacheRoutes:
@@ -44,21 +75,8 @@ class CacheRoutes:
         """Raises CacheGone and CachesUnavailable."""
         return await opened(self._caches).look(request.path_params["cache_id"], tenant_of(request.scope))
 
-    def _object(self, record: CacheRecord) -> dict[str, Any]:
-        return {
-            "id": record.cache_id,
-            "object": "cache",
-            "name": record.name,
-            "model": record.model,
-            "kind": record.kind.value,
-            "tokens": record.num_tokens,
-            "bytes": record.num_bytes,
-            "created_at": int(record.created),
-            "expires_at": int(record.expires),
-            "expires": moment(record.expires),
-            "ttl": record.ttl,
-            "lease": _lease(record.lease),
-        }
+    def _object(self, record: CacheRecord) -> Struct:
+        return _cache(record)
 
     async def _create(self, request: Request) -> Response:
         context = self._context
@@ -75,11 +93,8 @@ class CacheRoutes:
             page = await opened(self._caches).page(
                 tenant_of(request.scope), page_limit(query.get("limit")), query.get("after")
             )
-        data = [self._object(record) for record in page.records]
-        first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-        return json_response(
-            {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": page.has_more}
-        )
+        data = [_cache(record) for record in page.records]
+        return json_response(new_page(Caches, data, [cache.id for cache in data], page.has_more))
 
     async def _change(self, request: Request) -> Response:
         context, cache_id = self._context, request.path_params["cache_id"]
@@ -95,20 +110,21 @@ class CacheRoutes:
             record = await opened(self._caches).delete(cache_id, tenant_of(request.scope))
         lease = record.lease
         kept = lease is not None and lease.refused is None
-        return json_response(
-            {
-                "id": record.cache_id,
-                "object": "cache.deleted",
-                "deleted": True,
-                "lease": "ends_by_itself" if kept else "none",
-            }
-        )
+        return json_response(DeletedCache(id=record.cache_id, lease="ends_by_itself" if kept else "none"))
 
 
-def _lease(lease: CacheLease | None) -> dict[str, Any] | None:
-    """Format a lease as in `usage`."""
-    if lease is None:
-        return None
-    if lease.refused is not None:
-        return {"status": "refused", "reason": lease.refused}
-    return {"status": "granted", "seconds": lease.seconds, "tokens": lease.num_tokens}
+def _cache(record: CacheRecord) -> Cache:
+    lease = record.lease
+    return Cache(
+        id=record.cache_id,
+        name=record.name,
+        model=record.model,
+        kind=record.kind,
+        tokens=record.num_tokens,
+        bytes=record.num_bytes,
+        created_at=int(record.created),
+        expires_at=int(record.expires),
+        expires=moment(record.expires),
+        ttl=record.ttl,
+        lease=None if lease is None else lease_outcome(LeaseResult(*astuple(lease))),
+    )

@@ -5,7 +5,7 @@ The first request that begins with it computes it.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -32,6 +32,7 @@ from router.features.published.prefixes import (
 )
 from router.features.published.store import PublishedStore
 from router.prompt.catalog import ServedModel
+from router.shared.answer_types import Count
 
 MAX_NAME_CHARACTERS = 200
 
@@ -43,6 +44,26 @@ class NewPrefix(msgspec.Struct):
     name: str | None = None
     messages: list[dict[str, Any]] | None = None
     prompt: str | None = None
+
+
+class PublishedObject(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["published"] = "published"
+    model: str
+    name: str | None
+    tokens: Count
+    created_at: Count
+
+
+class PublishedList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[PublishedObject]
+
+
+class DeletedPublished(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["published.deleted"] = "published.deleted"
+    deleted: bool = True
 
 
 _decoder = msgspec.json.Decoder(NewPrefix)
@@ -81,7 +102,7 @@ class Published(Feature):
         with self._context.hold_place(request.scope):
             store = self.store
             prefixes = () if store is None else store.prefixes.all()
-            return json_response({"object": "list", "data": list(map(_object, prefixes))})
+            return json_response(PublishedList(data=list(map(_object, prefixes))))
 
     async def _publish(self, request: Request) -> Response:
         context, store = self._context, self._store(request)
@@ -139,7 +160,7 @@ class Published(Feature):
 
         with self._context.hold_place(request.scope):
             await store.change(removed)
-        return json_response({"id": prefix_id, "object": "published.deleted", "deleted": True})
+        return json_response(DeletedPublished(id=prefix_id))
 
     def _store(self, request: Request) -> PublishedStore:
         """Raises NotAllowed for who is no operator, and InvalidRequest where nothing can be published."""
@@ -157,12 +178,11 @@ def _without_answer(body: bytes) -> bytes:
     return b"{%b,%b" % (inner, fields) if inner.strip() else body
 
 
-def _object(prefix: PublishedPrefix) -> dict[str, Any]:
-    return {
-        "id": prefix.prefix_id,
-        "object": "published",
-        "model": prefix.model,
-        "name": prefix.name,
-        "tokens": prefix.num_tokens,
-        "created_at": int(prefix.created),
-    }
+def _object(prefix: PublishedPrefix) -> PublishedObject:
+    return PublishedObject(
+        id=prefix.prefix_id,
+        model=prefix.model,
+        name=prefix.name,
+        tokens=prefix.num_tokens,
+        created_at=int(prefix.created),
+    )

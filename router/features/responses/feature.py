@@ -8,7 +8,9 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Literal
 
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -18,7 +20,7 @@ from router.api.api_request import ApiRequest
 from router.api.asked import Asked, Prepare
 from router.api.context import ApiContext
 from router.api.json_body import unsupported
-from router.api.paging import page_limit
+from router.api.paging import Page, new_page, page_limit
 from router.api.responses.answers import ResponseWriter, prepare_plain_response
 from router.api.routes import by_method, json_response
 from router.caller import tenant_of
@@ -44,6 +46,29 @@ from router.features.responses.splicing import (
 )
 from router.features.responses.store import ResponseStore
 from router.large_bodies.body_weight import is_light_chat
+from router.shared.answer_types import Count
+
+
+class ItemId(Struct):
+    """Every item has both, and fields of its type."""
+
+    id: str
+    type: str
+
+
+class ResponseItems(Page, kw_only=True):
+    data: list[ItemId]
+
+
+class ResponseTokens(Struct, kw_only=True):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: Count
+
+
+class DeletedResponse(Struct, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
 
 
 async def _prepare(store: ResponseStore | None, context: ApiContext, asked: Asked) -> ApiRequest:
@@ -186,7 +211,7 @@ class StoredResponses(Feature):
         response_id = request.path_params["response_id"]
         with self._context.hold_place(request.scope):
             await self._stored().delete(response_id, tenant_of(request.scope))
-        return json_response({"id": response_id, "object": "response", "deleted": True})
+        return json_response(DeletedResponse(id=response_id))
 
     async def _get(self, request: Request) -> Response:
         if request.query_params.get("stream") == "true":
@@ -205,10 +230,7 @@ class StoredResponses(Feature):
         data, has_more = page_of(
             stored.items, response_id, limit=limit, is_ascending=is_ascending, after=query.get("after")
         )
-        first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-        return json_response(
-            {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": has_more}
-        )
+        return json_response(new_page(ResponseItems, data, [str(item["id"]) for item in data], has_more))
 
     async def _count(self, request: Request) -> Response:
         """Count a request's input without an answer."""
@@ -217,7 +239,7 @@ class StoredResponses(Feature):
             prepared = await self._prepare(context, Asked(body, address, request.scope))
         (prompt,) = prepared.prompts
         num_tokens = len(prompt.generation.token_ids)
-        return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
+        return json_response(ResponseTokens(input_tokens=num_tokens))
 
     async def _cancel(self, request: Request) -> Response:
         raise InvalidRequest(

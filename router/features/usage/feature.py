@@ -7,7 +7,7 @@ import asyncio
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.datastructures import QueryParams
@@ -39,6 +39,7 @@ from router.features.usage.metrics import UsageMetrics
 from router.features.usage.ratios import NO_COST, Cost, RatioTable, cost_of
 from router.features.usage.store import UsageStore
 from router.features.usage.sums import BUCKET_SECONDS, Bucket, Group, TooManyGroups, UsageQuery
+from router.shared.answer_types import Count
 from router.shared.instruments import Instrument
 
 DEFAULT_HOURS = 24
@@ -47,6 +48,64 @@ BUCKETS: Mapping[str, Bucket] = {"hour": "hour", "day": "day"}
 MAX_NAME = 256
 MAX_MOMENT = 10**11
 """Seconds since 1970."""
+
+
+class TierTokens(msgspec.Struct):
+    device: Count
+    host: Count
+    disk: Count
+
+
+class TtlTokens(msgspec.Struct, rename=lambda name: name.removeprefix("for_")):
+    none: Count
+    for_5m: Count
+    for_30m: Count
+    for_1h: Count
+    for_12h: Count
+    for_24h: Count
+
+
+class UsageCounts(msgspec.Struct):
+    requests: Count
+    errors: Count
+    aborted: Count
+    prompt_tokens: Count
+    uncached_tokens: Count
+    cached_tokens: Count
+    cached_tokens_by_tier: TierTokens
+    cross_user_cached_tokens: Count
+    written_tokens: Count
+    written_tokens_by_ttl: TtlTokens
+    output_tokens: Count
+    reasoning_tokens: Count
+    cost: float
+    cost_without_cache: float
+    saved: float
+
+
+UsageBucket: Any = msgspec.defstruct(
+    "UsageBucket",
+    [
+        ("start", Count),
+        ("end", Count),
+        ("tenant", str),
+        ("key_id", str | None),
+        ("model", str | None),
+        *((field.name, field.type) for field in msgspec.structs.fields(UsageCounts)),
+    ],
+)
+"""The use of one group: its names, then its counts."""
+
+
+class UsageAnswer(msgspec.Struct, kw_only=True):
+    object: Literal["usage"] = "usage"
+    start: Count
+    end: Count
+    bucket: Bucket
+    tenant: str | None
+    ratios: dict[str, float] | None
+    data: list[UsageBucket]
+    total: UsageCounts
 
 
 class Usage(Feature):
@@ -182,47 +241,43 @@ def _wrong(parameter: str, value: str, known: Mapping[str, Any] | Sequence[str])
 
 def _written(query: UsageQuery, groups: Mapping[Group, Amounts], ratios: RatioTable) -> bytes:
     total, total_cost = nothing(), NO_COST
-    data: list[dict[str, Any]] = []
+    data: list[Any] = []
     for group, amounts in groups.items():
         cost = cost_of(amounts, ratios.of(group.tenant))
         add(total, amounts)
         total_cost = Cost(total_cost.cost + cost.cost, total_cost.without_cache + cost.without_cache)
-        names = {"tenant": group.tenant, "key_id": group.key_id or None, "model": group.model}
         end = group.start + BUCKET_SECONDS[query.bucket]
-        data.append({"start": group.start, "end": end, **names, **_used(amounts, cost)})
+        place = group.start, end, group.tenant, group.key_id or None, group.model
+        data.append(UsageBucket(*place, *_used(amounts, cost)))
     return encode_json(
-        {
-            "object": "usage",
-            "start": query.first_hour * HOUR_SECONDS,
-            "end": query.end_hour * HOUR_SECONDS,
-            "bucket": query.bucket,
-            "tenant": query.tenant,
-            "ratios": None if query.tenant is None else _ratios(ratios, query.tenant),
-            "data": data,
-            "total": _used(total, total_cost),
-        }
+        UsageAnswer(
+            start=query.first_hour * HOUR_SECONDS,
+            end=query.end_hour * HOUR_SECONDS,
+            bucket=query.bucket,
+            tenant=query.tenant,
+            ratios=None if query.tenant is None else msgspec.structs.asdict(ratios.of(query.tenant)),
+            data=data,
+            total=UsageCounts(*_used(total, total_cost)),
+        )
     )
 
 
-def _used(amounts: Amounts, cost: Cost) -> dict[str, Any]:
-    return {
-        "requests": amounts[Amount.REQUESTS],
-        "errors": amounts[Amount.ERRORS],
-        "aborted": amounts[Amount.ABORTED],
-        "prompt_tokens": num_prompt_tokens(amounts),
-        "uncached_tokens": amounts[Amount.UNCACHED],
-        "cached_tokens": num_read_tokens(amounts),
-        "cached_tokens_by_tier": {tier: amounts[place] for tier, place in READ.items()},
-        "cross_user_cached_tokens": amounts[Amount.CROSS_USER],
-        "written_tokens": num_written_tokens(amounts),
-        "written_tokens_by_ttl": {ttl: amounts[place] for ttl, place in WRITTEN.items()},
-        "output_tokens": amounts[Amount.OUTPUT],
-        "reasoning_tokens": amounts[Amount.REASONING],
-        "cost": round(cost.cost, 3),
-        "cost_without_cache": round(cost.without_cache, 3),
-        "saved": round(cost.saved, 3),
-    }
-
-
-def _ratios(ratios: RatioTable, tenant: str) -> dict[str, float]:
-    return msgspec.structs.asdict(ratios.of(tenant))
+def _used(amounts: Amounts, cost: Cost) -> tuple[Any, ...]:
+    """Return the values of UsageCounts."""
+    return (
+        amounts[Amount.REQUESTS],
+        amounts[Amount.ERRORS],
+        amounts[Amount.ABORTED],
+        num_prompt_tokens(amounts),
+        amounts[Amount.UNCACHED],
+        num_read_tokens(amounts),
+        TierTokens(*(amounts[place] for place in READ.values())),
+        amounts[Amount.CROSS_USER],
+        num_written_tokens(amounts),
+        TtlTokens(*(amounts[place] for place in WRITTEN.values())),
+        amounts[Amount.OUTPUT],
+        amounts[Amount.REASONING],
+        round(cost.cost, 3),
+        round(cost.without_cache, 3),
+        round(cost.saved, 3),
+    )

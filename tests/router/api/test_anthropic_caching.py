@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,10 +48,10 @@ def test_input_read_and_written_tokens_add_up_to_the_prompt(
     leases = [PrefixLease(end, 3600 if is_hour else 300) for end, is_hour in marks]
     others = [PrefixLease(25, 3600)]
     usage = usage_of(PromptUsage(num_prompt, num_cached, num_written), leases + others, 16, len(leases))
-    by_class = usage["cache_creation"]
-    created = usage["cache_creation_input_tokens"]
+    by_class = msgspec.structs.asdict(usage.cache_creation)
+    created = usage.cache_creation_input_tokens
     assert created == sum(by_class.values()) <= num_written
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] + created == num_prompt
+    assert usage.input_tokens + usage.cache_read_input_tokens + created == num_prompt
     if not leases:
         assert created == 0
     # token by token: a written one belongs to the longest class of the marks at or behind it

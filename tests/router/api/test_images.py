@@ -75,8 +75,6 @@ def by_responses(*parts: Any) -> ChatRequest:
     return read(read_response, {"model": "m", "input": [{"role": "user", "content": content}]})
 
 
-DETAILS = ("promptTokensDetails", "cacheTokensDetails")
-
 DIALECTS: Mapping[str, tuple[Any, Any, str]] = {
     "openai": (by_openai, openai_part, "messages[0].content[1].image_url"),
     "anthropic": (by_anthropic, anthropic_part, "messages[0].content[1]"),
@@ -205,7 +203,10 @@ def test_geminis_usage_tells_tokens_of_images_from_those_of_text(
     spans = (ImageTokens(b"", 10, 20), ImageTokens(b"", 32, 3))
     usage = AnswerUsage([PromptUsage(60, num_cached, 0)], [()], 5, media=[spans])
     written = usage_of(usage)
-    told = [[(each["modality"], each["tokenCount"]) for each in written[field]] for field in DETAILS]
+    told = [
+        [(each.modality, each.token_count) for each in each_field]
+        for each_field in (written.prompt_tokens_details, written.cache_tokens_details)
+    ]
     assert told == [[("TEXT", 37), ("IMAGE", 23)], details]
 
 
