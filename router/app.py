@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router.api.access import admin_access
 from router.api.anthropic.messages import prepare_message
 from router.api.anthropic.routes import AnthropicRoutes
-from router.api.asked import Prepare
+from router.api.api_request import Prepare
 from router.api.authenticator import Authenticator
 from router.api.context import ApiContext
 from router.api.control import ControlRoutes

@@ -4,6 +4,7 @@ Owns the contract: what such a part may add, and when its hooks are called. By d
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from starlette.routing import Route
@@ -11,8 +12,7 @@ from starlette.routing import Route
 from router.shared.instruments import Instrument
 
 if TYPE_CHECKING:
-    from router.api.api_request import ApiRequest, Prompt
-    from router.api.asked import Prepare
+    from router.api.api_request import ApiRequest, Prepare, Prompt
     from router.edge.http import Header
     from router.served import ServedRequest
 
@@ -48,28 +48,37 @@ class Feature:
     async def close(self) -> None:
         """Close connections and threads, after the last request has ended."""
 
+    def arrived(self, request: "ApiRequest") -> None:
+        """Hook: its head is there, and nothing of its body is read. Raises a RouterError to refuse it."""
+
     def prepared(self, request: "ApiRequest", body: bytes) -> None:
         """Hook: the request can run. `body` is as the client sent it."""
+
+    def admitted(self, request: "ApiRequest") -> AbstractContextManager[None] | None:
+        """Hook: held while replicas serve it. Raises a RouterError to refuse it."""
+        return None
 
     def started(self, request: "ApiRequest", prompt: "Prompt") -> None:
         """Hook: a replica has reported the usage of one prompt, with its first token."""
 
     def headers(self, request: "ApiRequest") -> "Iterable[Header]":
-        """Hook: headers of its answer, called when that begins."""
+        """Hook: headers of its answer or error, called when that begins. It may not have been prepared."""
         return ()
 
     def answered(self, request: "ApiRequest") -> None:
         """Hook: all of its answer is there, and its client has not received the end."""
 
     def ended(self, request: "ApiRequest", served: "ServedRequest") -> None:
-        """Hook: the request has ended, whatever its end was, after it was prepared."""
+        """Hook: the request has ended, whatever its end was. It may not have been prepared."""
 
 
 class Hooks:
     """The hooks that the features of a router override, by stage, in the features' order."""
 
     def __init__(self) -> None:
+        self.arrived: list[Callable[[ApiRequest], None]] = []
         self.prepared: list[Callable[[ApiRequest, bytes], None]] = []
+        self.admitted: list[Callable[[ApiRequest], AbstractContextManager[None] | None]] = []
         self.started: list[Callable[[ApiRequest, Prompt], None]] = []
         self.headers: list[Callable[[ApiRequest], Iterable[Header]]] = []
         self.answered: list[Callable[[ApiRequest], None]] = []

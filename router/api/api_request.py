@@ -1,15 +1,14 @@
-"""ApiRequest: what a request of a client asks for, ready to run, and what has come of it so far.
+"""ApiRequest: a client's request to a route that generates, and its result so far. Prepare: makes it ready.
 
-Owns the way from a prompt's tokens to a Generation. Dialects write the answer out in their own way; neither
-HTTP nor routing is known here.
+Owns the way from a prompt's tokens to a Generation. Dialects write the answer; routing is not known here.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
+from starlette.types import Scope
 
 from replicas.protocol.blocks import ImageTokens, pack_token_ids
 from replicas.protocol.frames import PromptUsage, SamplingParams, Submit, TokenLogprobs
@@ -21,10 +20,12 @@ from router.answers.stop_strings import StopStrings
 from router.api.answer_usage import AnswerUsage
 from router.api.chat_history import Turn, tenant_label
 from router.api.choice_output import ChoiceOutput
-from router.api.context import ApiContext
+from router.api.context import ApiContext, Runs
 from router.api.sampling import GenerationFields, stop_strings
-from router.caller import OPEN_CALLER, Caller
+from router.caller import Caller, caller_of
+from router.edge.connections import address_of
 from router.edge.http_error import HttpError
+from router.errors import ErrorKind
 from router.explain.diagnosis import Diagnosis
 from router.explain.miss_explainer import salt_tag
 from router.explain.outline import PromptOutline
@@ -36,6 +37,7 @@ from router.prompt.catalog import ServedModel
 from router.prompt.images import Media, PromptImage
 from router.routing.bucket import bucket_of
 from router.routing.decision import Decision
+from router.served import ServedPrompt, ServedRequest, TokenGaps
 
 
 @dataclass(slots=True)
@@ -78,8 +80,27 @@ class Prompt:
             submit = msgspec.structs.replace(submit, leases=(*submit.leases, *own))
             self.generation = replace(self.generation, submit=submit)
 
+    def decided(self, run: Runs) -> None:
+        """Take the decision of the replica that answers, or of the latest attempt."""
+        self.decision, self.decision_seconds = run.decision, run.decision_seconds
+
     def usage_or_bare(self) -> PromptUsage:
         return self.usage or PromptUsage(len(self.generation.token_ids), 0, 0)
+
+    def served(self) -> ServedPrompt:
+        num_output_tokens = sum([output.num_tokens for output in self.outputs])
+        return ServedPrompt(
+            self.generation,
+            self.decision,
+            self.usage,
+            num_output_tokens,
+            self.decision_seconds,
+            num_silent_tokens=num_output_tokens - sum([output.num_said_tokens for output in self.outputs]),
+            num_reasoning_tokens=sum([output.num_reasoning_tokens for output in self.outputs]),
+            num_own_leases=self.num_own_leases,
+            misses=self.misses,
+            difference=self.difference,
+        )
 
 
 class AnswerWriter(Protocol):
@@ -104,28 +125,75 @@ class AnswerWriter(Protocol):
 
 @dataclass(slots=True)
 class ApiRequest:
-    model: ServedModel
-    prompts: list[Prompt]
-    stream: bool
-    writer: AnswerWriter
+    """One request to a route that generates, from its arrival to its end.
+
+    Its endpoint writes it; the preparation of its route sets the model, prompts and writer, and may put
+    another body in the place of the client's. Durations count from its arrival, in seconds.
+    """
+
+    scope: Scope
+    body: bytes = b""
+    """Empty once it is prepared."""
+    request_id: str = ""
+    trace_id: str | None = None
+    route: str = ""
+    """The name of its route in metrics."""
+    arrived_at: float = 0.0
+    """In seconds since 1970."""
+    caller: Caller = field(init=False)
+    address: str | None = field(init=False)
+    """The client's address."""
+    model: ServedModel = field(init=False)
+    prompts: list[Prompt] = field(default_factory=list)
+    stream: bool = False
+    writer: AnswerWriter = field(init=False)
     failed: Callable[[HttpError], bytes] | None = None
     """Writes the end of a failed stream, in dialects where it depends on what was written."""
     compared_id: str | None = None
     """The answer that its prompt is to be compared with."""
-    during: AbstractContextManager[None] = field(default_factory=nullcontext)
-    """Further context held while it runs."""
-    request_id: str = ""
-    caller: Caller = OPEN_CALLER
-    path: str = ""
-    """The path that its client asked for."""
-    route: str = ""
-    """Name of its route in metrics."""
-    arrived_at: float = 0.0
-    """In seconds since 1970."""
-    prepared_at: float = 0.0
-    """The same; zero before."""
     state: dict[Feature, Any] = field(default_factory=dict)
     """Notes of features, each under the feature itself."""
+    status: int = 200
+    error: str | None = None
+    error_kind: ErrorKind | None = None
+    model_name: str | None = None
+    """The model or adapter that it asks for, if that is served."""
+    read_seconds: float | None = None
+    prepared_seconds: float | None = None
+    first_token_seconds: float | None = None
+    gaps: TokenGaps | None = None
+    """For one continuation of one prompt."""
+
+    def __post_init__(self) -> None:
+        self.caller = caller_of(self.scope)
+        self.address = address_of(self.scope.get("client"))
+
+    @property
+    def path(self) -> str:
+        """Return the path that the client asked for."""
+        path: str = self.scope["path"]
+        return path
+
+    @property
+    def share_owner(self) -> str:
+        """The owner of its share of what requests take in turns: the tenant, or the address without keys."""
+        return self.caller.owner or self.address or ""
+
+    @property
+    def prepared_at(self) -> float:
+        """In seconds since 1970."""
+        return self.arrived_at + (self.prepared_seconds or 0.0)
+
+    @property
+    def is_prepared(self) -> bool:
+        return bool(self.prompts)
+
+    @property
+    def generations(self) -> list[Generation]:
+        return [prompt.generation for prompt in self.prompts]
+
+    def end_with(self, error: str, kind: ErrorKind) -> None:
+        self.error, self.error_kind = error, kind
 
     def num_used_tokens(self) -> int | None:
         """Count the answers' tokens so far; None if no replica was chosen for any."""
@@ -142,6 +210,32 @@ class ApiRequest:
             num_reasoning_tokens=sum(output.num_reasoning_tokens for output in outputs),
             media=[prompt.generation.submit.media for prompt in self.prompts],
         )
+
+    def served(self, ended_seconds: float) -> ServedRequest:
+        """Return what has become of it, at its end."""
+        return ServedRequest(
+            request_id=self.request_id,
+            trace_id=self.trace_id,
+            route=self.route,
+            model=self.model_name,
+            status=self.status,
+            error=self.error,
+            error_kind=self.error_kind,
+            arrived_at=self.arrived_at,
+            read_seconds=self.read_seconds,
+            prepared_seconds=self.prepared_seconds,
+            first_token_seconds=self.first_token_seconds,
+            ended_seconds=ended_seconds,
+            token_gaps=self.gaps,
+            caller=self.caller,
+            answer_id=self.writer.answer_id if self.prompts else None,
+            is_stream=self.stream,
+            prompts=tuple([prompt.served() for prompt in self.prompts]),
+        )
+
+
+Prepare = Callable[[ApiContext, ApiRequest], Awaitable[None]]
+"""Makes a request ready to run. Raises a RouterError."""
 
 
 @dataclass(frozen=True, slots=True)

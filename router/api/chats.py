@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from router.answers.parser import AnswerParser, new_parser
 from router.answers.wishes import ToolMode
-from router.api.api_request import AnswerWriter, ApiRequest, OutputWishes, Prompt, make_prompt
-from router.api.asked import Asked, Prepare
+from router.api.api_request import AnswerWriter, ApiRequest, OutputWishes, Prepare, Prompt, make_prompt
 from router.api.chat_history import Begun
 from router.api.chat_request import ChatRequest
 from router.api.context import ApiContext
@@ -18,7 +17,6 @@ from router.api.prepare import PreparedChat, prepared_chat
 from router.api.prepare_in_worker import received_chat
 from router.api.prepare_on_loop import OnLoop
 from router.api.sampling import TokenRules, sampling_params
-from router.caller import Caller
 from router.errors import about_model
 from router.large_bodies.body_weight import is_light_chat
 from router.large_bodies.jobs import PreparedRequest
@@ -42,7 +40,7 @@ NewWriter = Callable[[Chat], AnswerWriter]
 def prepare_chats(kind: str, new_writer: NewWriter) -> Prepare:
     """For bodies of a kind in READERS."""
 
-    async def prepare(context: ApiContext, asked: Asked) -> ApiRequest:
+    async def prepare(context: ApiContext, asked: ApiRequest) -> None:
         """Raises InvalidRequest, UnknownModel or RouterBusy."""
         prepared = await _prepared(context, kind, asked)
         request = prepared.request
@@ -53,12 +51,12 @@ def prepare_chats(kind: str, new_writer: NewWriter) -> Prepare:
             begun = history.begin(*asking)
             if begun is not None and history.is_elsewhere(begun, prepared.prompt):
                 begun = await history.ask_elsewhere(*asking, begun, context.turns.long_work())
-            return _answer(context, asked.caller, model, prepared, begun, new_writer)
+            _fill(context, asked, model, prepared, begun, new_writer)
 
     return prepare
 
 
-async def _prepared(context: ApiContext, kind: str, asked: Asked) -> PreparedChat:
+async def _prepared(context: ApiContext, kind: str, asked: ApiRequest) -> PreparedChat:
     if is_light_chat(asked.body):
         try:
             return await prepared_chat(OnLoop(context, asked), kind, asked.body)
@@ -69,14 +67,15 @@ async def _prepared(context: ApiContext, kind: str, asked: Asked) -> PreparedCha
     return received_chat(sent)
 
 
-def _answer(
+def _fill(
     context: ApiContext,
-    caller: Caller,
+    asked: ApiRequest,
     model: ServedModel,
     prepared: PreparedChat,
     begun: Begun | None,
     new_writer: NewWriter,
-) -> ApiRequest:
+) -> None:
+    caller = asked.caller
     request, sent, token_ids, tail_of = prepared
     encoded, turn = context.history.go_on(model, caller, request, sent, tail_of, begun)
     if encoded is not sent:
@@ -107,8 +106,8 @@ def _answer(
         grammar_seconds=encoded.grammar.seconds,
     )
     prompt.turn, prompt.outline = turn, encoded.outline
-    writer = new_writer(Chat(context, request, model, prompt))
-    return ApiRequest(model, [prompt], bool(request.stream), writer, compared_id=request.compared_id)
+    asked.writer, asked.compared_id = new_writer(Chat(context, request, model, prompt)), request.compared_id
+    asked.model, asked.prompts, asked.stream = model, [prompt], bool(request.stream)
 
 
 def _max_tokens(request: ChatRequest, room: int) -> int | None:

@@ -6,10 +6,10 @@ Knows no dialect. `router/assembly.py` builds it and its features.
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from starlette.types import Receive, Scope
 
@@ -30,7 +30,7 @@ from router.generation import Generation
 from router.large_bodies.grammar_checks import GrammarChecks
 from router.large_bodies.jobs import Bounds
 from router.large_bodies.worker import Worker
-from router.limits.admission import Admission, AdmissionHold, demand_of
+from router.limits.admission import Admission, demand_of
 from router.limits.body_budget import BodyBudget, BodyHold
 from router.limits.in_flight import InFlight
 from router.limits.tenant_turns import TenantTurns
@@ -41,11 +41,14 @@ from router.prompt.catalog import ModelCatalog, ServedModel
 from router.routing.decision import Decision
 from router.routing.overlap import PrefixIndex
 from router.routing.table import Preview
-from router.served import Observer
+from router.served import Observer, ServedRequest
 from router.shared.instruments import Instrument
 from router.siblings.history_exchange import HistoryExchange
 from router.tenants.rate_limits import RateLimits
 from router.turns import Turns
+
+if TYPE_CHECKING:
+    from router.api.api_request import ApiRequest
 
 
 class Runs(Protocol):
@@ -180,20 +183,25 @@ class ApiContext:
         if feature.store is not None:
             self.add(feature.store)
 
-    def hold(self, generations: Sequence[Generation]) -> AdmissionHold:
-        """While a request is served. Raises Overloaded, or InvalidRequest for one that asks for too much."""
+    def admit(self, request: "ApiRequest") -> ExitStack:
+        """Hold what a prepared request takes while it is served. Raises Overloaded, BodiesFull, or
+        InvalidRequest for one that asks for too much."""
+        generations = request.generations
         model = generations[0].model
-        return self.admission.hold(demand_of(generations), lambda: self.dispatcher.retry_after_seconds(model))
-
-    def hold_images(self, address: str | None, generations: Sequence[Generation]) -> BodyHold:
-        """While a request is served. Raises BodiesFull."""
-        held, num_bytes = self.images.hold(address), 0
-        for generation in generations:
-            for media in generation.media:
-                num_bytes += len(media.content)
-        if num_bytes:
-            held.take(num_bytes)
-        return held
+        num_bytes = sum([len(media.content) for each in generations for media in each.media])
+        with ExitStack() as held:
+            for hook in self.hooks.admitted:
+                context = hook(request)
+                if context is not None:
+                    held.enter_context(context)
+            if num_bytes:
+                held.enter_context(self.images.hold(request.address)).take(num_bytes)
+            held.enter_context(
+                self.admission.hold(
+                    demand_of(generations), lambda: self.dispatcher.retry_after_seconds(model)
+                )
+            )
+            return held.pop_all()
 
     def hold_place(self, scope: Scope) -> AbstractContextManager[None]:
         """For a request's place among those in flight. Raises RouterBusy."""
@@ -224,6 +232,12 @@ class ApiContext:
         """Return the effective priority of a client's request."""
         counts = self.config.client_priority or caller.may(Right.PRIORITY)
         return asked if asked is not None and counts else 0
+
+    def has_ended(self, request: "ApiRequest", served: ServedRequest) -> None:
+        for observe in self.observers:
+            observe(served)
+        for hook in self.hooks.ended:
+            hook(request, served)
 
     def new_id(self, prefix: str) -> str:
         return f"{prefix}{self.rng.getrandbits(96):024x}"

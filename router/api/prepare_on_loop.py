@@ -1,7 +1,7 @@
 """OnLoop: prepares light bodies on the event loop. Long new texts are encoded in a thread."""
 
 from router.answers.grammar_check import CheckedGrammar, WishedGrammar
-from router.api.asked import Asked
+from router.api.api_request import ApiRequest
 from router.api.context import ApiContext
 from router.api.prepare import Site
 from router.api.sampling import check_text_length
@@ -14,7 +14,7 @@ class OnLoop(Site):
 
     __slots__ = ("_asked", "_context", "_work")
 
-    def __init__(self, context: ApiContext, asked: Asked) -> None:
+    def __init__(self, context: ApiContext, asked: ApiRequest) -> None:
         config = context.config
         super().__init__(
             context.catalog, config.max_choices, config.max_prompts, context.history.is_on, is_bounded=True

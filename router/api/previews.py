@@ -12,10 +12,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from router.api.access import AdminAccess, AdminGuard
-from router.api.asked import Asked, Prepare
+from router.api.api_request import ApiRequest, Prepare
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
-from router.edge.connections import address_of
 from router.explain.preview import preview_data
 
 
@@ -39,16 +38,16 @@ class PreviewRoutes:
 
         async def explain(request: Request) -> Response:
             async with context.body(request.scope, request.receive) as body:
-                address = address_of(request.scope.get("client"))
-                answer = await prepare(context, Asked(body, address, request.scope))
+                asked = ApiRequest(request.scope, body)
+                await prepare(context, asked)
             previews = [
                 preview_data(
                     prompt.generation,
                     context.dispatcher.preview(prompt.generation),
-                    block_size=answer.model.card.block_size,
+                    block_size=asked.model.card.block_size,
                     index_stride=context.config.index_stride,
                 )
-                for prompt in answer.prompts
+                for prompt in asked.prompts
             ]
             return Response(encode_json({"prompts": previews}), media_type="application/json")
 

@@ -13,15 +13,12 @@ from starlette.types import Receive, Scope, Send
 
 from replicas.protocol.frames import TokenDelta, TokenLogprobs
 from router.answers.parts import Part, Text
-from router.api.api_request import AnswerWriter, ApiRequest, Prompt
-from router.api.asked import Asked, Prepare
+from router.api.api_request import AnswerWriter, ApiRequest, Prepare, Prompt
 from router.api.context import ApiContext, Runs
 from router.api.error_shapes import OPENAI_ERRORS, error_shape
 from router.api.openai.caching import lease_headers
 from router.api.sse import EVENT_STREAM_HEADERS
 from router.api.timeouts import set_timeout, timeout_of
-from router.caller import caller_of
-from router.edge.connections import address_of
 from router.edge.http import (
     ClientConnection,
     ClientGone,
@@ -35,7 +32,7 @@ from router.edge.http import (
 from router.edge.http_error import INTERNAL_ERROR, HttpError, http_error, method_not_allowed
 from router.errors import ErrorKind, RouterError
 from router.observation.trace_points import Trace
-from router.served import CLIENT_GONE, ServedPrompt, ServedRequest, TokenGaps
+from router.served import CLIENT_GONE, TokenGaps
 
 logger = logging.getLogger(__name__)
 
@@ -54,100 +51,83 @@ class GenerationEndpoint:
         self._prepare = prepare
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = client_request_id(scope) or self._context.new_id("req_")
+        context = self._context
+        request = ApiRequest(scope)
+        request.request_id = client_request_id(scope) or context.new_id("req_")
+        request.route, request.arrived_at = self._route, context.wall_clock()
         parent = client_trace_parent(scope)
-        trace = self._context.tracing.request(scope["method"], scope["path"], request_id, parent)
-        exchange = _Exchange(self._context, scope, send, trace)
+        trace = context.tracing.request(scope["method"], request.path, request.request_id, parent)
+        request.trace_id = trace.trace_id
+        exchange = _Exchange(context, request, send, trace)
         try:
             if scope["method"] != "POST":
-                exchange.end_with("MethodNotAllowed", ErrorKind.METHOD)
-                error = method_not_allowed(scope["method"], scope["path"])
+                request.end_with("MethodNotAllowed", ErrorKind.METHOD)
+                error = method_not_allowed(scope["method"], request.path)
                 await exchange.fail(error, extra=[(b"allow", b"POST")])
             else:
-                await self._serve(exchange, scope, receive)
+                await self._serve(exchange, request, receive)
         finally:
-            served = exchange.served(self._route)
+            served = request.served(exchange.seconds())
             trace.served(served)
-            exchange.has_ended(served)
-            for observe in self._context.observers:
-                observe(served)
+            context.has_ended(request, served)
 
-    async def _serve(self, exchange: "_Exchange", scope: Scope, receive: Receive) -> None:
-        context, address = self._context, address_of(scope.get("client"))
-        caller = caller_of(scope)
+    async def _serve(self, exchange: "_Exchange", request: ApiRequest, receive: Receive) -> None:
+        context, caller = self._context, request.caller
         try:
-            timeout_seconds = timeout_of(scope)
+            timeout_seconds = timeout_of(request.scope)
             context.rates.begin(caller)
-            with context.bodies.hold(address) as held:
-                body = await context.read_body(scope, receive, held)
-                exchange.has_read()
-                with context.in_flight.hold(address):
+            for hook in context.hooks.arrived:
+                hook(request)
+            with context.bodies.hold(request.address) as held:
+                body = request.body = await context.read_body(request.scope, receive, held)
+                request.read_seconds = exchange.seconds()
+                with context.in_flight.hold(request.address):
                     async with exchange.while_connected(receive):
                         await context.tenant_turns.turn(caller.tenant, len(body))
-                        request = await self._prepare(context, Asked(body, address, scope))
+                        await self._prepare(context, request)
                         set_timeout(request.prompts, timeout_seconds)
-                        request.path, request.route = scope["path"], self._route
-                        exchange.has_prepared(request, body)
-                        del body
+                        exchange.has_prepared(body)
+                        request.body = body = b""
                         held.give_back()
-                        generations = [prompt.generation for prompt in request.prompts]
-                        with (
-                            context.rates.hold(caller, generations, request.num_used_tokens),
-                            context.hold_images(address, generations),
-                            context.hold(generations),
-                            request.during,
-                        ):
-                            await exchange.run(request)
-            await exchange.finish(request)
+                        rates = context.rates.hold(caller, request.generations, request.num_used_tokens)
+                        with rates, context.admit(request):
+                            await exchange.run()
+            await exchange.finish()
         except ClientGone as error:
-            exchange.status = CLIENT_GONE
-            exchange.end_with(type(error).__name__, ErrorKind.CLIENT_GONE)
+            request.status = CLIENT_GONE
+            request.end_with(type(error).__name__, ErrorKind.CLIENT_GONE)
         except RouterError as error:
-            exchange.end_with(type(error).__name__, error.kind, error.model)
+            request.end_with(type(error).__name__, error.kind)
+            model = error.model
+            if request.model_name is None and model is not None and context.catalog.is_served(model):
+                request.model_name = model
             await exchange.fail(http_error(error))
         except Exception:  # the outermost frame of a request: whatever it is, the client gets an answer
-            exchange.end_with("InternalError", ErrorKind.INTERNAL)
+            request.end_with("InternalError", ErrorKind.INTERNAL)
             logger.exception(
-                "a request failed request_id=%s trace_id=%s", exchange.request_id, exchange.trace.trace_id
+                "a request failed request_id=%s trace_id=%s", request.request_id, request.trace_id
             )
             await exchange.fail(INTERNAL_ERROR)
         except BaseException as error:  # the server cancels what outlives its last moments
-            exchange.status = 503
-            exchange.end_with(type(error).__name__, ErrorKind.CUT_OFF)
+            request.status = 503
+            request.end_with(type(error).__name__, ErrorKind.CUT_OFF)
             raise
 
 
 class _Exchange:
     """One request's answer on its way out."""
 
-    def __init__(
-        self,
-        context: ApiContext,
-        scope: Scope,
-        send: Send,
-        trace: Trace,
-    ) -> None:
-        self.request_id = trace.request_id
+    def __init__(self, context: ApiContext, request: ApiRequest, send: Send, trace: Trace) -> None:
         self.trace = trace
-        self.status = 200
-        self._errors = error_shape(scope)
-        self._caller = caller_of(scope)
-        self._error: str | None = None
-        self._error_kind: ErrorKind | None = None
+        self._errors = error_shape(request.scope)
         self._context = context
+        self._request = request
         self._send = send
-        self._connection = connection_of(scope)
+        self._connection = connection_of(request.scope)
         self._run: Runs | None = None
         self._num_sent = 0
         self._num_sent_before = 0
-        self._request: ApiRequest | None = None
-        self._model: str | None = None
-        self._arrived_at = context.wall_clock()
         self._arrived = context.clock()
-        self._read_seconds: float | None = None
-        self._prepared_seconds: float | None = None
-        self._gaps: TokenGaps | None = None
-        self._first_token_seconds: float | None = None
         self._is_streaming = False
         self._run_headers: list[Header] = []
 
@@ -155,78 +135,64 @@ class _Exchange:
         seconds = self._context.config.stream_comment_seconds / 2
         return WhileConnected(receive, self._connection, beat=self._beat, beat_seconds=seconds)
 
-    def has_read(self) -> None:
-        self._read_seconds = self._context.clock() - self._arrived
+    def seconds(self) -> float:
+        """Return the time since it arrived."""
+        return self._context.clock() - self._arrived
 
-    def has_prepared(self, request: ApiRequest, body: bytes) -> None:
-        self._request = request
-        request.request_id, request.caller, request.arrived_at = (
-            self.request_id,
-            self._caller,
-            self._arrived_at,
-        )
-        self._model = request.model.name
-        history = self._context.history
+    def has_prepared(self, body: bytes) -> None:
+        context, request = self._context, self._request
+        request.model_name = request.model.name
+        history = context.history
         for prompt in request.prompts:
             history.count(prompt.turn)
             seconds = history.seconds_to_keep(prompt.turn, prompt.generation.tenant)
             if seconds is not None and not prompt.wished_leases:
                 prompt.keep_for(seconds, request.model.card.block_size)
-        for hook in self._context.hooks.prepared:
+        for hook in context.hooks.prepared:
             hook(request, body)
-        self._prepared_seconds = self._context.clock() - self._arrived
-        request.prepared_at = self._arrived_at + self._prepared_seconds
+        request.prepared_seconds = self.seconds()
 
-    def has_ended(self, served: ServedRequest) -> None:
-        if self._request is not None:
-            for hook in self._context.hooks.ended:
-                hook(self._request, served)
-
-    def end_with(self, error: str, kind: ErrorKind, model: str | None = None) -> None:
-        """`model` is whom the client asked for; it counts if that is served."""
-        self._error, self._error_kind = error, kind
-        if self._model is None and model is not None and self._context.catalog.is_served(model):
-            self._model = model
-
-    async def run(self, request: ApiRequest) -> None:
+    async def run(self) -> None:
+        request = self._request
         if len(request.prompts) == 1:
-            await self._run_prompt(request, request.prompts[0])
+            await self._run_prompt(request.prompts[0])
             return
         turns = self._context.turns
         try:
             async with asyncio.TaskGroup() as tasks:
                 for prompt in request.prompts:
                     async with turns.piece():
-                        tasks.create_task(self._run_prompt(request, prompt))
+                        tasks.create_task(self._run_prompt(prompt))
         except BaseExceptionGroup as group:
             expected, unexpected = group.split(RouterError)
             if expected is None or unexpected is not None:
                 raise
             raise _first(expected) from group
 
-    async def _run_prompt(self, request: ApiRequest, prompt: Prompt) -> None:
+    async def _run_prompt(self, prompt: Prompt) -> None:
+        request = self._request
         async with self._context.dispatcher.run(prompt.generation, self.trace.generation()) as run:
             self._run = self._run or run
-            self._listen(request, prompt, run)
+            self._listen(prompt, run)
             try:
                 async for batch in run:
-                    if self._first_token_seconds is None:
-                        self._start(request, prompt, run, batch)
-                    elif self._gaps is not None and batch and batch[-1].token_ids:
-                        self._gaps.arrived(self._context.clock())
-                    events = self._take(request, prompt, run, batch)
+                    if request.first_token_seconds is None:
+                        self._start(prompt, run, batch)
+                    elif request.gaps is not None and batch and batch[-1].token_ids:
+                        request.gaps.arrived(self._context.clock())
+                    events = self._take(prompt, run, batch)
                     if events:
                         if self._connection is not None and self._connection.is_backed_up:
                             await _wait_for_reader(self._connection, run)
                         await self._stream(events)
             finally:
                 if prompt.usage is None:  # no replica has answered, and there may have been several attempts
-                    prompt.decision, prompt.decision_seconds = run.decision, run.decision_seconds
+                    prompt.decided(run)
 
-    def _listen(self, request: ApiRequest, prompt: Prompt, run: Runs) -> None:
+    def _listen(self, prompt: Prompt, run: Runs) -> None:
         """Have tokens in the middle of a choice taken as they arrive. Stop strings, which may end it there,
         and connections that are not ours are for the task."""
-        connection, writer = self._connection, request.writer
+        request, connection, writer = self._request, self._connection, self._request.writer
         if prompt.outputs[0].may_stop_early or (request.stream and connection is None):
             return
         stream = connection if request.stream else None
@@ -237,8 +203,8 @@ class _Exchange:
                 return False
             if stream is not None and not stream.takes_parts:
                 return False
-            if self._gaps is not None and delta.token_ids:
-                self._gaps.arrived(self._context.clock())
+            if request.gaps is not None and delta.token_ids:
+                request.gaps.arrived(self._context.clock())
             if stream is None:
                 output.hold(delta)
                 if delta.logprobs:
@@ -256,11 +222,11 @@ class _Exchange:
 
         run.listen(take)
 
-    def _start(self, request: ApiRequest, prompt: Prompt, run: Runs, batch: Sequence[TokenDelta]) -> None:
-        now = self._context.clock()
-        self._first_token_seconds = now - self._arrived
+    def _start(self, prompt: Prompt, run: Runs, batch: Sequence[TokenDelta]) -> None:
+        request, now = self._request, self._context.clock()
+        request.first_token_seconds = now - self._arrived
         if len(request.prompts) == len(request.prompts[0].outputs) == 1:
-            self._gaps = TokenGaps(now, sum(len(delta.token_ids) for delta in batch))
+            request.gaps = TokenGaps(now, sum(len(delta.token_ids) for delta in batch))
         self._name_run(run)
         usage = next((delta.usage for delta in batch if delta.usage is not None), None)
         if usage is not None:
@@ -273,10 +239,10 @@ class _Exchange:
             (b"x-kvasir-reason", str(run.decision.reason).encode()),
         ]
 
-    def _take(self, request: ApiRequest, prompt: Prompt, run: Runs, batch: Sequence[TokenDelta]) -> bytes:
+    def _take(self, prompt: Prompt, run: Runs, batch: Sequence[TokenDelta]) -> bytes:
         """Feed a batch to its choices. Returns what to stream."""
         events: list[bytes] = []
-        writer = request.writer
+        request, writer = self._request, self._request.writer
         for delta in batch:
             choice = delta.key.choice
             output = prompt.outputs[choice]
@@ -285,7 +251,7 @@ class _Exchange:
             is_first = not output.num_tokens
             if delta.usage is not None and (choice == 0 or prompt.usage is None):
                 prompt.usage = delta.usage
-                prompt.decision, prompt.decision_seconds = run.decision, run.decision_seconds
+                prompt.decided(run)
                 for hook in self._context.hooks.started:
                     hook(request, prompt)
             parts = output.add(delta)
@@ -323,14 +289,15 @@ class _Exchange:
         is_silent = self._num_sent == self._num_sent_before
         request, run = self._request, self._run
         is_backed_up = self._connection is not None and self._connection.is_backed_up
-        if is_silent and not is_backed_up and request is not None and request.stream and run is not None:
+        if is_silent and not is_backed_up and request.stream and run is not None:
             if not self._is_streaming:
                 self._name_run(run)
             await self._stream(request.writer.keep_alive)
         self._num_sent_before = self._num_sent
 
-    async def finish(self, request: ApiRequest) -> None:
+    async def finish(self) -> None:
         """The end of a stream, or the whole answer. It is remembered before its client can go on from it."""
+        request = self._request
         for prompt in request.prompts:
             self._context.history.remember(prompt.turn, prompt.generation, prompt.outputs)
         for hook in self._context.hooks.answered:
@@ -343,69 +310,33 @@ class _Exchange:
             await send_whole(self._send, 200, headers, request.writer.whole(usage))
 
     async def fail(self, error: HttpError, *, extra: Sequence[Header] = ()) -> None:
-        self.status = self._errors.status(error)
+        request = self._request
+        request.status = self._errors.status(error)
         if self._is_streaming:
-            failed = None if self._request is None else self._request.failed
-            event = failed(error) if failed else self._errors.event(error, self.request_id)
+            failed = request.failed
+            event = failed(error) if failed else self._errors.event(error, request.request_id)
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
             return
         headers = [*error.headers(), *extra, *self._id_headers(), *self._rate_headers()]
-        await send_whole(self._send, self.status, headers, self._errors.body(error, self.request_id))
-
-    def served(self, route: str) -> ServedRequest:
-        request = self._request
-        return ServedRequest(
-            request_id=self.request_id,
-            trace_id=self.trace.trace_id,
-            route=route,
-            model=self._model,
-            status=self.status,
-            error=self._error,
-            error_kind=self._error_kind,
-            arrived_at=self._arrived_at,
-            read_seconds=self._read_seconds,
-            prepared_seconds=self._prepared_seconds,
-            first_token_seconds=self._first_token_seconds,
-            ended_seconds=self._context.clock() - self._arrived,
-            token_gaps=self._gaps,
-            caller=self._caller,
-            answer_id=None if request is None else request.writer.answer_id,
-            is_stream=request is not None and request.stream,
-            prompts=() if request is None else tuple(_served(prompt) for prompt in request.prompts),
-        )
+        for hook in self._context.hooks.headers:
+            headers += hook(request)
+        await send_whole(self._send, request.status, headers, self._errors.body(error, request.request_id))
 
     def _own_headers(self) -> list[Header]:
         headers = [*self._id_headers(), *self._run_headers, *self._rate_headers()]
-        if self._request is not None:
-            for hook in self._context.hooks.headers:
-                headers += hook(self._request)
+        for hook in self._context.hooks.headers:
+            headers += hook(self._request)
         if self._errors is OPENAI_ERRORS:
-            milliseconds = (self._context.clock() - self._arrived) * 1000
+            milliseconds = self.seconds() * 1000
             headers.append((b"openai-processing-ms", b"%d" % milliseconds))
         return headers
 
     def _rate_headers(self) -> list[Header]:
-        return self._context.rates.headers(self._caller, self._errors)
+        return self._context.rates.headers(self._request.caller, self._errors)
 
     def _id_headers(self) -> list[Header]:
-        value = self.request_id.encode()
+        value = self._request.request_id.encode()
         return [(name, value) for name in self._errors.request_id_headers]
-
-
-def _served(prompt: Prompt) -> ServedPrompt:
-    num_output_tokens = sum(output.num_tokens for output in prompt.outputs)
-    return ServedPrompt(
-        prompt.generation,
-        prompt.decision,
-        prompt.usage,
-        num_output_tokens,
-        prompt.decision_seconds,
-        num_silent_tokens=num_output_tokens - sum(output.num_said_tokens for output in prompt.outputs),
-        num_reasoning_tokens=sum(output.num_reasoning_tokens for output in prompt.outputs),
-        num_own_leases=prompt.num_own_leases,
-        misses=prompt.misses,
-        difference=prompt.difference,
-    )
 
 
 def _events_of(writer: AnswerWriter, prompt: Prompt, delta: TokenDelta, parts: Sequence[Part]) -> bytes:

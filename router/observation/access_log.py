@@ -18,7 +18,7 @@ LINE = (
 
 
 def log_request(served: ServedRequest) -> None:
-    """An observer. Tokens are summed over prompts; replica and reason are those of the first."""
+    """Log one line. Tokens are summed over prompts; replica and reason are those of the first."""
     usages = [prompt.usage for prompt in served.prompts if prompt.usage is not None]
     decision = served.prompts[0].decision if served.prompts else None
     logger.info(

@@ -5,7 +5,6 @@ clients that keep a conversation drop what has none. The last one ends all candi
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -16,7 +15,6 @@ from replicas.protocol.frames import FinishReason, TokenLogprobs
 from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 from router.api.answer_usage import AnswerUsage
 from router.api.api_request import ApiRequest, Prompt
-from router.api.asked import Asked
 from router.api.chats import Chat, prepare_chats
 from router.api.choice_output import ChoiceOutput, Said, ToolCall
 from router.api.context import ApiContext
@@ -261,22 +259,23 @@ prepare_gemini = prepare_chats(KIND, _GeminiWriter)
 """For bodies that say what their path does."""
 
 
-def with_path(asked: Asked) -> Asked:
-    """Its body says what its path does. Raises InvalidRequest."""
+def read_path(asked: ApiRequest) -> None:
+    """Have its body say what its path does. Raises InvalidRequest."""
     found = model_method(asked.scope["path"])
     assert found is not None
     if found.method == STREAM and _framing(asked) != "sse":
         raise InvalidRequest(
             "Streams are of server-sent events: ask for '…:streamGenerateContent?alt=sse'.", parameter="alt"
         )
-    return replace(asked, body=with_path_fields(asked.body, found))
+    asked.body = with_path_fields(asked.body, found)
 
 
-def _framing(asked: Asked) -> str | None:
+def _framing(asked: ApiRequest) -> str | None:
     query = QueryParams(asked.scope.get("query_string", b""))
     return query.get("alt") or query.get("$alt")
 
 
-async def prepare_content(context: ApiContext, asked: Asked) -> ApiRequest:
+async def prepare_content(context: ApiContext, asked: ApiRequest) -> None:
     """Prepare a request whose path names model and method."""
-    return await prepare_gemini(context, with_path(asked))
+    read_path(asked)
+    await prepare_gemini(context, asked)

@@ -13,7 +13,6 @@ from replicas.protocol.frames import TokenLogprobs
 from router.answers.parts import Part, Text
 from router.api.answer_usage import AnswerUsage
 from router.api.api_request import ApiRequest, OutputWishes, Prompt, make_prompt
-from router.api.asked import Asked
 from router.api.choice_output import ChoiceOutput
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
@@ -40,7 +39,7 @@ from router.prompt.engines import TooMuchWork
 from router.shared.answer_types import Count
 
 
-async def prepare_completion(context: ApiContext, asked: Asked) -> ApiRequest:
+async def prepare_completion(context: ApiContext, asked: ApiRequest) -> None:
     """Raises InvalidRequest, UnknownModel or RouterBusy."""
     prepared = await _prepared(context, asked)
     request = prepared.request
@@ -48,11 +47,11 @@ async def prepare_completion(context: ApiContext, asked: Asked) -> ApiRequest:
     model = context.catalog.get(request.model).bounded(asked.caller.max_context)
     with about_model(request.model):
         prompts = await _make_prompts(context, asked.caller, model, prepared)
-    writer = _CompletionWriter(context, request, model, prompts)
-    return ApiRequest(model, prompts, bool(request.stream), writer)
+    asked.writer = _CompletionWriter(context, request, model, prompts)
+    asked.model, asked.prompts, asked.stream = model, prompts, bool(request.stream)
 
 
-async def _prepared(context: ApiContext, asked: Asked) -> PreparedCompletion:
+async def _prepared(context: ApiContext, asked: ApiRequest) -> PreparedCompletion:
     if is_light_completion(asked.body):
         with contextlib.suppress(TooMuchWork):
             return await prepared_completion(OnLoop(context, asked), asked.body)

@@ -16,7 +16,6 @@ from replicas.protocol.frames import FinishReason, TokenLogprobs
 from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Text
 from router.api.answer_usage import AnswerUsage
 from router.api.api_request import ApiRequest, Prompt
-from router.api.asked import Asked
 from router.api.chats import Chat, prepare_chats
 from router.api.choice_output import ChoiceOutput, ToolCall
 from router.api.context import ApiContext
@@ -250,9 +249,8 @@ def _parts(output: ChoiceOutput) -> list[Part]:
 _prepare = prepare_chats("responses", ResponseWriter)
 
 
-async def prepare_plain_response(context: ApiContext, asked: Asked) -> ApiRequest:
+async def prepare_plain_response(context: ApiContext, request: ApiRequest) -> None:
     """Raises InvalidRequest, UnknownModel or RouterBusy."""
-    request = await _prepare(context, asked)
+    await _prepare(context, request)
     assert isinstance(request.writer, ResponseWriter)
     request.failed = request.writer.failed
-    return request

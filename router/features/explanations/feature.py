@@ -68,7 +68,7 @@ class Explanations(Feature):
 
     def headers(self, request: ApiRequest) -> Sequence[Header]:
         begun: RequestExplanation | None = request.state.get(self)
-        found = [] if begun is None else begun.prompts_so_far()
+        found = [] if begun is None or request.error is not None else begun.prompts_so_far()
         return [(b"x-kvasir-cache", header_of(found))] if found else []
 
     def ended(self, request: ApiRequest, served: ServedRequest) -> None:

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.status import ReplicaId
 from router.api.access import AdminAccess, AdminGuard, admin_access
+from router.api.api_request import ApiRequest
 from router.api.context import ApiContext
 from router.api.control import ControlRoutes
 from router.api.json_body import encode_json
@@ -28,6 +29,7 @@ from router.features.live_page import live_view
 from router.features.live_page.live import Live
 from router.features.live_page.live_view import LiveReplica
 from router.features.live_page.page_files import page_routes
+from router.served import ServedRequest
 
 STATE_SECONDS = 0.5
 PREFIXES_SECONDS = 1.5
@@ -76,6 +78,14 @@ class _Kept:
             return self._content
 
 
+class _Watch(Feature):
+    def __init__(self, live: Live) -> None:
+        self._live = live
+
+    def ended(self, request: ApiRequest, served: ServedRequest) -> None:
+        self._live.observe(served)
+
+
 class LivePage(Feature):
     """Records requests from now on, unless no client may see the page."""
 
@@ -85,7 +95,7 @@ class LivePage(Feature):
         self._access = admin_access(context.config)
         self._live = Live(lambda model: context.catalog.get(model).card.block_size)
         if self._access is not AdminAccess.NOBODY:
-            context.observers.append(self._live.observe)
+            self.store = _Watch(self._live)
         self._started_at = context.wall_clock()
         self._sightings = sightings
         self._state = _Kept(STATE_SECONDS, self._make_state)

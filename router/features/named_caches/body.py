@@ -131,8 +131,12 @@ def check_size(content: CacheContent, max_bytes: int, parameter: str) -> None:
 
 
 def warming_body(record: CacheRecord, content: CacheContent) -> bytes:
-    """The request that has a replica compute the beginning, and the least besides."""
-    fields: dict[str, object] = {"model": record.model, "max_tokens": 1, "temperature": 0.0}
+    """The request that has a replica compute the beginning, and nothing besides."""
+    fields: dict[str, object] = {
+        "model": record.model,
+        "prompt_cache_options": {"prewarm": True},
+        "temperature": 0.0,
+    }
     if record.salt is not None:
         fields["cache_salt"] = record.salt
     if record.kind is CacheKind.CHAT:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from starlette.routing import Route
 
 from replicas.protocol.cluster_secret import ClusterSecret
-from router.api.asked import Prepare
+from router.api.api_request import Prepare
 from router.api.context import ApiContext
 from router.api.gemini.paths import GENERATE_CONTENT, VERSIONS
 from router.api.openai.chat import prepare_chat

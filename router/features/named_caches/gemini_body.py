@@ -110,10 +110,11 @@ def cached_content_change(body: bytes, now: float) -> int:
 
 
 def gemini_warming_body(record: CacheRecord, content: CacheContent) -> bytes:
-    """The request that has a replica compute the beginning, and the least besides."""
+    """The request that has a replica compute the beginning, and nothing besides."""
     fields: dict[str, object] = {
         "model": record.model,
-        "generationConfig": {"maxOutputTokens": 1, "temperature": 0.0},
+        "generationConfig": {"temperature": 0.0},
+        "promptCacheOptions": {"prewarm": True},
         "addGenerationPrompt": False,
     }
     if record.salt is not None:

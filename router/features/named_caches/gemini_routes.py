@@ -4,21 +4,17 @@ Owns the routes and the shape of a cache in Gemini's words. `making.py` and `req
 dialect.
 """
 
-import dataclasses
-
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.api_request import ApiRequest
-from router.api.asked import Asked, Prepare
+from router.api.api_request import ApiRequest, Prepare
 from router.api.context import ApiContext
-from router.api.gemini.answers import prepare_gemini, with_path
+from router.api.gemini.answers import prepare_gemini, read_path
 from router.api.gemini.body import MODELS
 from router.api.paging import DEFAULT_PAGE, MAX_PAGE
 from router.api.routes import json_response
 from router.caller import tenant_of
-from router.edge.connections import address_of
 from router.errors import CacheGone, InvalidRequest, about_model
 from router.features.named_caches.gemini_body import (
     CACHED_CONTENTS,
@@ -40,26 +36,26 @@ from router.shared.answer_types import Count
 def with_cached_contents(caches: NamedCaches | None) -> Prepare:
     """Prepare Gemini's bodies, which may name a cache."""
 
-    async def prepare_content(context: ApiContext, asked: Asked) -> ApiRequest:
+    async def prepare_content(context: ApiContext, request: ApiRequest) -> None:
         """For a path that names model and method, and a body that may name a cache. Raises what preparing any
         chat does, CacheGone and CachesUnavailable."""
-        asked = with_path(asked)
-        use = gemini_cache_use(asked.body)
+        read_path(request)
+        use = gemini_cache_use(request.body)
         if use is None:
-            return await prepare_gemini(context, asked)
+            await prepare_gemini(context, request)
+            return
         with about_model(use.model.removeprefix(MODELS)):
             assert use.cached_content is not None
             try:
                 cache_id = use.cached_content.removeprefix(CACHED_CONTENTS)
-                record, content = await opened(caches).use(cache_id, asked.caller.tenant.name)
+                record, content = await opened(caches).use(cache_id, request.caller.tenant.name)
             except CacheGone as error:
                 error.parameter = PARAMETER
                 raise
             check_gemini_use(use, record)
-            body = with_cached_content(asked.body, use, content, context.config.max_body_bytes)
-        request = await prepare_gemini(context, dataclasses.replace(asked, body=body))
+            request.body = with_cached_content(request.body, use, content, context.config.max_body_bytes)
+        await prepare_gemini(context, request)
         keep_beginning(request, record, context.wall_clock())
-        return request
 
     return prepare_content
 
@@ -96,7 +92,7 @@ class GeminiCacheRoutes(CacheRoutes):
             wish = CacheWish(
                 new.model.removeprefix(MODELS), CacheKind.GEMINI, ttl, new.display_name, new.cache_salt
             )
-            asked = Asked(body, address_of(request.scope.get("client")), request.scope)
+            asked = ApiRequest(request.scope, body)
             record = await self._maker.create(wish, content, asked)
         return json_response(self._object(record))
 
@@ -113,7 +109,7 @@ class GeminiCacheRoutes(CacheRoutes):
         async with context.body(request.scope, request.receive) as body:
             ttl = cached_content_change(body, context.wall_clock())
             cache_id = (await self._find(request)).cache_id
-            asked = Asked(body, address_of(request.scope.get("client")), request.scope)
+            asked = ApiRequest(request.scope, body)
             record = await self._maker.change(cache_id, ttl, None, asked)
         return json_response(self._object(record))
 

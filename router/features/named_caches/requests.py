@@ -9,8 +9,7 @@ import math
 import msgspec
 
 from replicas.protocol.prefix_leases import MAX_LEASES
-from router.api.api_request import ApiRequest
-from router.api.asked import Asked, Prepare
+from router.api.api_request import ApiRequest, Prepare
 from router.api.context import ApiContext
 from router.errors import InvalidRequest, about_model
 from router.features.named_caches.body import check_use, named_in, spliced
@@ -22,19 +21,19 @@ from router.keeping import LeaseRequest, leases_of
 def with_caches(caches: NamedCaches | None, kind: CacheKind, prepare: Prepare) -> Prepare:
     """`prepare` for bodies that may name a cache."""
 
-    async def prepare_with_cache(context: ApiContext, asked: Asked) -> ApiRequest:
+    async def prepare_with_cache(context: ApiContext, request: ApiRequest) -> None:
         """Raises what `prepare` does, CacheGone and CachesUnavailable."""
-        use = named_in(asked.body)
+        use = named_in(request.body)
         if use is None:
-            return await prepare(context, asked)
+            await prepare(context, request)
+            return
         with about_model(use.model):
             assert use.cache is not None
-            record, content = await opened(caches).use(use.cache, asked.caller.tenant.name)
+            record, content = await opened(caches).use(use.cache, request.caller.tenant.name)
             check_use(use, kind, record, content)
-            body = spliced(asked.body, use, kind, content, context.config.max_body_bytes)
-        request = await prepare(context, dataclasses.replace(asked, body=body))
+            request.body = spliced(request.body, use, kind, content, context.config.max_body_bytes)
+        await prepare(context, request)
         keep_beginning(request, record, context.wall_clock())
-        return request
 
     return prepare_with_cache
 

@@ -11,13 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router.api.asked import Asked
+from router.api.api_request import ApiRequest
 from router.api.context import ApiContext
 from router.api.openai.caching import LeaseOutcome, lease_outcome
 from router.api.paging import Page, new_page, page_limit
 from router.api.routes import by_method, json_response
 from router.caller import tenant_of
-from router.edge.connections import address_of
 from router.features.named_caches.body import CacheChange, cache_change, new_cache
 from router.features.named_caches.making import CacheMaker, CacheWish
 from router.features.named_caches.named_caches import NamedCaches
@@ -82,7 +81,7 @@ class CacheRoutes:
         context = self._context
         async with context.body(request.scope, request.receive) as body:
             new, kind, content = new_cache(body, opened(self._caches).bounds.bytes_per_cache)
-            asked = Asked(body, address_of(request.scope.get("client")), request.scope)
+            asked = ApiRequest(request.scope, body)
             wish = CacheWish(new.model, kind, new.ttl, new.name, new.cache_salt)
             record = await self._maker.create(wish, content, asked)
         return json_response(self._object(record), 201)
@@ -100,7 +99,7 @@ class CacheRoutes:
         context, cache_id = self._context, request.path_params["cache_id"]
         async with context.body(request.scope, request.receive) as body:
             change: CacheChange = cache_change(body)
-            asked = Asked(body, address_of(request.scope.get("client")), request.scope)
+            asked = ApiRequest(request.scope, body)
             record = await self._maker.change(cache_id, change.ttl, change.name, asked)
         return json_response(self._object(record))
 

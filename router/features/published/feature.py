@@ -14,14 +14,13 @@ from starlette.routing import Route
 
 from replicas.protocol.blocks import PublishedBeginning
 from replicas.protocol.cluster_secret import ClusterSecret
-from router.api.asked import Asked
+from router.api.api_request import ApiRequest
 from router.api.context import ApiContext
 from router.api.json_body import decode_body, unsupported
 from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
 from router.api.routes import by_method, json_response
 from router.caller import Right, caller_of
-from router.edge.connections import address_of
 from router.errors import InvalidRequest, NotAllowed, PrefixGone
 from router.feature import Feature
 from router.features.published.prefixes import (
@@ -126,8 +125,8 @@ class Published(Feature):
         if new.name is not None and len(new.name) > MAX_NAME_CHARACTERS:
             raise InvalidRequest(f"A name has at most {MAX_NAME_CHARACTERS} characters.", parameter="name")
         prepare = prepare_chat if new.prompt is None else prepare_completion
-        asked = Asked(_without_answer(body), address_of(request.scope.get("client")), request.scope)
-        prepared = await prepare(context, asked)
+        prepared = ApiRequest(request.scope, _without_answer(body))
+        await prepare(context, prepared)
         (prompt,) = prepared.prompts
         if prompt.generation.media:
             raise unsupported("messages", "Images are known by their tenant alone: none can be published.")

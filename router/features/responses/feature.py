@@ -5,9 +5,8 @@ request like any other, with all of its input.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Literal
 
 from msgspec import Struct
@@ -16,15 +15,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from replicas.protocol.cluster_secret import ClusterSecret
-from router.api.api_request import ApiRequest
-from router.api.asked import Asked, Prepare
+from router.api.api_request import ApiRequest, Prepare
 from router.api.context import ApiContext
 from router.api.json_body import unsupported
 from router.api.paging import Page, new_page, page_limit
 from router.api.responses.answers import ResponseWriter, prepare_plain_response
 from router.api.routes import by_method, json_response
 from router.caller import tenant_of
-from router.edge.connections import address_of
 from router.errors import InvalidRequest, ResponseGone, about_model
 from router.feature import Feature
 from router.features.responses.record import ResponseBounds, StoredResponse
@@ -71,52 +68,29 @@ class DeletedResponse(Struct, kw_only=True):
     deleted: bool = True
 
 
-async def _prepare(store: ResponseStore | None, context: ApiContext, asked: Asked) -> ApiRequest:
-    """Raises InvalidRequest, UnknownModel, RouterBusy or ResponsesUnavailable."""
-    sent: Sent | None = None
-    if may_go_on(asked.body):
-        sent = sent_in(asked.body)
-        with about_model(sent.model):
-            asked = await _with_what_came_before(store, context, asked, sent)
-    try:
-        request = await prepare_plain_response(context, asked)
-    except InvalidRequest as error:
-        if sent is not None:
-            tell_sent_positions(error, sent, asked.body)
-        raise
-    writer = request.writer
-    assert isinstance(writer, ResponseWriter)
-    writer.previous_response_id = None if sent is None else sent.previous_response_id
-    body = asked.body
-    if store is not None and writer.wants_storing and len(body) <= store.bounds.bytes_per_response:
-        request.during = _stored(context, store, writer, asked)
-    return request
-
-
-async def _with_what_came_before(
-    store: ResponseStore | None, context: ApiContext, asked: Asked, sent: Sent
-) -> Asked:
+async def _add_what_came_before(
+    store: ResponseStore | None, context: ApiContext, request: ApiRequest, sent: Sent
+) -> None:
     items = items_of(bytes(sent.input))
-    previous_id = sent.previous_response_id
+    previous_id, tenant = sent.previous_response_id, request.caller.tenant.name
     if items is None:  # reading it says what is wrong
-        return asked
-    referred = referred_items(items, is_light=is_light_chat(asked.body))
+        return
+    referred = referred_items(items, is_light=is_light_chat(request.body))
     if previous_id is None and (not referred or store is None):
-        return asked
+        return
     store = _opened(store)
     before: list[bytes] = []
     if previous_id is not None:
         try:
-            before.append(conversation_of(await store.find(previous_id, asked.caller.tenant.name)))
+            before.append(conversation_of(await store.find(previous_id, tenant)))
         except ResponseGone as error:
             raise InvalidRequest(
                 f"Previous response with id '{previous_id[:60]}' not found.",
                 parameter="previous_response_id",
                 code="previous_response_not_found",
             ) from error
-    found = await _find_items(store, asked.caller.tenant.name, referred)
-    body = spliced(asked.body, before, with_items(items, found), context.config.max_body_bytes)
-    return dataclasses.replace(asked, body=body)
+    found = await _find_items(store, tenant, referred)
+    request.body = spliced(request.body, before, with_items(items, found), context.config.max_body_bytes)
 
 
 async def _find_items(store: ResponseStore, tenant: str, referred: Mapping[int, str]) -> dict[int, bytes]:
@@ -141,25 +115,6 @@ async def _find_items(store: ResponseStore, tenant: str, referred: Mapping[int, 
     return found
 
 
-@contextlib.contextmanager
-def _stored(
-    context: ApiContext, store: ResponseStore, writer: ResponseWriter, asked: Asked
-) -> Iterator[None]:
-    """Reserve room for the question while it is answered; storing happens afterwards, without delaying the
-    answer."""
-
-    tenant, body = asked.caller.tenant.name, asked.body
-
-    def keep(response: bytes) -> None:
-        now = context.wall_clock()
-        store.keep(StoredResponse(writer.answer_id, tenant, now, request_items(body), response))
-
-    with store.hold(len(body)) as has_room:
-        if has_room:
-            writer.keep = keep
-        yield
-
-
 def _opened(store: ResponseStore | None) -> ResponseStore:
     if store is None:
         raise InvalidRequest(
@@ -178,7 +133,6 @@ class StoredResponses(Feature):
     def __init__(self, context: ApiContext, store: ResponseStore | None) -> None:
         self._context = context
         self.store = store
-        self._prepare = partial(_prepare, store)
 
     @classmethod
     def open(cls, context: ApiContext, secret: ClusterSecret | None) -> "StoredResponses":
@@ -197,6 +151,47 @@ class StoredResponses(Feature):
 
     def prepares(self) -> Mapping[str, Prepare]:
         return {"/v1/responses": self._prepare}
+
+    async def _prepare(self, context: ApiContext, request: ApiRequest) -> None:
+        """Raises InvalidRequest, UnknownModel, RouterBusy or ResponsesUnavailable."""
+        sent: Sent | None = None
+        if may_go_on(request.body):
+            sent = sent_in(request.body)
+            with about_model(sent.model):
+                await _add_what_came_before(self.store, context, request, sent)
+        try:
+            await prepare_plain_response(context, request)
+        except InvalidRequest as error:
+            if sent is not None:
+                tell_sent_positions(error, sent, request.body)
+            raise
+        writer, store = request.writer, self.store
+        assert isinstance(writer, ResponseWriter)
+        writer.previous_response_id = None if sent is None else sent.previous_response_id
+        if store is None or not writer.wants_storing:
+            return
+        if len(request.body) <= store.bounds.bytes_per_response:
+            request.state[self] = request.body
+
+    def admitted(self, request: ApiRequest) -> AbstractContextManager[None] | None:
+        body = request.state.get(self)
+        return None if body is None else self._reserved(request, body)
+
+    @contextlib.contextmanager
+    def _reserved(self, request: ApiRequest, body: bytes) -> Iterator[None]:
+        """Reserve room for the question while it is answered; storing happens afterwards, without delaying
+        the answer."""
+        writer, store, context = request.writer, self.store, self._context
+        assert isinstance(writer, ResponseWriter) and store is not None
+
+        def keep(response: bytes) -> None:
+            tenant, now = request.caller.tenant.name, context.wall_clock()
+            store.keep(StoredResponse(writer.answer_id, tenant, now, request_items(body), response))
+
+        with store.hold(len(body)) as has_room:
+            if has_room:
+                writer.keep = keep
+            yield
 
     def client_routes(self) -> Sequence[Route]:
         return [
@@ -234,9 +229,10 @@ class StoredResponses(Feature):
 
     async def _count(self, request: Request) -> Response:
         """Count a request's input without an answer."""
-        context, address = self._context, address_of(request.scope.get("client"))
+        context = self._context
         async with context.body(request.scope, request.receive) as body:
-            prepared = await self._prepare(context, Asked(body, address, request.scope))
+            prepared = ApiRequest(request.scope, body)
+            await self._prepare(context, prepared)
         (prompt,) = prepared.prompts
         num_tokens = len(prompt.generation.token_ids)
         return json_response(ResponseTokens(input_tokens=num_tokens))

@@ -118,7 +118,6 @@ class Usage(Feature):
         self.store = store
         self._metrics = UsageMetrics(context.metrics.tenant_label)
         if store is not None:
-            context.observers.append(store.observe)
             store.listeners.append(self._metrics.count)
 
     @classmethod

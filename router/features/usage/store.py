@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from redis.exceptions import RedisError
 
 from replicas.protocol.cluster_secret import ClusterSecret
+from router.api.api_request import ApiRequest
 from router.errors import UsageUnavailable
 from router.feature import Feature
 from router.features.usage.amounts import Amounts
@@ -69,6 +70,9 @@ class UsageStore(Feature):
             "Redis has what is used again",
         )
         self.num_failed = self.num_emptied = 0
+
+    def ended(self, request: ApiRequest, served: ServedRequest) -> None:
+        self.observe(served)
 
     def observe(self, served: ServedRequest) -> None:
         amounts = self.ledger.observe(served)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from router.answers.grammar_check import CheckedGrammar, WishedGrammar
-from router.api.asked import Asked
+from router.api.api_request import ApiRequest
 from router.caller import CALLER, OPEN_CALLER, Caller, Tenant
 from router.errors import InvalidRequest, RouterBusy
 from router.large_bodies import grammar_checks
@@ -159,7 +159,7 @@ def test_without_keys_addresses_take_turns_and_with_keys_tenants() -> None:
         (OPEN_CALLER, None, ""),
         (keyed, "10.0.0.1", "tenant:acme"),
     ):
-        assert Asked(b"", address, {CALLER: caller}).share_owner == owner
+        assert ApiRequest({CALLER: caller, "client": address and (address, 1)}).share_owner == owner
 
 
 class Gate:

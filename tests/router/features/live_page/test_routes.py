@@ -263,6 +263,6 @@ async def test_a_large_fleet_and_many_prefixes_are_told_in_part(
 
 async def test_what_was_seen_is_not_kept_where_nobody_may_look(fleet: QuietFleet) -> None:
     async with http_server(fleet, admin_access="nobody") as server:
-        num_observers = len(server.context.observers)
+        num_hooks = len(server.context.hooks.ended)
     async with http_server(fleet) as server:
-        assert len(server.context.observers) == num_observers + 1
+        assert len(server.context.hooks.ended) == num_hooks + 1
