@@ -433,7 +433,7 @@ def _reader(shared: SharedKv | None, config: ReplicaConfig) -> ChunkReader | Non
 def _intake(config: ReplicaConfig, card: ModelCard) -> Intake:
     return Intake(
         max_sequences=config.max_running + config.max_waiting,
-        max_tokens=config.max_open_tokens or OPEN_CACHES * card.num_blocks * card.block_size,
+        max_tokens=config.max_open_tokens or OPEN_CACHES * card.num_cache_tokens,
     )
 
 

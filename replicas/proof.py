@@ -6,6 +6,7 @@ nothing would look broken; so it is refused before it registers.
 
 import random
 import time
+from collections.abc import Sequence
 
 from replicas.engine import Engine, RequestRefused, expand
 from replicas.errors import StartupError
@@ -18,12 +19,14 @@ from replicas.protocol.blocks import (
     hash_blocks,
     pack_token_ids,
 )
-from replicas.protocol.events import BlockStored, CacheEvent, Tier
+from replicas.protocol.events import BlockStored, CacheEvent, ResumePointsChanged, Tier
 from replicas.protocol.frames import FinishReason, SamplingParams, Submit
+from replicas.protocol.hits import points_left
 from replicas.protocol.image_rules import ImageRule, rule_on_card
 from replicas.protocol.image_rules import expand as expand_images
 from replicas.protocol.images import ImageFormat, ImageSize
 from replicas.protocol.media import ImageQuery
+from replicas.protocol.status import ModelCard
 
 NUM_PROBE_BLOCKS = 3
 MAX_PROBE_STEPS = 1000
@@ -118,8 +121,10 @@ def _compare(engine: Engine, submit: Submit, probe: str) -> None:
         if isinstance(event, BlockStored) and event.tier is Tier.DEVICE
         for offset, block_hash in enumerate(event.block_hashes)
     }
+    if card.is_sparse:
+        _compare_points(card, len(prompt), expected, events, probe)
     for position in range(len(prompt) // card.block_size):
-        if position not in reported:
+        if position not in reported and (reported or not card.is_sparse):  # no layer may be of full attention
             raise StartupError(
                 f"the {card.engine} engine did not report block {position} of {probe} as stored"
             )
@@ -128,6 +133,26 @@ def _compare(engine: Engine, submit: Submit, probe: str) -> None:
             raise StartupError(
                 f"the {card.engine} engine reports another hash for block {position} of {probe}"
                 " than routers compute: this replica would never be found, and does not serve"
+            )
+
+
+def _compare_points(
+    card: ModelCard,
+    num_tokens: int,
+    expected: Sequence[BlockHash],
+    events: Sequence[CacheEvent],
+    probe: str,
+) -> None:
+    added = {each for event in events if isinstance(event, ResumePointsChanged) for each in event.added}
+    if not added.issubset(expected):
+        raise StartupError(
+            f"the {card.engine} engine reports resume points of {probe} with other hashes than routers"
+            " compute: this replica would never be found, and does not serve"
+        )
+    for end in points_left(card, num_tokens):
+        if expected[end - 1] not in added:
+            raise StartupError(
+                f"the {card.engine} engine cannot resume {probe} behind block {end}, as its card says"
             )
 
 

@@ -15,7 +15,7 @@ PROBE_SIZES = ((56, 56), (640, 224), (224, 640))
 
 def room_of(card: ModelCard) -> int:
     """Tokens of a prompt that is to have its blocks, and one more for the answer."""
-    return min(card.context_length - 2, (card.num_blocks - 1) * card.block_size)
+    return min(card.context_length - 2, card.num_cache_tokens - card.block_size)
 
 
 def has_room(card: ModelCard, rule: ImageRule, size: ImageSize) -> bool:

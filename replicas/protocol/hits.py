@@ -25,7 +25,8 @@ def num_hit_tokens(card: ModelCard, num_blocks: int) -> int:
 
 
 def points_left(card: ModelCard, num_tokens: int, num_shared: int = 0) -> list[int]:
-    """Return the resume points that a sparse replica has after computing such a prompt, in order.
+    """Return the resume points that a sparse replica has after computing such a prompt, in order. Those
+    within its hit may be gone since they were left.
 
     `num_shared` is how many of its leading blocks the replica's full attention held before, if that was more
     than the hit: a point is kept there too.

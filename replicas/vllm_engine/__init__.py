@@ -10,6 +10,12 @@ counted per tier, and a hash is in the index while any tier holds it. A copy out
 without a namespace. It takes its name from an earlier event of the device; if an earlier process left it,
 from the event when it is read back.
 
+Layers that cache differently: vLLM divides its cache into groups, and a hit ends where each group has what
+it needs. The card's block size is what hits are multiples of; hashes and groups may have others. Events name
+the blocks of a group with gaps, so a block is placed by its request's chain. From the copies of all groups
+follow the resume points and the reach of full attention, exactly as vLLM looks them up: held to a slow rule
+on random events, and to vLLM's scheduler over the groups of twenty shapes.
+
 Tiers: with `host_kv_bytes` the tiers below vLLM are ours (`offloading.py`). vLLM's offloading connector
 asks our store what is where, and our copier moves bytes between vLLM's blocks and chunks. A chunk is named
 from its request's tokens, as the router names it, so nothing waits for vLLM's events. The store's events,

@@ -13,6 +13,7 @@ from vllm.distributed.kv_events import BlockStored as VllmBlockStored
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import RequestStatus
 
+from replicas.vllm_engine.cache_shape import CacheShape, read_cache_shape
 from replicas.vllm_engine.salts import PublishedSalt
 
 __all__ = ["CoreView", "Started", "VllmAllBlocksCleared", "VllmBlockRemoved", "VllmBlockStored"]
@@ -55,16 +56,19 @@ class _EventKeeper:
 
 
 class Started(NamedTuple):
-    """`num_found_tokens` were in the cache; of these a connector brought `num_external_tokens`."""
+    """`num_found_tokens` were in the cache; of these a connector brought `num_external_tokens`. Some layers
+    held `num_shared_tokens`, if that is more than was found; else it is 0."""
 
     request: Any
     num_found_tokens: int
     num_external_tokens: int
+    num_shared_tokens: int
 
 
 class CoreView:
     def __init__(self, llm_engine: Any) -> None:
         hash_second_roots()
+        self._config: Any = llm_engine.vllm_config
         self._scheduler: Any = llm_engine.engine_core.engine_core.scheduler
         self._keeper = _EventKeeper()
         self._scheduler.kv_event_publisher = self._keeper
@@ -82,15 +86,9 @@ class CoreView:
         return self._scheduler.structured_output_manager
 
     @property
-    def cache_kinds(self) -> tuple[str, ...]:
-        """The kind of each of vLLM's KV cache groups: layers of one group cache alike."""
-        return tuple(kind for kind, _ in self._scheduler.kv_cache_manager.kv_cache_event_metadata)
-
-    @property
-    def has_draft_cache(self) -> bool:
-        """Whether a draft model reads the KV cache: then vLLM takes a block off every hit."""
-        managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
-        return any(manager.use_eagle for manager in managers)
+    def cache_shape(self) -> CacheShape:
+        """How vLLM divides its KV cache."""
+        return read_cache_shape(self._config, self._scheduler.kv_cache_manager)
 
     @property
     def num_blocks(self) -> int:
@@ -181,7 +179,12 @@ class CoreView:
             if request.num_preemptions == 0:
                 stats = request.prefill_stats
                 self._started.append(
-                    Started(request, int(stats.num_cached_tokens), int(stats.num_external_cached_tokens))
+                    Started(
+                        request,
+                        int(stats.num_cached_tokens),
+                        int(stats.num_external_cached_tokens),
+                        int(request.shared_prefix_boundary),
+                    )
                 )
         self._num_preemptions += len(output.preempted_req_ids or ())
         for internal_id, inputs in output.scheduled_encoder_inputs.items():

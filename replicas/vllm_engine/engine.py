@@ -10,6 +10,10 @@ is its `cache_salt`, so namespaces are separate inside vLLM too, and it returns 
 block. An adapter is part of the namespace: its blocks hash from another root, and vLLM separates them by
 adapter as well. Events name the tier of a copy; a hash is in the index while any tier holds a copy, at the
 stride of its chain position.
+
+A model whose layers keep different caches has the size of a block that hits are multiples of, and none of
+vLLM's own. It is told as resume points and reach (`sparse_translation.py`), and keeps nothing below the
+device.
 """
 
 import gc
@@ -54,7 +58,6 @@ from replicas.protocol.frames import (
     UserTag,
 )
 from replicas.protocol.hand_overs import StoreQuestion
-from replicas.protocol.hits import num_hit_tokens
 from replicas.protocol.image_rules import ImageRule, written_rule
 from replicas.protocol.media import ImageQuery, ImageQueryAnswer
 from replicas.protocol.pulls import PullHint
@@ -73,6 +76,7 @@ from replicas.vllm_engine.lower_tier import LowerTier, Requests
 from replicas.vllm_engine.offloading import transfer_config
 from replicas.vllm_engine.salts import salt_of
 from replicas.vllm_engine.sampling import token_logprobs, vllm_sampling
+from replicas.vllm_engine.sparse_translation import SparseTranslator
 from replicas.vllm_engine.starting import check_environment, check_fit, load_adapters, sentence, start_vllm
 from replicas.vllm_engine.translation import EventTranslator, Storer
 
@@ -117,6 +121,7 @@ class VllmEngine:
             self._close_tier()
             raise
         self._core = CoreView(self._vllm)
+        self._shape = self._core.cache_shape
         self._card = self._model_card(config, name, digest, adapters, rule)
         if rule is not None and not has_room_for_any(self._card, rule):
             logger.warning(
@@ -140,16 +145,12 @@ class VllmEngine:
         self._max_waiting = config.max_waiting
         self._limits = AdmissionLimits(
             self._card.context_length,
-            self._card.num_blocks * self._card.block_size,
+            self._card.num_cache_tokens,
             self._card.vocab_size,
             frozenset(self._adapters),
         )
-        self._cache = EventTranslator(
-            self._card.block_size,
-            self._card.num_blocks,
-            has_more_tiers=self._core.has_more_tiers and self._tier is None,
-            storer_of=self._storer,
-        )
+        self._sparse = self._sparse_translator()
+        self._cache = self._sparse or self._dense_translator()
         self._held = HeldRequests(self._grammars, self._core.structured_output_manager, self._card.vocab_size)
         self._adding: EngineRequest | None = None
         self._unsaid: list[CacheEvent] = []  # what came up between steps, and belongs to the next frame
@@ -166,12 +167,12 @@ class VllmEngine:
         rule: ImageRule | None,
     ) -> ModelCard:
         model: Any = self._vllm.vllm_config.model_config
-        block_size = int(self._vllm.vllm_config.cache_config.block_size)
+        shape = self._shape
         return ModelCard(
             name=name,
             fingerprint=fingerprint,
             engine="vllm",
-            block_size=block_size,
+            block_size=shape.alignment,
             num_blocks=self._core.num_blocks,
             context_length=int(model.max_model_len),
             vocab_size=int(model.get_vocab_size()),
@@ -180,7 +181,22 @@ class VllmEngine:
             max_running=min(config.max_running, config.tokens_per_step),
             adapters=tuple(adapter.card for adapter in adapters),
             image_rule=written_rule(rule),
-            peek_tokens=block_size if self._core.has_draft_cache else 0,
+            capacity_tokens=shape.capacity_tokens if shape.is_sparse else 0,
+            is_sparse=shape.is_sparse,
+            peek_tokens=shape.peek_tokens,
+            retention_interval=shape.retention_interval if shape.is_sparse else 0,
+        )
+
+    def _sparse_translator(self) -> SparseTranslator | None:
+        return SparseTranslator(self._shape, self._card.num_blocks) if self._card.is_sparse else None
+
+    def _dense_translator(self) -> EventTranslator:
+        return EventTranslator(
+            self._card.block_size,
+            self._card.num_blocks,
+            has_more_tiers=self._core.has_more_tiers and self._tier is None,
+            storer_of=self._storer,
+            peek_tokens=self._card.peek_tokens,
         )
 
     @property
@@ -236,7 +252,8 @@ class VllmEngine:
         self, name: str, request: EngineRequest, items: Sequence[CachedImage[ReadImage]]
     ) -> LiveRequest:
         """Raises RequestRefused."""
-        adapter, media, salt = request.submit.adapter, request.submit.media, salt_of(request.submit)
+        adapter, media = request.submit.adapter, request.submit.media
+        salt = salt_of(request.submit, self._card.block_size // self._shape.hash_block)
         token_ids = list(request.token_ids)
         prompt: Any = TokensPrompt(prompt_token_ids=token_ids, cache_salt=salt)
         if media:
@@ -256,6 +273,8 @@ class VllmEngine:
         finally:
             self._adding = None
         inner = self._core.request(internal_id)
+        if self._sparse is not None:
+            self._sparse.follow(name, inner, request.submit)
         num_cached_tokens = self._num_leading_tokens(inner)
         live = LiveRequest(request, inner, max(1, len(request.token_ids) - num_cached_tokens))
         live.lease_outcome = self._lease(live)
@@ -281,6 +300,8 @@ class VllmEngine:
         if live.choice is not None:
             live.choice.end()
             self._held.forget(name)
+        if self._sparse is not None:
+            self._sparse.forget(name)
 
     def ask_store(self, question: StoreQuestion) -> None:
         if self._tier is not None:
@@ -374,11 +395,12 @@ class VllmEngine:
     def _start(self, started: Iterable[Started]) -> list[LiveRequest]:
         """Record what requests found when they were first scheduled."""
         lives: list[LiveRequest] = []
-        for inner, num_found_tokens, num_external_tokens in started:
+        for inner, num_found_tokens, num_external_tokens, num_shared_tokens in started:
             live = self._live.get(inner.session_id)
             if live is not None:
                 live.num_found_tokens = num_found_tokens
                 live.num_external_tokens = num_external_tokens
+                live.num_shared_tokens = num_shared_tokens
                 lives.append(live)
         return lives
 
@@ -442,7 +464,7 @@ class VllmEngine:
 
     def _num_device_tokens(self, inner: Any) -> int:
         """And with tiers of vLLM's own, those that lie there."""
-        return num_hit_tokens(self._card, self._cache.hashes.num_leading(inner.block_hashes))
+        return self._cache.num_leading_tokens(inner)
 
     def _lease(self, live: LiveRequest) -> LeaseOutcome:
         """Request its leases, once, for its first choice."""
@@ -454,7 +476,7 @@ class VllmEngine:
 
     def _shares(self, live: LiveRequest) -> Shares:
         return self._cache.token_shares(
-            live.inner.block_hashes,
+            live.inner,
             live.request.submit.user,
             num_cached_tokens=live.num_found_tokens,
             num_prompt_tokens=live.num_prompt_tokens,
@@ -511,7 +533,7 @@ class VllmEngine:
             num_pending_image_tokens=num_pending_image_tokens,
             num_context_tokens=num_context_tokens,
             num_used_blocks=self._card.num_blocks - self._core.num_free_blocks,
-            num_cached_blocks=self._cache.hashes.num_copies(),
+            num_cached_blocks=self._cache.num_copies,
             num_total_blocks=self._card.num_blocks,
         )
 

@@ -21,7 +21,7 @@ class LiveRequest:
     """`inner` is vLLM's own; `num_expected_tokens` it would have to compute.
 
     `num_found_tokens` were in the cache when it was first scheduled, `num_external_tokens` of them in a tier
-    below the device.
+    below the device. Some layers held `num_shared_tokens`, if that is more than was found.
     """
 
     request: EngineRequest
@@ -29,6 +29,7 @@ class LiveRequest:
     num_expected_tokens: int
     num_found_tokens: int = 0
     num_external_tokens: int = 0
+    num_shared_tokens: int = 0
     shares: Shares = NO_SHARES
     has_output: bool = False
     lease_outcome: LeaseOutcome = NO_OUTCOME
@@ -53,9 +54,10 @@ class LiveRequest:
         num_cross_user_tokens = min(self.shares.cross_user, num_cached_tokens)
         num_full_tokens = num_prompt_tokens // block_size * block_size
         num_disk_tokens, num_pulled_tokens = self._tier_tokens(chain)
-        num_lost, num_unmoved, num_evicted_early, num_expired = shares_of(
+        num_unresumable, num_lost, num_unmoved, num_evicted_early, num_expired = shares_of(
             num_prompt_tokens - num_cached_tokens,
             (
+                max(0, self.num_shared_tokens - num_cached_tokens),
                 0 if chain is None else chain.num_lost_tokens,
                 0 if chain is None else chain.num_unmoved_tokens,
                 self.lease_outcome.num_evicted_early_tokens,
@@ -79,6 +81,7 @@ class LiveRequest:
             num_unmoved_tokens=num_unmoved,
             num_lost_tokens=num_lost,
             num_expired_tokens=num_expired,
+            num_unresumable_tokens=num_unresumable,
         )
 
     def _tier_tokens(self, chain: ChunkChain | None) -> tuple[int, int]:

@@ -195,7 +195,8 @@ def _layout(config: Any, tier: LowerTier) -> Layout:
     the bytes here."""
     if len(config.groups) != 1:
         raise SettingsError(
-            f"the model mixes {len(config.groups)} kinds of attention cache, and host_kv_bytes is for one"
+            "the model's layers keep different KV caches, which are not kept below the device: it is served"
+            " without host_kv_bytes"
         )
     (group,) = config.groups
     return Layout(

@@ -223,10 +223,6 @@ class ResumePoints:
         ]
         return min(candidates, key=lambda forest: (forest.group.kind != MAMBA, forest.group.is_full))
 
-    def is_point(self, theirs: bytes) -> bool:
-        """As of the last take."""
-        return theirs in self._points
-
     def num_leading(self, chain: Sequence[bytes], num_tokens: int) -> int:
         """The tokens of a prompt that a hit would have, as of the last take."""
         last = min(len(chain) * self._hash_block, num_tokens if self.peek else num_tokens - 1)

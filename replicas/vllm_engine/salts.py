@@ -14,18 +14,20 @@ class PublishedSalt(str):
 
     own_root: str
     num_blocks: int
+    """Counted in vLLM's hashes."""
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         """Pickle for vLLM's hash: only the published root, nothing about whose prompt it is."""
         return str, (str(self),)
 
 
-def salt_of(submit: Submit) -> str:
+def salt_of(submit: Submit, hashes_per_block: int = 1) -> str:
+    """`hashes_per_block` are vLLM's in a block of the submit."""
     published = submit.published
     if published is None:
         return submit.root.hex()
     salt = PublishedSalt(published.root.hex())
-    salt.own_root, salt.num_blocks = submit.root.hex(), published.num_blocks
+    salt.own_root, salt.num_blocks = submit.root.hex(), published.num_blocks * hashes_per_block
     return salt
 
 

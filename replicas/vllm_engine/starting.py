@@ -24,9 +24,6 @@ from replicas.vllm_engine.core_view import CoreView
 _SENSIBLE_CONTEXT = 256
 """A cache that cannot hold one sequence of this many tokens is a mistake in the settings."""
 
-_FULL_KINDS = {"full_attention", "mla_attention", "sink_full_attention"}
-"""vLLM's kinds of cache of which every block that a prompt shares is a hit."""
-
 _TOO_SMALL = ("KV cache is needed", "Cannot auto-fit max_model_len")
 """vLLM's messages when its cache cannot hold `context_length` tokens, or none at all."""
 
@@ -68,12 +65,17 @@ def load_adapters(vllm: Any, adapters: Iterable[LoraAdapter]) -> Mapping[str, Lo
 
 
 def check_fit(card: ModelCard, config: ReplicaConfig, core: CoreView) -> None:
-    kinds = dict.fromkeys(core.cache_kinds)
-    if len(core.cache_kinds) > 1 or not kinds.keys() <= _FULL_KINDS:
+    shape = core.cache_shape
+    if shape.problem is not None:
         raise SettingsError(
-            f"the layers of {card.name} keep KV caches of kind {' and '.join(kinds)}, and Kvasir indexes"
-            " those of full attention; a model with sliding windows or chunks beside full attention is served"
-            " with disable_hybrid_kv_cache_manager=true in engine_args, which caches it as if all were full"
+            f"{card.name} has {shape.problem}, of which Kvasir cannot foretell hits; a model with sliding"
+            " windows or chunks beside full attention is served with disable_hybrid_kv_cache_manager=true in"
+            " engine_args, which caches it as if all were full, and any model without speculative_config"
+        )
+    if shape.is_sparse and core.has_more_tiers:
+        raise SettingsError(
+            f"the layers of {card.name} keep different KV caches, which are not kept below the device: it is"
+            " served without host_kv_bytes, and without kv_transfer_config in engine_args"
         )
     if config.context_length is None and card.context_length < _SENSIBLE_CONTEXT:
         raise SettingsError(

@@ -5,7 +5,7 @@ no router finds it.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,13 +50,26 @@ class EventTranslator:
         *,
         has_more_tiers: bool,
         storer_of: Callable[[str | None], Storer | None],
+        peek_tokens: int = 0,
     ) -> None:
         self._block_size = block_size
+        self._peek_tokens = peek_tokens
         self._storer_of = storer_of
         self._writers = BlockWriters(num_blocks * (_WRITERS_PER_BLOCK if has_more_tiers else 1))
         self.hashes = HashMap(
             block_size, on_gone=self._writers.forget, num_remembered=num_blocks if has_more_tiers else 0
         )
+
+    @property
+    def num_copies(self) -> int:
+        """Blocks on the device, every copy counted."""
+        return self.hashes.num_copies()
+
+    def num_leading_tokens(self, request: Any) -> int:
+        """The tokens of a request of vLLM's that lie in some tier; with a draft model it reads a block
+        less."""
+        num_tokens = self.hashes.num_leading(request.block_hashes) * self._block_size
+        return max(0, num_tokens - self._peek_tokens)
 
     def translate(self, events: Iterable[Any]) -> list[CacheEvent]:
         translated: list[CacheEvent] = []
@@ -82,10 +95,10 @@ class EventTranslator:
         return self._writers.writer(block_hash)
 
     def token_shares(
-        self, hashes: Sequence[bytes], user: UserTag, *, num_cached_tokens: int, num_prompt_tokens: int
+        self, request: Any, user: UserTag, *, num_cached_tokens: int, num_prompt_tokens: int
     ) -> Shares:
-        """Divide a hit of `num_cached_tokens` by user, for a request with these blocks in vLLM's names."""
-        found = self.hashes.names(hashes[: num_cached_tokens // self._block_size])
+        """Divide a hit of `num_cached_tokens` by user, for a request of vLLM's."""
+        found = self.hashes.names(request.block_hashes[: num_cached_tokens // self._block_size])
         return self._writers.token_shares(
             found, user, block_size=self._block_size, num_prompt_tokens=num_prompt_tokens
         )

@@ -1,0 +1,68 @@
+"""CacheShape: how vLLM divides its KV cache among a model's layers, and what follows for hits.
+
+Owns the reading of vLLM's groups. Imports vLLM.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
+
+from replicas.vllm_engine.resume_points import CHUNKED, MAMBA, CacheGroup, peek_of, problem_of
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """`hash_block` is the tokens of one of vLLM's hashes; hits are multiples of `alignment`. The cache holds
+    `capacity_tokens` in sequences of the full context. `retention_interval` is vLLM's; None keeps all."""
+
+    groups: tuple[CacheGroup, ...]
+    hash_block: int
+    alignment: int
+    capacity_tokens: int
+    vllm_retention_interval: int | None
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether a hit needs more than blocks of full attention."""
+        return len(self.groups) > 1 or not self.groups[0].is_full
+
+    @property
+    def peek_tokens(self) -> int:
+        return peek_of(self.groups, self.alignment)
+
+    @property
+    def retention_interval(self) -> int:
+        """The card's interval: the points that a router may count on."""
+        kinds = {group.kind for group in self.groups if not group.is_full}
+        if kinds <= {CHUNKED}:
+            return self.alignment
+        if self.vllm_retention_interval is None:
+            return 0 if MAMBA in kinds else self.alignment  # states are kept where a step ended
+        return self.vllm_retention_interval
+
+    @property
+    def problem(self) -> str | None:
+        """Why hits in such a cache cannot be foretold; None if they can."""
+        return problem_of(self.groups, self.alignment) if self.is_sparse else None
+
+
+def read_cache_shape(config: Any, manager: Any) -> CacheShape:
+    """Read the cache of a KVCacheManager."""
+    cache, coordinator = manager.kv_cache_config, manager.coordinator
+    groups = []
+    for number, single in enumerate(coordinator.single_type_managers):
+        spec = cache.kv_cache_groups[number].kv_cache_spec
+        kind, window = manager.kv_cache_event_metadata[number]
+        if kind == CHUNKED:
+            window = spec.attention_chunk_size
+        groups.append(
+            CacheGroup(
+                kind, int(single.block_size), window, bool(single.use_eagle), bool(spec.prefix_cacheable)
+            )
+        )
+    hash_block = int(coordinator.block_pool.hash_block_size)
+    alignment = hash_block if coordinator.enable_partial_hash_hits else int(coordinator.scheduler_block_size)
+    capacity_tokens, _ = get_kv_cache_capacity(config, cache)
+    interval = cache.prefix_cache_retention_interval
+    return CacheShape(tuple(groups), hash_block, alignment, int(capacity_tokens), interval)

@@ -1,0 +1,65 @@
+"""Resume points from vLLM's events, against the hits that its own scheduler finds."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from replicas.protocol.hits import points_left
+from tests.replicas.vllm_engine.sparse_router import Prompts, SparseRouter
+
+pytestmark = pytest.mark.vllm
+
+NUM_PROMPTS = 60
+LONGEST = 980
+NAMES = (
+    *("gpt-oss", "gpt-oss, a tail every 256 tokens", "gpt-oss, dense", "gemma 3", "gemma 4", "two windows"),
+    *("llama 4", "mistral", "qwen3-next", "qwen3-next, finer hits", "jamba", "kimi linear", "nemotron"),
+    *("mamba 2", "states, a window and full attention", "deepseek v4", "gpt-oss, drafts"),
+    *("gpt-oss, drafts on full attention", "gemma 4, drafts", "qwen3-next, drafts"),
+)
+
+
+def replay(name: str, num_prompts: int, seed: int = 1) -> Counter[str]:
+    """Run random prompts one after another; count what was foretold and what was found."""
+    from tests.replicas.vllm_engine.scheduler_run import SHAPES, SchedulerRun
+
+    run = SchedulerRun(SHAPES[name])
+    assert run.shape.problem is None
+    router = SparseRouter(run.card)
+    prompts = Prompts(seed, run.shape.hash_block, LONGEST)
+    figures: Counter[str] = Counter()
+    for number in range(num_prompts):
+        prompt = prompts.next()
+        foretold, num_reached = router.hit(prompt), router.num_reached(prompt)
+        request: Any = run.add(str(number), prompt, prompts.num_output_tokens())
+        figures["wrong in the replica"] += run.cache.num_leading_tokens(request) != foretold
+        while run.scheduler.has_requests():
+            router.hear(run.step())
+            figures["steps"] += 1
+        (started,) = run.core.take_started()
+        figures["wrong"] += started.num_found_tokens != foretold
+        figures["tokens"] += len(prompt)
+        figures["hit tokens"] += foretold
+        figures["unresumable"] += started.num_shared_tokens > 0
+        num_shared = num_reached if num_reached * run.card.block_size > foretold else 0
+        chain = router.chain(prompt)
+        found = (foretold + run.card.peek_tokens) // run.card.block_size if foretold else 0
+        left = [end for end in points_left(run.card, len(prompt), num_shared) if end > found]
+        figures["points that were promised and are not left"] += sum(
+            chain[end - 1] not in router.points for end in left
+        )
+        figures["points promised"] += len(left)
+        prompts.ran(prompt, request.output_token_ids)
+    assert run.cache.num_copies == run.num_held()
+    figures["points"], figures["blocks"] = len(router.points), run.cache.num_copies
+    figures["steps with points"] = router.num_steps_with_points
+    return figures
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_hit_of_vllm_is_foretold_by_the_points(name: str, environment: None) -> None:
+    figures = replay(name, NUM_PROMPTS)
+    assert figures["wrong"] == figures["wrong in the replica"] == 0, figures
+    assert figures["hit tokens"] > 0.1 * figures["tokens"], figures
+    assert figures["points"] <= figures["blocks"], figures
