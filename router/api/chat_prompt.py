@@ -15,7 +15,7 @@ from router.answers.grammar_check import ANY_TEXT, CheckedGrammar
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.sampling import bounded_tokens, context_exceeded
 from router.errors import InvalidRequest
-from router.explain.outline import PromptOutline, outline_of
+from router.explain.outline import outline_of
 from router.history.splicing import STANDS_FOR_ANSWER
 from router.keeping import LeaseRequest
 from router.prepared import EncodedHistory, EncodedPrompt
@@ -137,11 +137,12 @@ def encoded_prompt(
     if len(kept) < len(shown.token_ids):  # the places in it are no longer where they were
         num_stable_tokens, keeps = None, [LeaseRequest(keep.seconds) for keep in request.keeps]
     else:
-        num_stable_tokens = _moved(shown, _num_stable_tokens(model, chat))
+        num_stable_tokens = shown.moved(_num_stable_tokens(model, chat))
         keeps = [
-            LeaseRequest(keep.seconds, _moved(shown, _num_kept_tokens(model, chat, keep)))
+            LeaseRequest(keep.seconds, shown.moved(_num_kept_tokens(model, chat, keep)))
             for keep in request.keeps
         ]
+    wanted = request.output_format
     return EncodedPrompt(
         pack_token_ids(kept),
         num_stable_tokens=num_stable_tokens,
@@ -149,23 +150,14 @@ def encoded_prompt(
         keeps=keeps,
         grammar=grammar,
         history=history,
-        outline=_outline(request, history),
+        outline=outline_of(
+            request.tools,
+            request.messages,
+            request.template_arguments,
+            None if wanted is None else [wanted.schema, wanted.text, wanted.choices],
+            () if history is None else history.digests[1:],
+        ),
         images=list(shown.images),
-    )
-
-
-def _moved(shown: Shown, num_tokens: int | None) -> int | None:
-    return None if num_tokens is None else shown.moved(num_tokens)
-
-
-def _outline(request: ChatRequest, history: EncodedHistory | None) -> PromptOutline:
-    wanted = request.output_format
-    return outline_of(
-        request.tools,
-        request.messages,
-        request.template_arguments,
-        None if wanted is None else [wanted.schema, wanted.text, wanted.choices],
-        () if history is None else history.digests[1:],
     )
 
 

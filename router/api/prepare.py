@@ -34,6 +34,7 @@ from router.api.sampling import bounded_tokens, kept_tokens
 from router.errors import InvalidRequest, about_model
 from router.large_bodies.grammar_checks import check
 from router.prepared import EncodedPrompt
+from router.prompt.images import Shown
 from router.prompt.text_model import TextModel, TextModels
 
 
@@ -104,7 +105,7 @@ async def prepared_chat(site: Site, kind: str, body: bytes) -> PreparedChat:
         chat = render_chat(model, request, is_bounded=site.is_bounded)
         token_ids = await site.encode(model, chat.text, request.messages_field, is_quoted=chat.is_quoted)
         wished = chat_grammar(model, request, starts_in_reasoning=chat.starts_in_reasoning)
-        shown = shown_chat(model, request, token_ids)
+        shown = shown_chat(model, request, token_ids) if request.images else Shown(token_ids)
         kept = kept_tokens(request, model, shown.token_ids)
         grammar = await site.check(wished, request.cache_salt) if wished.text else ANY_TEXT
         history = encoded_history(request) if site.has_history else None

@@ -30,18 +30,20 @@ def is_light(body: bytes) -> bool:
 
 
 def is_light_chat(body: bytes) -> bool:
-    if len(body) <= SMALL_BYTES:
-        return is_light(body)
-    return len(body) <= MOST_BYTES and _has_few_values(body) and _has_few_exponents(body)
+    if len(body) <= TINY_BYTES:
+        return True
+    if len(body) > MOST_BYTES or not _has_few_exponents(body):
+        return False
+    return len(body) <= SMALL_BYTES or _has_few_values(body)
 
 
 def is_light_completion(body: bytes) -> bool:
     """Token ids are many and cheap: only what nests is counted."""
-    if len(body) <= SMALL_BYTES:
-        return is_light(body)
+    if len(body) <= TINY_BYTES:
+        return True
     if len(body) > MOST_BYTES or not _has_few_exponents(body):
         return False
-    return body.count(b"[") + body.count(b"{") <= MOST_VALUES
+    return len(body) <= SMALL_BYTES or body.count(b"[") + body.count(b"{") <= MOST_VALUES
 
 
 def _has_few_exponents(body: bytes) -> bool:

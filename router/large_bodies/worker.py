@@ -76,7 +76,7 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._verdicts: dict[Digest, TemplateVerdict] = {}
         self._starting = asyncio.Lock()
-        self._places = FairPlaces(
+        self.places = FairPlaces(
             num_places=PLACES,
             most_waiting=MOST_WAITING,
             wait_seconds=WAIT_SECONDS,
@@ -93,7 +93,7 @@ class Worker:
         windows = self._windows(max_context)
         job = BodyJob(kind, self._max_choices, self._max_prompts, self._has_history, windows)
         try:
-            async with self._places.place(address):
+            async with self.places.place(address):
                 await self._load_all()
                 outcome = await self._ask(WORK, Outcome, msgspec.msgpack.encode(job), body)
         except NoPlace as error:
@@ -136,24 +136,16 @@ class Worker:
         async with self._starting:
             return await self._load(Digest(digest), bundle)
 
-    @property
-    def num_working(self) -> int:
-        return self._places.num_working
-
-    @property
-    def num_waiting(self) -> int:
-        return self._places.num_waiting
-
     def instruments(self) -> Iterator[Instrument]:
         yield gauge(
             "router_large_bodies",
             "Large bodies that are being prepared in a helper process",
-            lambda: self.num_working,
+            lambda: self.places.line.num_working,
         )
         yield gauge(
             "router_large_bodies_waiting",
             "Large bodies that wait for the helper process",
-            lambda: self.num_waiting,
+            lambda: self.places.line.num_waiting,
         )
         yield counter(
             "router_large_bodies_total",

@@ -26,11 +26,7 @@ class TenantTurns:
         self._tenant = ""
         """The last tenant that asked."""
         self._mixed_until = 0.0
-        self._places = FairPlaces(num_places=1, most_waiting=sys.maxsize)  # requests in flight are bounded
-
-    @property
-    def num_waiting(self) -> int:
-        return self._places.num_waiting
+        self.places = FairPlaces(num_places=1, most_waiting=sys.maxsize)  # requests in flight are bounded
 
     async def turn(self, tenant: Tenant, num_bytes: int) -> None:
         """Wait for a turn to prepare `num_bytes`. Start right away, without awaiting. Safe to cancel."""
@@ -39,5 +35,5 @@ class TenantTurns:
             if self._tenant:
                 self._mixed_until = now + MIXED_SECONDS
             self._tenant = tenant.name
-        if now < self._mixed_until or self._places.num_waiting:
-            await self._places.turn(tenant.name, (num_bytes + REQUEST_BYTES) / tenant.weight)
+        if now < self._mixed_until or self.places.line.num_waiting:
+            await self.places.turn(tenant.name, (num_bytes + REQUEST_BYTES) / tenant.weight)

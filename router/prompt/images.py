@@ -61,8 +61,10 @@ class Shown(NamedTuple):
     token_ids: list[int]
     images: Sequence[PromptImage] = ()
 
-    def moved(self, num_tokens: int) -> int:
+    def moved(self, num_tokens: int | None) -> int | None:
         """Return the position here of the end of `num_tokens` of the prompt with one token per image."""
+        if num_tokens is None:
+            return None
         for image in self.images:
             if image.start >= num_tokens:
                 break

@@ -26,7 +26,10 @@ class _Waiting(NamedTuple):
 
 class FairPlaces:
     """`owner_share` of the places and of the line may be one owner's, but at least one; by default all but
-    one place, and the whole line. Only the whole bounds an owner of None. Waits `wait_seconds` at most."""
+    one place, and the whole line. Only the whole bounds an owner of None. Waits `wait_seconds` at most.
+
+    `line` is to be read only.
+    """
 
     def __init__(
         self,
@@ -37,7 +40,7 @@ class FairPlaces:
         owner_share: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._line: FairLine[_Waiting] = FairLine(
+        self.line: FairLine[_Waiting] = FairLine(
             num_places=num_places,
             most_waiting=most_waiting,
             most_of_owner=None if owner_share is None else max(1, int(num_places * owner_share)),
@@ -45,14 +48,6 @@ class FairPlaces:
         )
         self._wait_seconds = wait_seconds
         self._clock = clock
-
-    @property
-    def num_working(self) -> int:
-        return self._line.num_working
-
-    @property
-    def num_waiting(self) -> int:
-        return self._line.num_waiting
 
     @asynccontextmanager
     async def place(self, owner: Hashable) -> AsyncIterator[None]:
@@ -73,16 +68,19 @@ class FairPlaces:
 
     async def _take(self, owner: Hashable, work: float | None) -> None:
         waiting = _Waiting(asyncio.get_running_loop().create_future(), work)
-        lost = self._line.enter(owner, waiting)
+        lost = self.line.enter(owner, waiting)
         if lost is not None and not lost.future.done():
             lost.future.set_exception(NoPlace)
         self._call_next()
         try:
-            async with asyncio.timeout(self._wait_seconds):
+            if self._wait_seconds is None:
                 await waiting.future
+            else:
+                async with asyncio.timeout(self._wait_seconds):
+                    await waiting.future
         except BaseException as error:
             if waiting.future.cancelled():
-                self._line.leave(owner, waiting)
+                self.line.leave(owner, waiting)
             elif waiting.future.exception() is None and work is None:  # called, and cancelled before it ran
                 self._give_back(owner, 0.0)
             if isinstance(error, TimeoutError):
@@ -90,14 +88,14 @@ class FairPlaces:
             raise
 
     def _give_back(self, owner: Hashable, work: float) -> None:
-        self._line.ends(owner, work)
+        self.line.ends(owner, work)
         self._call_next()
 
     def _call_next(self) -> None:
-        while (found := self._line.next()) is not None:
+        while (found := self.line.next()) is not None:
             owner, waiting = found
             if waiting.future.done():  # cancelled, and its task has yet to run
-                self._line.ends(owner, 0.0)
+                self.line.ends(owner, 0.0)
                 continue
             waiting.future.set_result(None)
             if waiting.work is not None:

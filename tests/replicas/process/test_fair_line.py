@@ -1,9 +1,11 @@
 """FairLine: no owner takes all places or the whole line, and who was given least time goes next."""
 
 import random
+from collections import Counter
 
 import pytest
 
+from replicas.process import fair_line
 from replicas.process.fair_line import FairLine
 
 
@@ -118,3 +120,65 @@ def test_what_is_counted_holds_for_random_use() -> None:
         assert waiting.num_waiting == len(inside) <= 10
         assert waiting.num_working == len(working) <= 3
     assert all(sum(owner == name for owner, _ in working) <= 2 for name in "abcd")
+
+
+class Naive:
+    """The same rules by looking at everybody each time."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[str, str]] = []
+        self.working: Counter[str] = Counter()
+        self.seconds: dict[str, float] = {}
+
+    def known(self) -> set[str]:
+        return {owner for owner, _ in self.waiting} | set(+self.working)
+
+    def enter(self, owner: str, item: str) -> None:
+        known = self.known()
+        if owner not in known:
+            least = min((self.seconds[name] for name in known), default=0.0)
+            self.seconds[owner] = max(least, self.seconds.get(owner, least) if known else least)
+        self.waiting.append((owner, item))
+
+    def next(self) -> tuple[str, str] | None:
+        may = [each for each in self.waiting if self.working[each[0]] < 2]
+        if self.working.total() >= 3 or not may:
+            return None
+        found = min(may, key=lambda each: self.seconds[each[0]])
+        self.waiting.remove(found)
+        self.working[found[0]] += 1
+        return found
+
+    def ends(self, owner: str, seconds: float) -> None:
+        self.working[owner] -= 1
+        self.seconds[owner] += seconds
+        if not self.known():
+            self.seconds.clear()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_order_is_that_of_the_rules(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, waiting, naive = random.Random(seed), line(num_places=3, most_waiting=10_000), Naive()
+    names = [f"owner {number}" for number in range(30)]
+    busy: list[str] = []
+    monkeypatch.setattr(fair_line, "MAX_STALE", -5 * (seed % 4))
+    for number in range(4000):
+        action = rng.random()
+        if action < 0.4:
+            owner, item = rng.choice(names), f"i{number}"
+            waiting.enter(owner, item)
+            naive.enter(owner, item)
+        elif action < 0.6 and naive.waiting:
+            left = naive.waiting.pop(rng.randrange(len(naive.waiting)))
+            assert waiting.leave(*left)
+            if not naive.known():
+                naive.seconds.clear()
+        elif action < 0.8:
+            found = waiting.next()
+            assert found == naive.next()
+            busy += [] if found is None else [str(found[0])]
+        elif busy:
+            owner = busy.pop(rng.randrange(len(busy)))
+            seconds = float(rng.randrange(4))
+            waiting.ends(owner, seconds)
+            naive.ends(owner, seconds)

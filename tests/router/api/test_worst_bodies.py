@@ -83,7 +83,11 @@ async def test_large_bodies_of_every_shape_get_a_clear_answer_and_no_work_here(
         assert seen == []
         await server.wait_idle()
         statistics = server.context.worker
-        assert (statistics.num_working, statistics.num_waiting, statistics.num_refused) == (0, 0, 0)
+        assert (
+            statistics.places.line.num_working,
+            statistics.places.line.num_waiting,
+            statistics.num_refused,
+        ) == (0, 0, 0)
         assert statistics.num_done + statistics.num_ended == len(LARGE)
 
 

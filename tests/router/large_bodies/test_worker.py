@@ -149,7 +149,7 @@ async def test_a_client_that_leaves_takes_the_work_with_it(quick: Worker) -> Non
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)  # so that no child is forked before it is looked at
     work = asyncio.create_task(quick.prepare("chat", _endless_body()))
-    while quick.num_working == 0:  # noqa: ASYNC110 (nobody else can tell)
+    while quick.places.line.num_working == 0:  # noqa: ASYNC110 (nobody else can tell)
         await asyncio.sleep(0.01)
     os.kill(process.pid, signal.SIGCONT)
     while not _children(process.pid):  # noqa: ASYNC110
@@ -157,7 +157,7 @@ async def test_a_client_that_leaves_takes_the_work_with_it(quick: Worker) -> Non
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
         await work
-    assert quick.num_working == 0
+    assert quick.places.line.num_working == 0
     while _children(process.pid):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
@@ -186,7 +186,7 @@ async def test_those_that_wait_too_long_or_are_too_many_are_told_to_come_back(im
     assert quick._process is not None
     os.kill(quick._process.pid, signal.SIGSTOP)
     working = [asyncio.create_task(quick.prepare("chat", body)) for _ in range(worker_module.PLACES)]
-    while quick.num_working < worker_module.PLACES:  # noqa: ASYNC110
+    while quick.places.line.num_working < worker_module.PLACES:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     waiting = asyncio.create_task(quick.prepare("chat", body))
     await asyncio.sleep(0)

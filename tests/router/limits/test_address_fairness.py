@@ -46,15 +46,15 @@ async def test_a_flood_of_large_bodies_from_one_address_holds_up_no_other() -> N
             for _, writer in flood:
                 writer.write(post(LARGE))
             await wait_for(lambda: worker.num_refused == 40 - 1 - 32)
-            assert (worker.num_working, worker.num_waiting) == (1, 32)
+            assert (worker.places.line.num_working, worker.places.line.num_waiting) == (1, 32)
             other = asyncio.create_task(status_of(server.port, sent=post(LARGE)))
-            await wait_for(lambda: worker.num_working == 2)
+            await wait_for(lambda: worker.places.line.num_working == 2)
         finally:
             os.kill(worker._process.pid, signal.SIGCONT)
         assert await other == 200
         await stack.aclose()
         await server.wait_idle()
-        assert (worker.num_working, worker.num_waiting) == (0, 0)
+        assert (worker.places.line.num_working, worker.places.line.num_waiting) == (0, 0)
 
 
 def test_a_share_is_at_least_one_and_without_an_address_only_the_whole_counts() -> None:

@@ -132,8 +132,8 @@ async def test_everyone_who_stays_gets_a_turn_and_nothing_is_kept(
     assert stayed == [None] * len(stayed)
     await seen.passes(2)
     turns = seen.turns
-    assert turns.num_waiting == 0
-    line = turns._places._line
+    assert turns.places.line.num_waiting == 0
+    line = turns.places.line
     assert line.num_working == 0 and not line._owners and not line._idle
     assert does_not_give_way(turns, OTHER)
     await asyncio.sleep(0)

@@ -45,14 +45,14 @@ async def test_others_go_before_an_owner_that_has_its_share_and_it_goes_on_in_or
     assert [worker.is_working for worker in (*flood, *others)] == [True, True, False, False, True, True]
     late = Worker(places, "127.0.0.4")  # all places are taken
     await asyncio.sleep(0.01)
-    assert (places.num_working, places.num_waiting) == (4, 3)
+    assert (places.line.num_working, places.line.num_waiting) == (4, 3)
     await others[0].leave()
     assert late.is_working and not flood[2].is_working
     await flood[0].leave()
     assert flood[2].is_working and not flood[3].is_working
     for worker in (flood[1], flood[2], flood[3], others[1], late):
         await worker.leave()
-    assert (places.num_working, places.num_waiting) == (0, 0)
+    assert (places.line.num_working, places.line.num_waiting) == (0, 0)
 
 
 async def test_those_that_leave_the_line_or_wait_in_vain_give_their_places_back() -> None:
@@ -64,33 +64,33 @@ async def test_those_that_leave_the_line_or_wait_in_vain_give_their_places_back(
     gone.task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone.task
-    assert places.num_waiting == 0
+    assert places.line.num_waiting == 0
     with pytest.raises(NoPlace):
         await Worker(places, FLOOD).task
     called = Worker(places, FLOOD)
     await asyncio.sleep(0.01)
     leaving = asyncio.create_task(working[0].leave())
-    while places.num_waiting:  # noqa: ASYNC110
+    while places.line.num_waiting:  # noqa: ASYNC110
         await asyncio.sleep(0)
     called.task.cancel()  # it has been called, and has not come yet
     with pytest.raises(asyncio.CancelledError):
         await called.task
     await leaving
-    assert places.num_working == 1
+    assert places.line.num_working == 1
     await working[1].leave()
-    assert (places.num_working, places.num_waiting) == (0, 0)
+    assert (places.line.num_working, places.line.num_waiting) == (0, 0)
 
 
 async def test_a_flood_never_has_more_than_its_share_of_places_and_line() -> None:
     places = four_places()
     flood = [asyncio.create_task(_work(places, FLOOD)) for _ in range(100)]
     await asyncio.sleep(0)
-    assert (places.num_working, places.num_waiting) == (2, 4)
+    assert (places.line.num_working, places.line.num_waiting) == (2, 4)
     others = [asyncio.create_task(_work(places, "127.0.0.3")) for _ in range(2)]
     await asyncio.wait_for(asyncio.gather(*others), 1)
     ended = await asyncio.gather(*flood, return_exceptions=True)
     assert [type(each) for each in ended].count(NoPlace) == 100 - 2 - 4
-    assert (places.num_working, places.num_waiting) == (0, 0)
+    assert (places.line.num_working, places.line.num_waiting) == (0, 0)
 
 
 async def test_a_full_line_takes_from_the_owner_with_most() -> None:
@@ -102,7 +102,7 @@ async def test_a_full_line_takes_from_the_owner_with_most() -> None:
         await flood[3].task
     for worker in (flood[0], other, flood[1], flood[2]):
         await worker.leave()
-    assert (places.num_working, places.num_waiting) == (0, 0)
+    assert (places.line.num_working, places.line.num_waiting) == (0, 0)
 
 
 async def _work(places: FairPlaces, owner: str) -> None:
@@ -138,7 +138,7 @@ async def test_the_bounds_hold_and_nothing_is_kept_of_those_that_leave(
     tasks = [asyncio.create_task(use(owner)) for owner in owners]
     for _ in range(wait):
         await asyncio.sleep(0)
-        assert places.num_waiting <= 8
+        assert places.line.num_waiting <= 8
     for number in leaving:
         if number < len(tasks):
             tasks[number].cancel()
@@ -146,5 +146,5 @@ async def test_the_bounds_hold_and_nothing_is_kept_of_those_that_leave(
     assert all(each is None or isinstance(each, NoPlace | asyncio.CancelledError) for each in ended)
     for _ in range(3):
         await asyncio.sleep(0)
-    assert (places.num_working, places.num_waiting) == (0, 0)
-    assert not places._line._owners and not places._line._idle
+    assert (places.line.num_working, places.line.num_waiting) == (0, 0)
+    assert not places.line._owners and not places.line._idle
