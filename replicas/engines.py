@@ -24,8 +24,14 @@ from replicas.process.settings import SettingsError
 from replicas.protocol.image_rules import written_rule
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.simulated_engine.engine import SimulatedEngine
-from replicas.simulated_engine.grouped_cache import GroupedCache
-from replicas.simulated_engine.groups import CacheGroup, GroupKind, alignment_of, num_blocks_for, parse_groups
+from replicas.simulated_engine.groups import (
+    CacheGroup,
+    GroupKind,
+    alignment_of,
+    longest_prompt,
+    num_blocks_for,
+    parse_groups,
+)
 from replicas.simulated_engine.hardware import HARDWARE
 from replicas.simulated_engine.script import MAX_BYTES, Script, ScriptError, read_rules
 from replicas.toy_model import checkpoint_directory
@@ -69,9 +75,7 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
     capacity_tokens = num_blocks * block_size
     max_batched_tokens = config.max_batched_tokens or hardware.max_batched_tokens
     if groups:
-        capacity_tokens = GroupedCache(
-            num_blocks + 1, groups, max_batched_tokens=max_batched_tokens
-        ).capacity_tokens
+        capacity_tokens = longest_prompt(num_blocks, groups, max_batched_tokens)
     card = ModelCard(
         name=config.model_name or directory.resolve().name,
         fingerprint=files_fingerprint(directory),

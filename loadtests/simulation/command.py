@@ -23,6 +23,7 @@ from loadtests.simulation.sweep import SWEEPS, answer, plot
 from loadtests.workloads import GENERATORS, Workload
 from loadtests.workloads.sources import typed_parameters
 from replicas.config import DEFAULT_MAX_RUNNING
+from replicas.simulated_engine.groups import MODELS, CacheGroup, alignment_of, num_blocks_for, parse_groups
 from replicas.simulated_engine.hardware import FREE, HARDWARE
 from router.queue.held import QueueRules
 from router.routing.cost import CostParameters
@@ -129,8 +130,30 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         help="whether a replica's load counts a request at its arrival, or only after the running step",
     )
     add("--index-stride", type=count, default=128, metavar="N", help="default: 128")
+    _add_groups(parser)
     _add_tiers(parser)
     _add_delays(parser)
+
+
+def _add_groups(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--groups",
+        metavar="SHAPE",
+        help=f"layers keep different KV: {', '.join(MODELS)}, or groups as the setting simulated_groups",
+    )
+    add(
+        "--retention",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="with --groups, vLLM's prefix_cache_retention_interval (default: 0)",
+    )
+    add(
+        "--route-by-reach",
+        action="store_true",
+        help="with --groups, routers take what full attention has for a hit, as if they knew no points",
+    )
 
 
 def _add_tiers(parser: argparse.ArgumentParser) -> None:
@@ -346,6 +369,7 @@ def _write_json(
 
 def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | None) -> Job:
     swept = {} if value is None else {arguments.sweep: value}
+    groups = _groups(arguments)
     source = Source(
         arguments.workload,
         seed,
@@ -355,6 +379,7 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
         has_keys=not arguments.without_keys,
         num_tenants=arguments.tenants,
         flood=arguments.flood,
+        block_tokens=alignment_of(groups) if groups else None,
     )
     if "rate" in swept:
         base = dataclasses.replace(source, speed=1.0)
@@ -365,14 +390,13 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
     max_batched_tokens = arguments.max_batched_tokens or hardware.max_batched_tokens
     capacity = int(swept.get("capacity", arguments.capacity or hardware.cache_tokens))
     workload = load(source)
-    if arguments.window is not None and workload.duration_seconds > MAX_WINDOWS * arguments.window:
-        raise ClusterError(f"--window {arguments.window:g} would make more than {MAX_WINDOWS} windows")
+    _check_window(arguments.window, workload)
     block_size = workload.block_tokens
     if capacity < block_size:
         raise ClusterError(f"a cache of {capacity} tokens holds no block of {block_size}")
     shape = ReplicaShape(
         hardware.cost,
-        capacity // block_size,
+        num_blocks_for(capacity, groups) if groups else capacity // block_size,
         block_size,
         max_batched_tokens=max(max_batched_tokens, arguments.max_running + 1),
         max_running=arguments.max_running,
@@ -380,6 +404,8 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
         reads_shared_once=arguments.reads_shared_once,
         counts_arrivals=arguments.counts_arrivals,
         tiers=_tiers(arguments, hardware.bytes_per_token),
+        groups=groups,
+        retention=arguments.retention,
     )
     try:
         options = FleetOptions(
@@ -392,6 +418,7 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
             delays=_delays(arguments),
             announces=not arguments.no_announcements,
             drop_share=arguments.drop_events,
+            routes_by_reach=arguments.route_by_reach,
             queue=_queue(arguments),
             deadline_seconds=arguments.slo_ttft if arguments.deadlines else None,
             kills=tuple(map(parse_kill, arguments.kill)),
@@ -400,6 +427,12 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
     except ValueError as error:
         raise ClusterError(str(error)) from error
     return Job((policy, value), source, options, arguments.warm_up, Slo(arguments.slo_ttft), arguments.window)
+
+
+def _check_window(seconds: float | None, workload: Workload) -> None:
+    """Raises ClusterError."""
+    if seconds is not None and workload.duration_seconds > MAX_WINDOWS * seconds:
+        raise ClusterError(f"--window {seconds:g} would make more than {MAX_WINDOWS} windows")
 
 
 # What the words of the command line stand for.
@@ -411,6 +444,24 @@ def _policies(text: str) -> list[str]:
         if policy not in POLICIES:
             raise ClusterError(f"there is no policy {policy}; there are {', '.join(sorted(POLICIES))}")
     return policies
+
+
+def _groups(arguments: argparse.Namespace) -> tuple[CacheGroup, ...]:
+    if arguments.groups is None:
+        if arguments.retention or arguments.route_by_reach:
+            raise ClusterError("--retention and --route-by-reach need --groups")
+        return ()
+    try:
+        groups = parse_groups(arguments.groups)
+    except ValueError as error:
+        raise ClusterError(f"--groups: {error}") from error
+    if arguments.retention < 0 or arguments.retention % alignment_of(groups):
+        raise ClusterError(
+            f"--retention is a multiple of {alignment_of(groups)} for these groups, not {arguments.retention}"
+        )
+    if arguments.ram is not None:
+        raise ClusterError("--groups go without --ram: a sparse model keeps no KV below the device")
+    return groups
 
 
 def _queue(arguments: argparse.Namespace) -> QueueRules | None:

@@ -17,7 +17,9 @@ from loadtests.simulation.options import FleetOptions, Kill
 from loadtests.simulation.replica import LoadReport, Meter, VirtualReplica
 from loadtests.simulation.request import HashedRequest, VirtualRequest, block_id
 from loadtests.simulation.router import VirtualRouter
-from loadtests.simulation.store import VirtualStore
+from loadtests.simulation.shape import ReplicaShape
+from loadtests.simulation.sparse_replica import SparseReplica
+from loadtests.simulation.store import OnDisk, VirtualStore
 from loadtests.workloads import Loss
 from replicas.protocol.frames import RefusalCode
 from replicas.protocol.status import ReplicaId
@@ -81,6 +83,10 @@ class FleetResult:
     """Warm-up included. None if no prompt had any."""
 
 
+def new_replica(shape: ReplicaShape, meter: Meter, restored: Sequence[OnDisk] = ()) -> VirtualReplica:
+    return SparseReplica(shape, meter) if shape.groups else VirtualReplica(shape, meter, restored)
+
+
 class VirtualFleet:
     """`stopwatch` is a real clock, for what decisions cost; `new_meter` makes a replica's speed meter."""
 
@@ -103,7 +109,7 @@ class VirtualFleet:
         self._feed = Feed()
         self.hosts = [VirtualHost(number, options.index_stride) for number in range(options.num_replicas)]
         for host in self.hosts:
-            host.start(VirtualReplica(options.shape, new_meter()))
+            host.start(new_replica(options.shape, new_meter()))
         by_id = {host.replica_id: host for host in self.hosts}
         self.routers = [
             VirtualRouter(options, by_id, self._feed, new_rng(), lambda: self._now)
@@ -314,9 +320,10 @@ class VirtualFleet:
         if not fits:
             self._end(run, "too long")
             return
-        if self._options.announces and routed.announcement.block_hashes:
-            virtual.announcement_id = routed.announcement.announcement_id
-            host.announce(routed.announcement)
+        announced = routed.announcement
+        if self._options.announces and (announced.block_hashes or announced.points):
+            virtual.announcement_id = announced.announcement_id
+            host.announce(announced)
             self._publish(host)
         host.replica.submit(virtual, self._now, peer=self._peer(routed))
         if self._options.shape.counts_arrivals:
@@ -501,7 +508,7 @@ class VirtualFleet:
         self._losses.append(Loss(self._now, frozenset(map(block_id, left))))
 
     def _bring_back(self, host: VirtualHost) -> None:
-        replica = VirtualReplica(self._options.shape, self._new_meter(), host.left_on_disk)
+        replica = new_replica(self._options.shape, self._new_meter(), host.left_on_disk)
         host.left_on_disk = []
         host.start(replica)
         host.is_coming = False

@@ -80,6 +80,11 @@ class VirtualHost:
         return frozenset() if self._residency is None else frozenset(self._residency.kept)
 
     @property
+    def points(self) -> frozenset[BlockHash]:
+        """Its resume points, if its model is sparse."""
+        return frozenset() if self._residency is None else frozenset(self._residency.points)
+
+    @property
     def fastest(self) -> Mapping[BlockHash, Tier]:
         """The tier of the fastest copy of each of these."""
         return {} if self._residency is None else self._residency.fastest
@@ -104,7 +109,9 @@ class VirtualHost:
 
     def announce(self, announcement: Announcement) -> None:
         """A request that will make these blocks has been taken."""
-        begun = self._announcements.begin(announcement.announcement_id, announcement.block_hashes)
+        begun = self._announcements.begin(
+            announcement.announcement_id, announcement.block_hashes, announcement.points
+        )
         assert begun, "announcements have different ids"
 
     def end_announcement(self, announcement_id: int) -> None:
@@ -126,6 +133,8 @@ class VirtualHost:
             removed=net.removed,
             in_host=net.in_host,
             on_disk=net.on_disk,
+            points=net.points,
+            points_removed=net.points_removed,
             announced=announced,
             ended=ended,
         )
@@ -141,6 +150,7 @@ class VirtualHost:
             added=whole.added,
             in_host=whole.in_host,
             on_disk=whole.on_disk,
+            points=whole.points,
             cleared=True,
             announced=self._announcements.take_all(),
         )

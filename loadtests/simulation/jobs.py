@@ -28,6 +28,7 @@ from loadtests.workloads import (
     first_seconds,
     ideal_hits,
     scale,
+    with_block_tokens,
     with_tenants,
     without_keys,
 )
@@ -50,6 +51,8 @@ class Source:
     """None leaves them as they are."""
     flood: int = 1
     """Factor by which one of the tenants exceeds its own share."""
+    block_tokens: int | None = None
+    """The size of its blocks; None is the workload's own."""
     seconds: float | None = None
     """End of the trace that is simulated, in seconds."""
 
@@ -140,6 +143,11 @@ def load(source: Source) -> Workload:
         workload = first_seconds(workload, source.seconds)
     if not workload.requests:
         raise ClusterError(f"{source.name} has no requests")
+    if source.block_tokens is not None:
+        try:
+            workload = with_block_tokens(workload, source.block_tokens)
+        except ValueError as error:
+            raise ClusterError(f"{source.name}: {error}") from error
     if not source.has_keys:
         workload = without_keys(workload)
     if source.num_tenants is not None:

@@ -73,6 +73,8 @@ class FleetOptions:
     delays: Delays = field(default_factory=Delays)
     announces: bool = True
     """Replicas tell which blocks a request will make when they take it, not only when they have them."""
+    routes_by_reach: bool = False
+    """Routers take what full attention has of a prompt for a hit, though the model is sparse."""
     drop_share: float = 0.0
     """Each router misses this share of the changes of caches, and has to read that replica's set again."""
     queue: QueueRules | None = None

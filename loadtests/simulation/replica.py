@@ -246,7 +246,7 @@ class VirtualReplica:
                 self._grow(request)
             elif request in self._prefilling:
                 num_left = request.num_left
-                num_tokens = 1 if num_left == 1 else min(num_left, budget)
+                num_tokens = 1 if num_left == 1 else self._num_chunk_tokens(request, budget)
                 if num_tokens and self._allocate(request, request.num_computed + num_tokens):
                     self._add_chunk(step, request, num_tokens)
                     budget -= num_tokens if num_left > 1 else 0
@@ -305,11 +305,14 @@ class VirtualReplica:
     def _begin_prefill(self, step: Step, request: VirtualRequest, budget: int) -> int:
         """Its first chunk of tokens, whose number it returns."""
         self._run(request)
-        num_tokens = min(request.num_left, budget)
+        num_tokens = self._num_chunk_tokens(request, budget)
         allocated = self._allocate(request, request.num_computed + num_tokens)
         assert allocated, "the whole prompt fits, but not its first chunk"
         self._add_chunk(step, request, num_tokens)
         return num_tokens
+
+    def _num_chunk_tokens(self, request: VirtualRequest, budget: int) -> int:
+        return min(request.num_left, budget)
 
     def _count_cached(self, request: VirtualRequest) -> None:
         """At its first start: what it need not compute, and whose that is."""

@@ -18,6 +18,7 @@ from router.queue.holding import Holding
 from router.queue.work import Charge
 from router.routing.decision import RoutingRequest
 from router.routing.overlap import ChangeOutcome
+from router.routing.resume_points import as_points
 from router.routing.table import RoutedRequest, RoutingTable
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ class VirtualRouter:
                 staged = index.stage()
                 for tier in Tier:
                     staged.add((each for each, it in host.fastest.items() if it is tier), tier)
+                staged.add_points(as_points(host.points))
                 index.replace(host.replica_id, host.epoch, staged, last_change=host.last_change)
                 self.num_rereads += 1
 
@@ -177,5 +179,7 @@ def _card(options: FleetOptions) -> ModelCard:
         vocab_size=0,
         max_batched_tokens=shape.max_batched_tokens,
         max_running=shape.max_running,
-        kv_layout=MODEL,
+        kv_layout="" if shape.groups else MODEL,
+        is_sparse=bool(shape.groups) and not options.routes_by_reach,
+        retention_interval=shape.retention,
     )

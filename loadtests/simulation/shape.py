@@ -5,6 +5,7 @@ Owns what they are called. Does not know what a replica does with them.
 
 from dataclasses import dataclass
 
+from replicas.simulated_engine.groups import CacheGroup, longest_prompt
 from replicas.simulated_engine.hardware import CostModel
 
 
@@ -42,6 +43,9 @@ class ReplicaShape:
     both is slower. With `reads_shared_once`, a decode step reads a block once for all requests that attend to
     it. Without `counts_arrivals`, its load counts a request only from the end of the step that follows its
     arrival.
+
+    `groups` are those of a sparse model, whose blocks they share; its requests leave a resume point every
+    `retention` tokens, besides those that vLLM's cache always keeps.
     """
 
     cost: CostModel
@@ -53,7 +57,15 @@ class ReplicaShape:
     reads_shared_once: bool = False
     counts_arrivals: bool = True
     tiers: TierShape | None = None
+    groups: tuple[CacheGroup, ...] = ()
+    retention: int = 0
+
+    def __post_init__(self) -> None:
+        if self.groups and self.tiers is not None:
+            raise ValueError("a sparse model keeps no KV below the device")
 
     @property
     def capacity_tokens(self) -> int:
+        if self.groups:
+            return longest_prompt(self.num_blocks, self.groups, self.max_batched_tokens)
         return self.num_blocks * self.block_size

@@ -34,6 +34,7 @@ from loadtests.workloads.workload import (
     first_seconds,
     scale,
     shrink,
+    with_block_tokens,
     without_keys,
     without_longer_than,
 )
@@ -96,6 +97,7 @@ __all__ = [
     "scale",
     "short_prompts",
     "shrink",
+    "with_block_tokens",
     "with_tenants",
     "without_keys",
     "without_longer_than",

@@ -112,6 +112,29 @@ def first_seconds(workload: Workload, seconds: float) -> Workload:
     )
 
 
+def with_block_tokens(workload: Workload, block_tokens: int) -> Workload:
+    """The same prompts in blocks of another size, which divides the old one or is a multiple of it.
+
+    Raises ValueError.
+    """
+    old, new = workload.block_tokens, block_tokens
+    if old % new and new % old:
+        raise ValueError(f"blocks of {old} tokens neither divide into blocks of {new} nor add up to them")
+    if any(request.images for request in workload.requests):
+        raise ValueError("prompts with images keep their blocks")
+
+    def ids(request: TraceRequest) -> tuple[int, ...]:
+        num_blocks = -(-request.num_input_tokens // new)
+        if new >= old:
+            whole = request.prefix_ids[new // old - 1 :: new // old]
+            return (*whole, *request.prefix_ids[-1:][: num_blocks - len(whole)])
+        parts = old // new
+        return tuple(each * parts + part for each in request.prefix_ids for part in range(parts))[:num_blocks]
+
+    requests = [replace(request, prefix_ids=ids(request)) for request in workload.requests]
+    return Workload(workload.name, new, tuple(requests))
+
+
 def without_keys(workload: Workload) -> Workload:
     """The same requests without any `prompt_cache_key`."""
     return _with_requests(

@@ -29,7 +29,13 @@ from replicas.protocol.events import (
     ResumePointsChanged,
 )
 from replicas.protocol.frames import NO_USER, UserTag
-from replicas.simulated_engine.groups import CacheGroup, GroupKind, alignment_of
+from replicas.simulated_engine.groups import (
+    CacheGroup,
+    GroupKind,
+    alignment_of,
+    longest_prompt,
+    most_blocks,
+)
 
 Key = BlockHash
 """A group's block in the pool: the hash itself for the last block of the first group, else with a suffix."""
@@ -132,14 +138,7 @@ class GroupedCache:
     @property
     def capacity_tokens(self) -> int:
         """Tokens of the longest request that fits, a multiple of the alignment."""
-        low, high = 0, self.pool.num_usable
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._most_blocks(middle * self.alignment) <= self.pool.num_usable:
-                low = middle
-            else:
-                high = middle - 1
-        return low * self.alignment
+        return longest_prompt(self.pool.num_usable, self.groups, self._max_batched_tokens)
 
     # What is there.
 
@@ -192,7 +191,7 @@ class GroupedCache:
     def fits(self, block_hashes: Sequence[BlockHash], num_tokens: int, hit: Hit) -> bool:
         """Whether a request without blocks finds room for all of its tokens, beside its hit."""
         ids = [block_id for _, found in self._hit_blocks(block_hashes, hit) for block_id in found]
-        num_new = self._most_blocks(num_tokens) - len(ids)
+        num_new = most_blocks(self.groups, num_tokens, self._max_batched_tokens) - len(ids)
         return max(num_new, 0) + self.pool.num_free_among(ids) <= self.pool.num_free
 
     def begin(
@@ -357,9 +356,6 @@ class GroupedCache:
             ids = [block_id for block_id in found if block_id is not None]
             assert len(ids) == len(found), "a hit lacks blocks"
             yield first, ids
-
-    def _most_blocks(self, num_tokens: int) -> int:
-        return sum(group.most_blocks(num_tokens, self._max_batched_tokens) for group in self.groups)
 
     def _num_missing(self, group: CacheGroup, held: _Held, end: int) -> int:
         """Count the blocks that a group lacks for `end` tokens. States need one for each step's end."""

@@ -106,6 +106,23 @@ def num_blocks_for(capacity_tokens: int, groups: Sequence[CacheGroup]) -> int:
     return sum(capacity_tokens // group.block_size for group in groups)
 
 
+def most_blocks(groups: Sequence[CacheGroup], num_tokens: int, max_batched_tokens: int) -> int:
+    """Return the blocks that a request holds at a time, at most, if a step computes that many tokens."""
+    return sum(group.most_blocks(num_tokens, max_batched_tokens) for group in groups)
+
+
+def longest_prompt(num_blocks: int, groups: Sequence[CacheGroup], max_batched_tokens: int) -> int:
+    """Return the tokens of the longest prompt that fits into a pool, a multiple of the alignment."""
+    alignment, low, high = alignment_of(groups), 0, num_blocks
+    while low < high:
+        middle = (low + high + 1) // 2
+        if most_blocks(groups, middle * alignment, max_batched_tokens) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low * alignment
+
+
 MODELS: Mapping[str, str] = {
     "gpt-oss": "window:16:128 full:16",
     "gemma-3": "5*window:16:1024 full:16",

@@ -246,11 +246,19 @@ def weigh(
     if not overlaps.reach:
         return tuple(candidates)
     reached = map(overlaps.reach_of, bits)
-    return tuple(
-        [
-            msgspec.structs.replace(candidate, num_reached_blocks=num_blocks)
-            for candidate, num_blocks in zip(candidates, reached, strict=True)
-        ]
+    return tuple([_reaching(request, *each) for each in zip(candidates, reached, strict=True)])
+
+
+def _reaching(request: RoutingRequest, candidate: Candidate, num_reached_blocks: int) -> Candidate:
+    """Return the candidate with this reach of full attention: what it has of the prompt is computed again
+    without a hit, and yet is no second copy in the fleet, which has its price."""
+    num_new = request.num_tokens - candidate.reach.device
+    num_copied = request.num_tokens - max(candidate.reach.device, num_reached_blocks * request.block_size)
+    room_seconds = candidate.cost.room_seconds * max(0, num_copied) / num_new
+    return msgspec.structs.replace(
+        candidate,
+        cost=msgspec.structs.replace(candidate.cost, room_seconds=room_seconds),
+        num_reached_blocks=num_reached_blocks,
     )
 
 

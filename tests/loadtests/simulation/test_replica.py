@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from loadtests.simulation.fleet import new_replica
 from loadtests.simulation.replica import VirtualReplica
 from loadtests.simulation.request import ROOT, HashedRequest, VirtualRequest, prepare
 from loadtests.simulation.shape import ReplicaShape
@@ -18,6 +19,7 @@ from replicas.protocol.media import ImageQuery
 from replicas.protocol.status import ModelCard
 from replicas.scheduling.speed_meter import SpeedMeter
 from replicas.simulated_engine.engine import SimulatedEngine
+from replicas.simulated_engine.groups import parse_groups
 from tests.loadtests.simulation.builders import (
     IMAGE_TOKENS,
     plain_shape,
@@ -44,7 +46,7 @@ def virtual_request(prepared: HashedRequest) -> VirtualRequest:
 
 
 def serve_virtually(workload: Workload, shape: ReplicaShape) -> tuple[Timeline, VirtualReplica]:
-    replica = VirtualReplica(shape, SpeedMeter())
+    replica = new_replica(shape, SpeedMeter())
     first: dict[int, float] = {}
     timeline: Timeline = {}
     arrivals = [(prepared.trace.arrival_seconds, virtual_request(prepared)) for prepared in prepare(workload)]
@@ -73,6 +75,7 @@ def serve_with_the_engine(workload: Workload, shape: ReplicaShape) -> tuple[Time
 
     card = ModelCard("m", "f", "simulated", shape.block_size, shape.num_blocks + 1, 10**6, 2**31)
     card = replace(card, image_rule=written_rule(RULE))
+    card = replace(card, is_sparse=bool(shape.groups), retention_interval=shape.retention)
     engine = SimulatedEngine(
         card,
         shape.cost,
@@ -83,6 +86,7 @@ def serve_with_the_engine(workload: Workload, shape: ReplicaShape) -> tuple[Time
         sleep=sleep,
         printable=range(2**30, 2**30 + 1000),
         image_bytes=1 << 20,
+        groups=shape.groups,
     )
     for content in {image.content for each in workload.requests for image in each.images}:
         engine.take_media(ImageQuery(1, ROOT, png_of(content)))
@@ -143,6 +147,20 @@ def test_it_serves_every_request_at_the_time_and_with_the_hits_of_the_simulated_
     for number, (first, last, num_cached) in expected.items():
         assert found[number] == (pytest.approx(first), pytest.approx(last), num_cached), number
     assert replica.pool.num_used == 0
+
+
+@pytest.mark.parametrize("retention", [0, 16, 48])
+@pytest.mark.parametrize("groups", ["window:16:40 full:16", "2*state:16 full:16", "chunked:16:48 full:16"])
+def test_so_it_does_where_layers_keep_different_kv(groups: str, retention: int) -> None:
+    shape = small_shape(160, groups=parse_groups(groups), retention=retention)
+    workload = random_workload(retention)
+    expected, _ = serve_with_the_engine(workload, shape)
+    found, replica = serve_virtually(workload, shape)
+    assert found.keys() == expected.keys()
+    for number, (first, last, num_cached) in expected.items():
+        assert found[number] == (pytest.approx(first), pytest.approx(last), num_cached), number
+    assert replica.pool.num_used == 0
+    assert sum(num_cached for _, _, num_cached in found.values()) > 0
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -9,6 +9,7 @@ import pytest
 from cluster.cli import main
 from loadtests.simulation.command import TIMED_HARDWARE, _job, add_arguments
 from loadtests.simulation.options import DRAIN_SECONDS, Kill, Outage, parse_kill, parse_outage
+from loadtests.workloads import multi_turn, with_block_tokens
 from replicas.config import ReplicaConfig
 from replicas.engine_process.build import build_engine
 from replicas.simulated_engine.engine import SimulatedEngine
@@ -120,3 +121,55 @@ def test_accidents_are_read_as_they_are_written() -> None:
     with pytest.raises(ValueError, match="a kill reads"):
         parse_kill("0@9:5:soon")
     assert parse_outage("10-20.5") == Outage(10.0, 20.5)
+
+
+def figures_of(words: list[str], tmp_path: Path) -> dict[str, float]:
+    file = tmp_path / "figures.json"
+    assert main(["simulate", *words, "--jobs", "1", "--json", str(file)]) == 0
+    figures: dict[str, float] = json.loads(file.read_text())["results"][0]["figures"]
+    return figures
+
+
+def test_a_sparse_model_is_expected_what_it_has_and_full_attention_is_not(tmp_path: Path) -> None:
+    words = ["zipf-b2b", "--qps", "20", "--limit", "150", "--replicas", "4", "--set", "block_tokens=256"]
+    words += ["--groups", "3*state:256 full:256", "--set", "output_tokens=50"]
+    by_points = figures_of(words, tmp_path)
+    by_reach = figures_of([*words, "--route-by-reach"], tmp_path)
+    assert by_points["prediction_exact"] > 0.9 > by_reach["prediction_exact"]
+    assert by_points["token_hit_rate"] > 0.2
+    more = figures_of([*words, "--retention", "256"], tmp_path)
+    assert more["token_hit_rate"] > by_points["token_hit_rate"]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--retention", "16"], "need --groups"),
+        (["--route-by-reach"], "need --groups"),
+        (["--groups", "ful:16"], "cache groups are"),
+        (["--groups", "gpt-oss", "--retention", "17"], "multiple of 16"),
+        (["--groups", "gpt-oss", "--ram", "1GB"], "below the device"),
+        (["--groups", "full:17"], "neither divide"),
+    ],
+)
+def test_groups_that_make_no_sense_are_refused(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *SMALL, *words]) != 0
+    assert problem in capsys.readouterr().err
+
+
+def test_a_workload_in_blocks_of_another_size_has_the_same_prompts() -> None:
+    workload = multi_turn(seed=1, qps=1.0, num_sessions=4, block_tokens=32)
+    for size in (8, 32, 96):
+        other = with_block_tokens(workload, size)
+        assert with_block_tokens(other, size) == other
+        for old, new in zip(workload.requests, other.requests, strict=True):
+            assert len(new.prefix_ids) == -(-new.num_input_tokens // size)
+            shared = [
+                sum(a == b for a, b in zip(each.prefix_ids, first.prefix_ids, strict=False))
+                for each, first in ((old, workload.requests[0]), (new, other.requests[0]))
+            ]
+            assert (shared[0] - 1) * 32 // size - 1 <= shared[1] <= -(-shared[0] * 32 // size)
+    with pytest.raises(ValueError, match="neither divide"):
+        with_block_tokens(workload, 48)

@@ -269,3 +269,17 @@ def test_in_a_large_fleet_those_that_full_attention_reaches_are_compared() -> No
     change(table.index("m"), there, added=tuple(hash_blocks(ROOT, first, BLOCK)[3::4]))
     routed = route(table, [*first[:1200], *prompt(0, 8, 100)])
     assert routed.decision.replica_id == there
+
+
+def test_what_full_attention_has_is_computed_again_but_is_no_second_copy() -> None:
+    table = sparse_table(2)
+    first = prompt(0, 7, 1280)
+    change(table.index("m"), ReplicaId("r1"), added=tuple(hash_blocks(ROOT, first, BLOCK)[3::4]))
+    decision = route(table, [*first, *prompt(0, 8, 640)]).decision
+    there, elsewhere = (
+        next(each for each in decision.candidates if each.replica_id == name) for name in ("r1", "r0")
+    )
+    assert there.overlap_tokens == elsewhere.overlap_tokens == 0
+    assert there.cost.prefill_seconds == elsewhere.cost.prefill_seconds
+    assert there.cost.room_seconds == pytest.approx(elsewhere.cost.room_seconds / 3)
+    assert decision.replica_id == "r1"
