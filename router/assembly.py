@@ -24,18 +24,19 @@ from replicas.protocol.lease_seal import LeaseSeal
 from replicas.protocol.status import ModelCard, ReplicaId, TokenizerBundle
 from router.api.context import ApiContext
 from router.app import Apps, create_apps
-from router.caller import DEFAULT_TENANT
 from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.overdue import OverdueWatch
 from router.dispatch.retries import RetryPolicy
 from router.dispatch.waiting_room import WaitingRoom
 from router.feature import Feature
+from router.features.api_keys.feature import ApiKeys
 from router.features.explanations.feature import Explanations
 from router.features.live_page.feature import LivePage
 from router.features.live_page.fleet_source import FleetSource
 from router.features.named_caches.feature import NamedCacheFeature
 from router.features.published.feature import Published
+from router.features.rate_limits.feature import RequestRates
 from router.features.recorded_bodies.feature import BodyRecorder
 from router.features.responses.feature import StoredResponses
 from router.features.usage.feature import Usage
@@ -56,10 +57,6 @@ from router.routing.table import RoutingTable
 from router.shared.instruments import Instrument, gauge
 from router.siblings.history_exchange import HistoryExchange
 from router.siblings.redis_history import HistoryBounds, RedisHistory
-from router.tenants.key_file import KeyFile
-from router.tenants.keys_in_force import KeysInForce
-from router.tenants.rate_exchange import RateExchange
-from router.tenants.redis_keys import RedisKeys
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +96,6 @@ class Router:
             chain_bytes=config.hash_cache_bytes,
         )
         self._tls = _open_tls(config)
-        self._keys = KeysInForce(clock) if config.has_keys else None
-        self._key_source = _open_keys(config, self._keys, secret)
         self._membership = self._follow_members(secret)
         self._dispatcher = _new_dispatcher(config, self._table, self._membership, rng, clock)
         self.metrics = metrics = RouterMetrics(CollectorRegistry())
@@ -112,7 +107,6 @@ class Router:
             metrics=metrics,
             num_replicas=lambda model: len(self._table.replica_ids(model)),
             rng=rng,
-            keys=self._keys,
             index_of=self._table.index,
             history_exchange=_open_history(config, common_secret if has_common_secret else None),
             tracing=self._tracing,
@@ -129,6 +123,8 @@ class Router:
     def _open_features(self, secret: ClusterSecret | None, common_secret: ClusterSecret) -> Iterator[Feature]:
         """Raises SettingsError."""
         config, context = self._config, self._context
+        yield ApiKeys(context, secret)
+        yield RequestRates(context)
         yield Usage.open(context, secret)
         yield Published.open(context, secret)
         yield NamedCacheFeature.open(context, secret)
@@ -143,11 +139,6 @@ class Router:
                 "all that clients ask is recorded in %s, as setting record_bodies says", config.record_bodies
             )
             yield BodyRecorder(config.record_bodies, config.record_bodies_bytes)
-        exchange = RateExchange(config.redis_url, context.rates.limits, context.clock)
-        if config.has_keys:
-            yield exchange
-        else:  # there are no limits, and alerts find the series that they go by
-            context.metrics.add(exchange.instruments())
         if context.history_exchange is not None:
             yield context.history_exchange
 
@@ -182,8 +173,6 @@ class Router:
                     tasks.create_task(feature.run(), name=type(feature).__name__)
                 if self._tls is not None:
                     tasks.create_task(self._tls.follow(), name="TLS files")
-                if self._key_source is not None:
-                    tasks.create_task(self._key_source.follow(), name="API keys")
         finally:
             for feature in self._context.features:
                 await feature.close()
@@ -231,7 +220,6 @@ class Router:
             lambda: {} if self._tls is None else self._tls.ends,
             "file",
         )
-        yield from (self._keys or KeysInForce(lambda: 0.0)).instruments()  # zeros, for alerts to go by
 
 
 def _new_table(config: RouterConfig, rng: random.Random, clock: Callable[[], float]) -> RoutingTable:
@@ -268,23 +256,6 @@ def _new_dispatcher(
             lambda: FairQueue(max_waiting=config.max_queued, max_bytes=config.max_waiting_bytes),
         ),
     )
-
-
-def _open_keys(
-    config: RouterConfig, keys: KeysInForce | None, secret: ClusterSecret | None
-) -> KeyFile | RedisKeys | None:
-    """Raises SettingsError."""
-    if keys is None:
-        logger.warning(
-            "there are no API keys: everyone who reaches this router is the one tenant %r, and can tell what "
-            "the others have asked; set keys_file, for which `kvasir keys create` makes keys",
-            DEFAULT_TENANT,
-        )
-        return None
-    if config.keys_file is not None:
-        return KeyFile(config.keys_file, keys)
-    assert secret is not None, "the settings have been checked"
-    return RedisKeys(config.redis_url, secret, keys)
 
 
 def _read_secret(config: RouterConfig) -> ClusterSecret | None:

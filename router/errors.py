@@ -64,6 +64,17 @@ class HeadFault(enum.StrEnum):
     CONTENT_ENCODING = "content_encoding"
 
 
+class KeyFault(enum.StrEnum):
+    """Reason why a request's credentials are refused, for metrics."""
+
+    MISSING = "key_missing"
+    UNKNOWN = "key_unknown"
+    EXPIRED = "key_expired"
+    WRONG_HEADER = "key_in_wrong_header"
+    NOT_ALLOWED = "not_allowed"
+    """The key is right, and does not allow this."""
+
+
 class RouterError(Exception):
     """Base of the tree. `message` is fit for the client."""
 

@@ -25,6 +25,8 @@ class Feature:
     the feature itself.
     """
 
+    is_on = True
+    """Whether its hooks are called. Its instruments and routes are there all the same."""
     store: "Feature | None" = None
     """The part of it that works in the background, if that is on: added with it."""
 

@@ -20,10 +20,9 @@ from cluster.errors import ClusterError
 from replicas.process.secret_file import read_secret
 from replicas.process.settings import SettingsError, without_password
 from replicas.protocol.cluster_secret import Purpose
-from router.shared.sealing import NotOurs, Seal
-from router.tenants.key_document import BadKeys, read_document, write_json, write_yaml
-from router.tenants.key_record import NO_KEYS, KeyDocument
-from router.tenants.redis_keys import (
+from router.features.api_keys.key_document import BadKeys, read_document, write_json, write_yaml
+from router.features.api_keys.key_record import NO_KEYS, KeyDocument
+from router.features.api_keys.redis_keys import (
     MAX_TRIES,
     Numbered,
     document_in,
@@ -31,6 +30,7 @@ from router.tenants.redis_keys import (
     read_keys,
     replace_keys,
 )
+from router.shared.sealing import NotOurs, Seal
 
 REDIS_SECONDS = 30.0
 

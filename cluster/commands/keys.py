@@ -18,8 +18,8 @@ from cluster.commands.key_store import KeyStore
 from cluster.commands.tables import align
 from cluster.errors import ClusterError
 from router.caller import Limits, Right, Tenant
-from router.tenants.key_document import BadKeys, document_from, plain_document, plain_tenant
-from router.tenants.key_record import RANDOM_BYTES, KeyDocument, KeyRecord, make_key
+from router.features.api_keys.key_document import BadKeys, document_from, plain_document, plain_tenant
+from router.features.api_keys.key_record import RANDOM_BYTES, KeyDocument, KeyRecord, make_key
 
 Say = Callable[[str], None]
 

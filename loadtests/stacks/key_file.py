@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from router.caller import Right, Tenant
-from router.tenants.key_document import write_json
-from router.tenants.key_record import RANDOM_BYTES, KeyDocument, KeyRecord, make_key
+from router.features.api_keys.key_document import write_json
+from router.features.api_keys.key_record import RANDOM_BYTES, KeyDocument, KeyRecord, make_key
 
 
 def write_key_file(path: Path, tenants: Iterable[Tenant], *, operators: Iterable[str] = ()) -> dict[str, str]:

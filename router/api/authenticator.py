@@ -17,7 +17,7 @@ from router.api.gemini.errors import GEMINI_ERRORS
 from router.caller import CALLER, Caller, Right
 from router.edge.http import Header, client_request_id, header, send_whole
 from router.edge.http_error import HttpError
-from router.tenants.keyring import KeyFault
+from router.errors import KeyFault
 
 OPERATORS_PATHS = ("/metrics", "/load", "/live/", "/explain/")
 """Prefixes of the operators' routes on the clients' port. They show all tenants."""

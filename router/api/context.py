@@ -19,7 +19,6 @@ from replicas.protocol.status import ReplicaId
 from router.api.authenticator import FindsCallers
 from router.api.chat_history import ChatHistory
 from router.api.prepare_in_worker import prepare_in_worker
-from router.api.rate_limiting import RequestRates
 from router.caller import Caller, Right
 from router.config import RouterConfig
 from router.edge.connections import Connections, address_of
@@ -44,7 +43,6 @@ from router.routing.table import Preview
 from router.served import Observer, ServedRequest
 from router.shared.instruments import Instrument
 from router.siblings.history_exchange import HistoryExchange
-from router.tenants.rate_limits import RateLimits
 from router.turns import Turns
 
 if TYPE_CHECKING:
@@ -121,8 +119,6 @@ class ApiContext:
     """To be run, and closed with the router; None where conversations are this router's alone."""
     admission: Admission = field(init=False)
     """Weighs requests once they have been read."""
-    rates: RequestRates = field(init=False)
-    """Limits of tenants and keys."""
     connections: Connections = field(init=False)
     """Connections of the clients' listener."""
     bodies: BodyBudget = field(init=False)
@@ -152,7 +148,6 @@ class ApiContext:
         self.admission = Admission(
             max_sequences=self.config.max_sequences, max_tokens=self.config.max_tokens_in_flight
         )
-        self.rates = RequestRates(RateLimits(), self.clock, self.wall_clock)
         self.connections = Connections.of(self.config)
         self.bodies = BodyBudget(self.config.body_memory_bytes, address_share=self.config.address_share)
         self.images = BodyBudget(self.config.image_memory_bytes, address_share=self.config.address_share)
@@ -167,7 +162,6 @@ class ApiContext:
             self.admission,
             self.connections,
             self.worker,
-            self.rates.limits,
             self.dispatcher,
             self.catalog,
             self.history,
@@ -178,7 +172,8 @@ class ApiContext:
 
     def add(self, feature: Feature) -> None:
         self.features.append(feature)
-        self.hooks.add(feature)
+        if feature.is_on:
+            self.hooks.add(feature)
         self.metrics.add(feature.instruments())
         if feature.store is not None:
             self.add(feature.store)

@@ -75,7 +75,6 @@ class GenerationEndpoint:
         context, caller = self._context, request.caller
         try:
             timeout_seconds = timeout_of(request.scope)
-            context.rates.begin(caller)
             for hook in context.hooks.arrived:
                 hook(request)
             with context.bodies.hold(request.address) as held:
@@ -89,8 +88,7 @@ class GenerationEndpoint:
                         exchange.has_prepared(body)
                         request.body = body = b""
                         held.give_back()
-                        rates = context.rates.hold(caller, request.generations, request.num_used_tokens)
-                        with rates, context.admit(request):
+                        with context.admit(request):
                             await exchange.run()
             await exchange.finish()
         except ClientGone as error:
@@ -317,22 +315,19 @@ class _Exchange:
             event = failed(error) if failed else self._errors.event(error, request.request_id)
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
             return
-        headers = [*error.headers(), *extra, *self._id_headers(), *self._rate_headers()]
+        headers = [*error.headers(), *extra, *self._id_headers()]
         for hook in self._context.hooks.headers:
             headers += hook(request)
         await send_whole(self._send, request.status, headers, self._errors.body(error, request.request_id))
 
     def _own_headers(self) -> list[Header]:
-        headers = [*self._id_headers(), *self._run_headers, *self._rate_headers()]
+        headers = [*self._id_headers(), *self._run_headers]
         for hook in self._context.hooks.headers:
             headers += hook(self._request)
         if self._errors is OPENAI_ERRORS:
             milliseconds = self.seconds() * 1000
             headers.append((b"openai-processing-ms", b"%d" % milliseconds))
         return headers
-
-    def _rate_headers(self) -> list[Header]:
-        return self._context.rates.headers(self._request.caller, self._errors)
 
     def _id_headers(self) -> list[Header]:
         value = self._request.request_id.encode()

@@ -18,12 +18,11 @@ from replicas.protocol.events import Tier
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import LeaseBreak, LeaseRefusal
 from router.caller import DEFAULT_TENANT
-from router.errors import ErrorKind, HeadFault
+from router.errors import ErrorKind, HeadFault, KeyFault
 from router.keeping import GRANTED, NO_ANSWER, kept_of
 from router.misses import Cause
 from router.served import GAP_BOUNDS, ServedPrompt, ServedRequest
 from router.shared.instruments import Distributions, HistogramSeries, Instrument, Number, Numbers
-from router.tenants.keyring import KeyFault
 
 LATENCY_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),

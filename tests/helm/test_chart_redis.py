@@ -22,10 +22,16 @@ from replicas.protocol.frames import PromptUsage
 from replicas.protocol.keys import MODELS_KEY, blocks_key, events_key, replica_key, replicas_key
 from replicas.protocol.status import Epoch
 from router.caller import Caller, Limits, Tenant
+from router.features.api_keys.keys_in_force import KeysInForce
+from router.features.api_keys.redis_keys import RedisKeys
 from router.features.explanations.exchange import STREAM as EXPLANATIONS_STREAM
 from router.features.explanations.exchange import ExplanationExchange
 from router.features.named_caches.named_caches import NamedCaches
 from router.features.named_caches.store import INDEX_KEY, content_key, record_key
+from router.features.rate_limits.rate_account import Ask, Owner
+from router.features.rate_limits.rate_exchange import STREAM as LIMITS_STREAM
+from router.features.rate_limits.rate_exchange import RateExchange
+from router.features.rate_limits.rate_limits import RateLimits
 from router.features.responses.record import ResponseBounds
 from router.features.responses.redis_responses import RedisResponses
 from router.features.responses.redis_responses import record_key as responses_key
@@ -39,12 +45,6 @@ from router.siblings.history_exchange import HistoryExchange
 from router.siblings.redis_history import HistoryBounds, RedisHistory
 from router.siblings.redis_history import end_key as history_end_key
 from router.siblings.redis_history import record_key as history_record_key
-from router.tenants.keys_in_force import KeysInForce
-from router.tenants.rate_account import Ask, Owner
-from router.tenants.rate_exchange import STREAM as LIMITS_STREAM
-from router.tenants.rate_exchange import RateExchange
-from router.tenants.rate_limits import RateLimits
-from router.tenants.redis_keys import RedisKeys
 from tests.helm.chart import named, rendered
 from tests.redis_server import RedisServer
 from tests.replicas.mirror import connect

@@ -8,7 +8,7 @@ import pytest
 
 from loadtests.stacks.local_stack import free_port, local_stack
 from tests.helm.chart import FOLDER, named, rendered
-from tests.router.tenants.documents import numbered_key, yaml_of
+from tests.router.features.api_keys.documents import numbered_key, yaml_of
 
 SCRIPT = FOLDER / "files" / "check_cached_tokens.py"
 

@@ -25,6 +25,7 @@ from router.features.named_caches.feature import NamedCacheFeature
 from router.features.named_caches.named_caches import NamedCaches
 from router.features.published.feature import Published
 from router.features.published.store import PublishedStore
+from router.features.rate_limits.feature import RequestRates
 from router.features.responses.feature import StoredResponses
 from router.features.responses.store import ResponseStore
 from router.features.usage.feature import Usage
@@ -43,6 +44,7 @@ class HttpServer:
     context: ApiContext
     dispatcher: ScriptedDispatcher
     explanations: Explanations
+    rates: RequestRates
 
     @property
     def url(self) -> str:
@@ -94,6 +96,8 @@ async def http_server(
         keys=keys,
         history_exchange=history,
     )
+    rates = RequestRates(context)
+    context.add(rates)
     context.add(Usage(context, usage))
     context.add(Published(context, published))
     context.add(NamedCacheFeature(context, caches))
@@ -110,7 +114,7 @@ async def http_server(
             listening(apps.main, context.connections, drain_seconds) as port,
             background(history),
         ):
-            yield HttpServer(port, context, dispatcher, explanations)
+            yield HttpServer(port, context, dispatcher, explanations, rates)
     finally:
         await context.worker.close()
 

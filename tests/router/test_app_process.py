@@ -15,7 +15,7 @@ from router.__main__ import main
 from router.assembly import Router
 from router.config import RouterConfig
 from tests.redis_server import RedisServer
-from tests.router.tenants.documents import yaml_of
+from tests.router.features.api_keys.documents import yaml_of
 
 
 def test_a_taken_port_is_one_sentence_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

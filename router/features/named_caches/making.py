@@ -136,8 +136,7 @@ class CacheMaker:
 
     async def _compute(self, request: ApiRequest, prompt: Prompt) -> None:
         context, trace = self._context, Trace(request.request_id, None)
-        rates = context.rates.hold(request.caller, request.generations, request.num_used_tokens)
-        with rates, context.admit(request):
+        with context.admit(request):
             async with context.dispatcher.run(prompt.generation, trace) as run:
                 try:
                     async for batch in run:

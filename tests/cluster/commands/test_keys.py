@@ -13,12 +13,12 @@ import pytest
 from cluster.cli import main
 from cluster.commands.key_arguments import read_moment
 from router.caller import Caller, Limits, Right
-from router.tenants import key_document
-from router.tenants.key_document import read_document, write_json
-from router.tenants.key_record import KeyDocument, keyring_of
-from router.tenants.keyring import KeyFault
+from router.errors import KeyFault
+from router.features.api_keys import key_document
+from router.features.api_keys.key_document import read_document, write_json
+from router.features.api_keys.key_record import KeyDocument, keyring_of
 from tests.redis_server import RedisServer
-from tests.router.tenants.documents import document_of
+from tests.router.features.api_keys.documents import document_of
 
 NOW = datetime.now(UTC).timestamp()
 

@@ -12,9 +12,9 @@ import pytest
 from cluster.commands.usage import add_arguments, usage
 from cluster.errors import ClusterError
 from router.features.usage.store import UsageStore
+from tests.router.features.api_keys.some_keys import ACME, BETA, OPERATOR, some_keys
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says
-from tests.router.tenants.some_keys import ACME, BETA, OPERATOR, some_keys
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 

@@ -7,9 +7,9 @@ import httpx
 import pytest
 
 from cluster.cli import main
+from tests.router.features.api_keys.some_keys import ACME, BETA, OPERATOR, bearer, some_keys
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says
-from tests.router.tenants.some_keys import ACME, BETA, OPERATOR, bearer, some_keys
 from tests.router.tiny_model import MODEL
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "the quick brown fox jumps. " * 9}]}

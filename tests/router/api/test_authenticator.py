@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from tests.router import tiny_model
+from tests.router.features.api_keys.some_keys import ACME, BETA, GAMMA, OLD, OPERATOR, bearer, some_keys
 from tests.router.http_server import HttpServer, http_server
-from tests.router.tenants.some_keys import ACME, BETA, GAMMA, OLD, OPERATOR, bearer, some_keys
 
 CHAT = {"model": tiny_model.MODEL, "messages": [{"role": "user", "content": "How are you?"}], "max_tokens": 2}
 ANTHROPIC = {**CHAT, "max_tokens": 2}

@@ -17,6 +17,7 @@ from router.api.chat_history import HistoryOutcome
 from router.api.chat_prompt import encode_chat, render_chat
 from router.api.chat_request import ChatRequest
 from router.caller import Caller, Tenant
+from router.errors import KeyFault
 from router.features.responses.record import ResponseBounds
 from router.features.responses.redis_responses import RedisResponses
 from router.features.responses.store import ResponseStore
@@ -26,7 +27,6 @@ from router.shared.sealing import Seal
 from router.siblings import history_exchange
 from router.siblings.history_exchange import HistoryExchange, Look
 from router.siblings.redis_history import PREFIX, HistoryBounds, RedisHistory
-from router.tenants.keyring import KeyFault
 from tests.redis_server import RedisServer
 from tests.router import tiny_model
 from tests.router.api.test_chat_history import PADDING, TOOLS, outcomes, said

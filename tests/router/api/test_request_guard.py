@@ -11,10 +11,10 @@ import pytest
 
 from router.shared.origins import calls_address
 from tests.router import tiny_model
+from tests.router.features.api_keys.some_keys import ACME, bearer, some_keys
 from tests.router.http_server import HttpServer, http_server
 from tests.router.quiet_fleet import QuietFleet
 from tests.router.scripted_dispatch import says
-from tests.router.tenants.some_keys import ACME, bearer, some_keys
 
 BODY = json.dumps({"model": tiny_model.MODEL, "prompt": "Hello"}).encode()
 JSON = {"content-type": "application/json"}

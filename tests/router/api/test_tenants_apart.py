@@ -15,9 +15,9 @@ from router.features.responses.record import ResponseBounds
 from router.features.responses.store import ResponseStore
 from router.features.usage.store import UsageStore
 from tests.router import tiny_model
+from tests.router.features.api_keys.some_keys import ACME, BETA, OPERATOR, bearer, some_keys
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says
-from tests.router.tenants.some_keys import ACME, BETA, OPERATOR, bearer, some_keys
 
 MODEL = tiny_model.MODEL
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Acme's own words"}]}

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from tests.router.features.api_keys.some_keys import ACME, BETA, OPERATOR, bearer, some_keys
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says
-from tests.router.tenants.some_keys import ACME, BETA, OPERATOR, bearer, some_keys
 from tests.router.tiny_model import MODEL
 
 WORDS = "the quick brown fox jumps over the lazy dog and sleeps. " * 6

@@ -20,9 +20,9 @@ from router.features.published.store import KEY, PublishedStore
 from router.prompt.catalog import ModelCatalog
 from tests.redis_server import RedisServer
 from tests.router import tiny_model
+from tests.router.features.api_keys.some_keys import ACME, BETA, OPERATOR, bearer, some_keys
 from tests.router.features.explanations.test_images import RULE, TEMPLATE
 from tests.router.http_server import HttpServer, http_server
-from tests.router.tenants.some_keys import ACME, BETA, OPERATOR, bearer, some_keys
 
 SECRET = ClusterSecret(tiny_model.SECRET)
 BLOCK = 16

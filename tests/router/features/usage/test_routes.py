@@ -21,9 +21,9 @@ from router.features.usage.store import UsageStore
 from router.generation import Generation
 from router.prompt.catalog import ModelCatalog
 from tests.redis_server import RedisServer
+from tests.router.features.api_keys.some_keys import ACME, BETA, OPERATOR, bearer, some_keys
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import NEVER, Step
-from tests.router.tenants.some_keys import ACME, BETA, OPERATOR, bearer, some_keys
 from tests.router.thinking_model import MODEL, catalog, token_ids
 
 ANSWER = "<think>\nHm.\n</think>\n\nYes."

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from router.caller import OPEN_CALLER, Caller, Limits, Tenant
 from router.errors import LimitReached
-from router.tenants.rate_account import Ask
-from router.tenants.rate_limits import RateLimits, Taken
+from router.features.rate_limits.rate_account import Ask
+from router.features.rate_limits.rate_limits import RateLimits, Taken
 from tests.examples import examples
 
 

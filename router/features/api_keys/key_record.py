@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 
 from router.caller import NO_LIMITS, Caller, Limits, Right, Tenant
-from router.tenants.keyring import KEY_PREFIX, HeldKey, Keyring
+from router.features.api_keys.keyring import KEY_PREFIX, HeldKey, Keyring
 
 ID_BYTES = 6
 SECRET_BYTES = 32

@@ -3,8 +3,8 @@
 import hashlib
 
 from router.caller import Tenant
-from router.tenants.key_document import write_yaml
-from router.tenants.key_record import RANDOM_BYTES, KeyDocument, KeyRecord, make_key
+from router.features.api_keys.key_document import write_yaml
+from router.features.api_keys.key_record import RANDOM_BYTES, KeyDocument, KeyRecord, make_key
 
 
 def numbered_key(number: int) -> tuple[KeyRecord, str]:

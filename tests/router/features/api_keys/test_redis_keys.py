@@ -9,10 +9,9 @@ import redis.asyncio
 from redis.exceptions import NoPermissionError
 
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
-from router.shared.sealing import Seal
-from router.tenants.keyring import KeyFault
-from router.tenants.keys_in_force import KeysInForce
-from router.tenants.redis_keys import (
+from router.errors import KeyFault
+from router.features.api_keys.keys_in_force import KeysInForce
+from router.features.api_keys.redis_keys import (
     DOCUMENT_KEY,
     Numbered,
     RedisKeys,
@@ -21,8 +20,9 @@ from router.tenants.redis_keys import (
     replace_keys,
     seal_document,
 )
+from router.shared.sealing import Seal
 from tests.redis_server import RedisServer
-from tests.router.tenants.documents import document_of, numbered_key
+from tests.router.features.api_keys.documents import document_of, numbered_key
 
 SECRET = ClusterSecret(b"s" * 32)
 SEAL = Seal(SECRET, Purpose.API_KEYS)

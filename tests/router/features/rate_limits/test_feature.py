@@ -13,12 +13,11 @@ import openai
 import pytest
 
 from replicas.protocol.frames import PromptUsage, RequestKey, TokenDelta
-from router.api.rate_limiting import RequestRates
 from router.caller import Caller, Limits, Right, Tenant
 from router.errors import GenerationFailed, Overloaded
+from router.features.api_keys.keyring import HeldKey, Keyring, key_digest
+from router.features.rate_limits.rate_limits import LEAST_ASK
 from router.generation import Generation
-from router.tenants.keyring import HeldKey, Keyring, key_digest
-from router.tenants.rate_limits import LEAST_ASK
 from tests.router import tiny_model
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import NEVER, Step, says
@@ -57,7 +56,7 @@ async def limited(
     }
     async with http_server(keys=Keyring(held), **settings) as server:  # type: ignore[arg-type]
         clock = Clock()
-        server.context.rates = RequestRates(server.context.rates.limits, clock, lambda: 1_700_000_000.0)
+        server.rates.clock, server.rates.wall_clock = clock, lambda: 1_700_000_000.0
         server.dispatcher.script = says([65, 66])
         yield server, clock
 
@@ -106,7 +105,7 @@ async def test_openais_library_waits_by_itself_until_there_is_room() -> None:
         for _ in range(600):
             who = server.context.keys.find(KEY, 0.0)  # type: ignore[union-attr]
             assert isinstance(who, Caller)
-            server.context.rates.limits.take(who, LEAST_ASK, clock.now)
+            server.rates.limits.take(who, LEAST_ASK, clock.now)
 
         async def pass_time() -> None:
             await asyncio.sleep(0.05)
@@ -157,7 +156,7 @@ async def test_without_limits_nothing_is_said_of_any() -> None:
             answer = await http.post(path, json=CHAT)
             assert answer.status_code == 200
             assert not any("ratelimit" in name for name in answer.headers)
-        assert server.context.rates.limits.num_accounts == 0
+        assert server.rates.limits.num_accounts == 0
 
 
 async def test_requests_are_refused_before_their_body_is_read() -> None:
@@ -273,7 +272,7 @@ async def test_what_is_refused_or_fails_here_is_given_back(failure: Exception) -
     ):
         server.dispatcher.script = lambda generation: [failure]
         assert _remaining(await http.post("/v1/chat/completions", json=CHAT)) == (9, 5000)
-        assert server.context.rates.limits.num_sequences == 0
+        assert server.rates.limits.num_sequences == 0
 
 
 def _two_tokens_then_silence(generation: Generation) -> Sequence[Step]:
@@ -336,7 +335,7 @@ async def test_after_a_storm_of_disconnects_and_failures_nothing_is_held() -> No
         for _ in range(8):
             await asyncio.gather(*(one(number) for number in range(25)))
         await server.wait_idle()
-        statistics = server.context.rates.limits
+        statistics = server.rates.limits
         assert statistics.num_sequences == 0
         clock.now += 60
         server.dispatcher.script = lambda generation: [Overloaded("full")]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from replicas.process.settings import SettingsError
-from router.tenants.key_file import KeyFile
-from router.tenants.keyring import KeyFault
-from router.tenants.keys_in_force import KeysInForce
-from tests.router.tenants.documents import numbered_key, yaml_of
+from router.errors import KeyFault
+from router.features.api_keys.key_file import KeyFile
+from router.features.api_keys.keys_in_force import KeysInForce
+from tests.router.features.api_keys.documents import numbered_key, yaml_of
 
 
 class Clock:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from router.caller import Caller
+from router.errors import KeyFault
+from router.features.api_keys.key_record import KeyDocument, keyring_of
+from router.features.api_keys.keyring import Keyring
 from router.shared.instruments import Instrument, counter, gauge
-from router.tenants.key_record import KeyDocument, keyring_of
-from router.tenants.keyring import KeyFault, Keyring
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.tenants.key_file import KeyFile
-from router.tenants.keys_in_force import KeysInForce
+from router.features.api_keys.key_file import KeyFile
+from router.features.api_keys.keys_in_force import KeysInForce
 from tests.router import tiny_model
+from tests.router.features.api_keys.documents import numbered_key, yaml_of
 from tests.router.http_server import http_server
-from tests.router.tenants.documents import numbered_key, yaml_of
 
 Status = Callable[[int], Awaitable[int]]
 

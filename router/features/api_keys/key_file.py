@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from replicas.process.secret_file import open_file_complaint
 from replicas.process.settings import SettingsError
-from router.tenants.key_document import MAX_BYTES, BadKeys, read_document
-from router.tenants.keys_in_force import KeySet, KeysInForce, key_set
+from router.features.api_keys.key_document import MAX_BYTES, BadKeys, read_document
+from router.features.api_keys.keys_in_force import KeySet, KeysInForce, key_set
 
 logger = logging.getLogger(__name__)
 

@@ -7,72 +7,74 @@ end has used what was computed until then.
 import datetime
 import math
 from asyncio import CancelledError
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from router.api.anthropic.errors import ANTHROPIC_ERRORS
-from router.api.error_shapes import OPENAI_ERRORS, ErrorShape
-from router.caller import Caller
+from router.api.api_request import ApiRequest
+from router.api.context import ApiContext
+from router.api.error_shapes import OPENAI_ERRORS, error_shape
 from router.edge.http import Header
+from router.feature import Feature
+from router.features.rate_limits.rate_account import Ask, Quota
+from router.features.rate_limits.rate_exchange import RateExchange
+from router.features.rate_limits.rate_limits import Quotas, RateLimits, Taken, has_rates
 from router.generation import Generation
 from router.limits.admission import COUNTED_OUTPUT_TOKENS
-from router.tenants.rate_account import Ask, Quota
-from router.tenants.rate_limits import Quotas, RateLimits, Taken, has_rates
+from router.shared.instruments import Instrument
 
 
-class RequestRates:
-    def __init__(
-        self, limits: RateLimits, clock: Callable[[], float], wall_clock: Callable[[], float]
-    ) -> None:
-        self.limits = limits
-        self._clock = clock
-        self._wall_clock = wall_clock
+class RequestRates(Feature):
+    """Off without API keys: only its instruments are there, for alerts."""
 
-    def begin(self, caller: Caller) -> None:
-        """Before anything of a request is read. Raises LimitReached."""
-        if has_rates(caller):
-            self.limits.begin(caller, self._clock())
+    store: RateExchange | None
 
-    def hold(
-        self, caller: Caller, generations: Sequence[Generation], num_used_tokens: Callable[[], int | None]
-    ) -> "RateHold":
-        """While it is served. `num_used_tokens` tells of its answers at the end; None: no replica had it.
-        Raises LimitReached."""
-        taken = None
-        if has_rates(caller):
-            taken = self.limits.take(caller, _ask(generations), self._clock())
-        return RateHold(self, taken, num_used_tokens)
+    def __init__(self, context: ApiContext) -> None:
+        self.limits = RateLimits()
+        self.clock, self.wall_clock = context.clock, context.wall_clock
+        self.is_on = context.keys is not None
+        self._exchange = RateExchange(context.config.redis_url, self.limits, context.clock)
+        self.store = self._exchange if self.is_on else None
 
-    def end(self, taken: Taken, num_output_tokens: int | None) -> None:
-        """None: it was not served."""
-        if num_output_tokens is None:
-            self.limits.give_back(taken, self._clock())
-        else:
-            self.limits.end(taken, num_output_tokens, self._clock())
+    def instruments(self) -> Iterator[Instrument]:
+        yield from self.limits.instruments()
+        if not self.is_on:
+            yield from self._exchange.instruments()
 
-    def headers(self, caller: Caller, shape: ErrorShape) -> list[Header]:
+    def arrived(self, request: ApiRequest) -> None:
+        """Raises LimitReached."""
+        if has_rates(request.caller):
+            self.limits.begin(request.caller, self.clock())
+
+    def admitted(self, request: ApiRequest) -> "RateHold | None":
+        """Raises LimitReached."""
+        if not has_rates(request.caller):
+            return None
+        taken = self.limits.take(request.caller, _ask(request.generations), self.clock())
+        return None if taken is None else RateHold(self, taken, request)
+
+    def headers(self, request: ApiRequest) -> list[Header]:
         """None for who has no limits. Gemini's clients know none."""
-        if not has_rates(caller):
+        if not has_rates(request.caller):
             return []
-        quotas = self.limits.quotas(caller, self._clock())
+        quotas = self.limits.quotas(request.caller, self.clock())
         if quotas is None:
             return []
+        shape = error_shape(request.scope)
         if shape is ANTHROPIC_ERRORS:
-            return _anthropic_headers(quotas, self._wall_clock())
+            return _anthropic_headers(quotas, self.wall_clock())
         return _openai_headers(quotas) if shape is OPENAI_ERRORS else []
 
 
 class RateHold:
     """One request's reservation. Leave it once."""
 
-    __slots__ = ("_num_used_tokens", "_rates", "_taken")
+    __slots__ = ("_rates", "_request", "_taken")
 
-    def __init__(
-        self, rates: RequestRates, taken: Taken | None, num_used_tokens: Callable[[], int | None]
-    ) -> None:
+    def __init__(self, rates: RequestRates, taken: Taken, request: ApiRequest) -> None:
         self._rates = rates
         self._taken = taken
-        self._num_used_tokens = num_used_tokens
+        self._request = request
 
     def __enter__(self) -> None:
         pass
@@ -80,9 +82,13 @@ class RateHold:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._taken is not None:
-            has_failed = error is not None and not isinstance(error, CancelledError)
-            self._rates.end(self._taken, None if has_failed else self._num_used_tokens())
+        limits, now = self._rates.limits, self._rates.clock()
+        has_failed = error is not None and not isinstance(error, CancelledError)
+        num_output_tokens = None if has_failed else self._request.num_used_tokens()
+        if num_output_tokens is None:
+            limits.give_back(self._taken, now)
+        else:
+            limits.end(self._taken, num_output_tokens, now)
 
 
 def _ask(generations: Sequence[Generation]) -> Ask:

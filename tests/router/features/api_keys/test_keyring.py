@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.tenants.keyring import KeyFault
-from tests.router.tenants.some_keys import ACME, ACME_TENANT, OLD, some_keys
+from router.errors import KeyFault
+from tests.router.features.api_keys.some_keys import ACME, ACME_TENANT, OLD, some_keys
 
 
 def test_a_key_is_known_by_all_of_its_text() -> None:

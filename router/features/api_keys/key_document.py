@@ -28,7 +28,7 @@ import msgspec
 import yaml
 
 from router.caller import NO_LIMITS, Limits, Right, Tenant
-from router.tenants.key_record import KeyDocument, KeyRecord, is_key_id
+from router.features.api_keys.key_record import KeyDocument, KeyRecord, is_key_id
 
 MAX_BYTES = 64 * 2**20
 """Size of a document: about 300,000 keys."""

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 
 from router.feature import Feature
+from router.features.rate_limits.rate_account import SECONDS_PER_MINUTE
+from router.features.rate_limits.rate_limits import RateLimits
+from router.features.rate_limits.rate_news import MAX_ENTRIES, News, RateNews, decode_news
 from router.shared.instruments import Instrument, counter, gauge
 from router.shared.news import NewsStream
-from router.tenants.rate_account import SECONDS_PER_MINUTE
-from router.tenants.rate_limits import RateLimits
-from router.tenants.rate_news import MAX_ENTRIES, News, RateNews, decode_news
 
 STREAM = "kvasir-limits:news"
 WRITE_SECONDS = 0.2

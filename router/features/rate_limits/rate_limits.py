@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from router.caller import Caller, Limits
 from router.errors import LimitReached
+from router.features.rate_limits.rate_account import Ask, Limited, Owner, Quota, RateAccount, Shortage
 from router.shared.instruments import Instrument, counter, gauge
-from router.tenants.rate_account import Ask, Limited, Owner, Quota, RateAccount, Shortage
 
 NUM_LOOKED_AT = 2
 """Accounts that each request looks at, to forget those that are idle."""

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.caller import Limits, Right, Tenant
-from router.tenants import key_document
-from router.tenants.key_document import BadKeys, read_document, write_json, write_yaml
-from router.tenants.key_record import KeyDocument, KeyRecord, keyring_of
-from router.tenants.keyring import KeyFault
-from tests.router.tenants.documents import document_of, numbered_key, yaml_of
+from router.errors import KeyFault
+from router.features.api_keys import key_document
+from router.features.api_keys.key_document import BadKeys, read_document, write_json, write_yaml
+from router.features.api_keys.key_record import KeyDocument, KeyRecord, keyring_of
+from tests.router.features.api_keys.documents import document_of, numbered_key, yaml_of
 
 _NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
 _COUNTS = st.integers(1, 2**53)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from router.caller import Caller, Limits, Tenant
 from router.errors import LimitReached
+from router.features.rate_limits.rate_account import Ask, Owner
+from router.features.rate_limits.rate_exchange import STREAM, RateExchange
+from router.features.rate_limits.rate_limits import RateLimits, Taken
+from router.features.rate_limits.rate_news import QUIET_SECONDS, News, RateNews, decode_news, encode_news
 from router.shared.news import FIELD
-from router.tenants.rate_account import Ask, Owner
-from router.tenants.rate_exchange import STREAM, RateExchange
-from router.tenants.rate_limits import RateLimits, Taken
-from router.tenants.rate_news import QUIET_SECONDS, News, RateNews, decode_news, encode_news
 from tests.examples import examples
 from tests.redis_server import RedisServer
 

@@ -1,7 +1,7 @@
 """Keys of a few tenants, as tests ask with them."""
 
 from router.caller import Caller, Right, Tenant
-from router.tenants.keyring import HeldKey, Keyring, key_digest
+from router.features.api_keys.keyring import HeldKey, Keyring, key_digest
 
 ACME, BETA, GAMMA, OPERATOR, OLD = (f"sk-kvasir-{digit * 12}-{digit * 43}" for digit in "12345")
 """Acme and Beta share nothing, Gamma and Beta the group `lab`; the operator's has every right; the last one

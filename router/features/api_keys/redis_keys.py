@@ -16,11 +16,11 @@ from redis.exceptions import WatchError
 from replicas.process.cancellation import raise_if_cancelled
 from replicas.process.plain_redis import plain_redis
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
+from router.features.api_keys.key_document import BadKeys, read_document, write_json
+from router.features.api_keys.key_record import NO_KEYS, KeyDocument
+from router.features.api_keys.keys_in_force import KeySet, KeysInForce, key_set
 from router.shared.redis_health import REDIS_FAILURES
 from router.shared.sealing import KEY_ID_BYTES, NONCE_BYTES, VERSION, NotOurs, Seal
-from router.tenants.key_document import BadKeys, read_document, write_json
-from router.tenants.key_record import NO_KEYS, KeyDocument
-from router.tenants.keys_in_force import KeySet, KeysInForce, key_set
 
 logger = logging.getLogger(__name__)
 

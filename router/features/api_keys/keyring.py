@@ -4,7 +4,6 @@ Owns the parsing and comparison of a key's text: looked up by id and recognised 
 in a time that reveals neither. The source of keys is elsewhere.
 """
 
-import enum
 import hashlib
 import hmac
 import re
@@ -12,23 +11,13 @@ import re
 import msgspec
 
 from router.caller import Caller
+from router.errors import KeyFault
 
 KEY_PREFIX = "sk-kvasir-"
 DIGEST_BYTES = 32
 
 _KEY = re.compile(re.escape(KEY_PREFIX) + r"([0-9a-f]{12})-[A-Za-z0-9_-]{43}", re.ASCII)
 _NOBODYS_DIGEST = bytes(DIGEST_BYTES)
-
-
-class KeyFault(enum.StrEnum):
-    """Reason why a request's credentials are refused, for metrics."""
-
-    MISSING = "key_missing"
-    UNKNOWN = "key_unknown"
-    EXPIRED = "key_expired"
-    WRONG_HEADER = "key_in_wrong_header"
-    NOT_ALLOWED = "not_allowed"
-    """The key is right, and does not allow this."""
 
 
 class HeldKey(msgspec.Struct, frozen=True, gc=False):

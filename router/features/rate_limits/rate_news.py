@@ -11,8 +11,8 @@ from typing import Annotated
 from msgspec import Meta, Struct, msgpack
 
 from router.caller import Limits
-from router.tenants.rate_account import Owner, RateAccount
-from router.tenants.rate_limits import RateLimits
+from router.features.rate_limits.rate_account import Owner, RateAccount
+from router.features.rate_limits.rate_limits import RateLimits
 
 MAX_ENTRIES = 512
 """In one message; the rest waits for the next one."""
