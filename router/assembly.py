@@ -32,6 +32,7 @@ from router.dispatch.waiting_room import WaitingRoom
 from router.feature import Feature
 from router.features.api_keys.feature import ApiKeys
 from router.features.explanations.feature import Explanations
+from router.features.history.feature import ChatHistory
 from router.features.live_page.feature import LivePage
 from router.features.live_page.fleet_source import FleetSource
 from router.features.named_caches.feature import NamedCacheFeature
@@ -55,8 +56,6 @@ from router.queue.holding import Holding
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
 from router.shared.instruments import Instrument, gauge
-from router.siblings.history_exchange import HistoryExchange
-from router.siblings.redis_history import HistoryBounds, RedisHistory
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ class Router:
         self._tasks: asyncio.TaskGroup | None = None
         self._table = _new_table(config, rng, clock)
         secret = _read_secret(config)
-        has_common_secret = secret is not None or (own_secret is not None and config.processes > 1)
+        self._has_common_secret = secret is not None or (own_secret is not None and config.processes > 1)
         common_secret = secret or ClusterSecret(own_secret or secrets.token_bytes(32))
         self._catalog = ModelCatalog(
             common_secret.current,
@@ -108,7 +107,6 @@ class Router:
             num_replicas=lambda model: len(self._table.replica_ids(model)),
             rng=rng,
             index_of=self._table.index,
-            history_exchange=_open_history(config, common_secret if has_common_secret else None),
             tracing=self._tracing,
             bounds=bounds or Bounds(),
         )
@@ -118,6 +116,11 @@ class Router:
         for feature in self._open_features(secret, common_secret):
             context.add(feature)
         metrics.add(self._instruments())
+        if secret is None:
+            logger.warning(
+                "there is no cluster secret: anyone who can write to Redis can pose as a replica; set "
+                "secret_file"
+            )
         self.apps = create_apps(context)
 
     def _open_features(self, secret: ClusterSecret | None, common_secret: ClusterSecret) -> Iterator[Feature]:
@@ -125,6 +128,7 @@ class Router:
         config, context = self._config, self._context
         yield ApiKeys(context, secret)
         yield RequestRates(context)
+        yield ChatHistory.open(context, common_secret if self._has_common_secret else None)
         yield Usage.open(context, secret)
         yield Published.open(context, secret)
         yield NamedCacheFeature.open(context, secret)
@@ -139,13 +143,13 @@ class Router:
                 "all that clients ask is recorded in %s, as setting record_bodies says", config.record_bodies
             )
             yield BodyRecorder(config.record_bodies, config.record_bodies_bytes)
-        if context.history_exchange is not None:
-            yield context.history_exchange
 
     def _follow_members(self, secret: ClusterSecret | None) -> Membership:
         config = self._config
         return Membership(
-            RegistrySource(config.redis_url, config.poll_seconds, seal=_open_seal(secret)),
+            RegistrySource(
+                config.redis_url, config.poll_seconds, seal=None if secret is None else LeaseSeal(secret)
+            ),
             self._table,
             index_stride=config.index_stride,
             on_model=self._add_model,
@@ -264,23 +268,6 @@ def _read_secret(config: RouterConfig) -> ClusterSecret | None:
     if (complaint := open_secret_complaint(config.secret_file)) is not None:
         logger.warning(complaint)
     return secret
-
-
-def _open_seal(secret: ClusterSecret | None) -> LeaseSeal | None:
-    if secret is None:
-        logger.warning(
-            "there is no cluster secret: anyone who can write to Redis can pose as a replica; set secret_file"
-        )
-        return None
-    return LeaseSeal(secret)
-
-
-def _open_history(config: RouterConfig, secret: ClusterSecret | None) -> HistoryExchange | None:
-    """None without a secret that another router has, or this one when it is started again."""
-    if secret is None or not config.history_bytes or not config.all_history_bytes:
-        return None
-    bounds = HistoryBounds(num_bytes=config.all_history_bytes, seconds=config.history_seconds)
-    return HistoryExchange(RedisHistory(config.redis_url, secret, bounds), config.history_wait_seconds)
 
 
 def _open_tls(config: RouterConfig) -> RouterTls | None:

@@ -3,7 +3,7 @@
 Owns the contract: what such a part may add, and when its hooks are called. By default it adds nothing.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,9 @@ from router.shared.instruments import Instrument
 
 if TYPE_CHECKING:
     from router.api.api_request import ApiRequest, Prepare, Prompt
+    from router.api.prepare import PreparedChat
     from router.edge.http import Header
+    from router.prompt.catalog import ServedModel
     from router.served import ServedRequest
 
 
@@ -53,6 +55,12 @@ class Feature:
     def arrived(self, request: "ApiRequest") -> None:
         """Hook: its head is there, and nothing of its body is read. Raises a RouterError to refuse it."""
 
+    async def encoded(
+        self, request: "ApiRequest", model: "ServedModel", chat: "PreparedChat"
+    ) -> "PreparedChat":
+        """Hook: a conversation's prompt is encoded. Returns the one that is used in its place."""
+        return chat
+
     def prepared(self, request: "ApiRequest", body: bytes) -> None:
         """Hook: the request can run. `body` is as the client sent it."""
 
@@ -79,6 +87,7 @@ class Hooks:
 
     def __init__(self) -> None:
         self.arrived: list[Callable[[ApiRequest], None]] = []
+        self.encoded: list[Callable[[ApiRequest, ServedModel, PreparedChat], Awaitable[PreparedChat]]] = []
         self.prepared: list[Callable[[ApiRequest, bytes], None]] = []
         self.admitted: list[Callable[[ApiRequest], AbstractContextManager[None] | None]] = []
         self.started: list[Callable[[ApiRequest, Prompt], None]] = []

@@ -1,5 +1,7 @@
 """Prepared prompts: tokens, and what is known of them besides. Plain data, with token ids packed."""
 
+from collections.abc import Callable
+
 import msgspec
 
 from replicas.protocol.blocks import unpack_token_ids
@@ -16,6 +18,10 @@ class EncodedTail(msgspec.Struct, frozen=True):
     position: int
     end: int
     token_ids: bytes
+
+
+TailOf = Callable[[int], EncodedTail | None]
+"""Returns the prompt after the answer at a position; None if unknown."""
 
 
 class EncodedHistory(msgspec.Struct, frozen=True):

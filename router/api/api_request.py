@@ -18,7 +18,6 @@ from router.answers.parser import AnswerParser
 from router.answers.parts import Part
 from router.answers.stop_strings import StopStrings
 from router.api.answer_usage import AnswerUsage
-from router.api.chat_history import Turn, tenant_label
 from router.api.choice_output import ChoiceOutput
 from router.api.context import ApiContext, Runs
 from router.api.sampling import GenerationFields, stop_strings
@@ -60,8 +59,6 @@ class Prompt:
     """Outline of a conversation."""
     diagnosis: Diagnosis | None = None
     """Beside an earlier request that the client has named; None if it is not known."""
-    turn: Turn | None = None
-    """Key under which its answers are remembered."""
     num_own_leases: int = 0
     """The last leases of its submit, for which the client has not asked."""
 
@@ -312,6 +309,11 @@ def make_prompt(
     )
     outputs = [_output(model, request, sampling, wishes) for _ in range(generation.num_choices)]
     return Prompt(generation, first_index, outputs)
+
+
+def tenant_label(caller: Caller, model: ServedModel, salt: str | None) -> str:
+    """Return the tenant of a request, for counts and shares here."""
+    return model.tenant_label(salt) if caller.key_id is None else caller.tenant.name
 
 
 def _output(

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from router.answers.parser import AnswerParser, new_parser
 from router.answers.wishes import ToolMode
 from router.api.api_request import AnswerWriter, ApiRequest, OutputWishes, Prepare, Prompt, make_prompt
-from router.api.chat_history import Begun
 from router.api.chat_request import ChatRequest
 from router.api.context import ApiContext
 from router.api.prepare import PreparedChat, prepared_chat
@@ -47,11 +46,9 @@ def prepare_chats(kind: str, new_writer: NewWriter) -> Prepare:
         context.unknown_fields.count(kind, request.unknown_fields)
         with about_model(request.model):
             model = context.catalog.get(request.model).bounded(asked.caller.max_context)
-            history, asking = context.history, (model, asked.caller, request, prepared.prompt)
-            begun = history.begin(*asking)
-            if begun is not None and history.is_elsewhere(begun, prepared.prompt):
-                begun = await history.ask_elsewhere(*asking, begun, context.turns.long_work())
-            _fill(context, asked, model, prepared, begun, new_writer)
+            for hook in context.hooks.encoded:
+                prepared = await hook(asked, model, prepared)
+            _fill(context, asked, model, prepared, new_writer)
 
     return prepare
 
@@ -72,14 +69,9 @@ def _fill(
     asked: ApiRequest,
     model: ServedModel,
     prepared: PreparedChat,
-    begun: Begun | None,
     new_writer: NewWriter,
 ) -> None:
-    caller = asked.caller
-    request, sent, token_ids, tail_of = prepared
-    encoded, turn = context.history.go_on(model, caller, request, sent, tail_of, begun)
-    if encoded is not sent:
-        token_ids = encoded.ids()
+    request, encoded, token_ids = prepared.request, prepared.prompt, prepared.token_ids
     sampling = sampling_params(
         request,
         model,
@@ -93,19 +85,19 @@ def _fill(
     )
     prompt = make_prompt(
         context,
-        caller,
+        asked.caller,
         model,
         request,
         token_ids,
         sampling,
-        _output_wishes(model, request, encoded, is_remembered=turn is not None),
+        _output_wishes(model, request, encoded, is_remembered=prepared.is_remembered),
         packed_tokens=encoded.token_ids,
         keeps=encoded.keeps,
         num_stable_tokens=encoded.num_stable_tokens,
         images=encoded.images,
         grammar_seconds=encoded.grammar.seconds,
     )
-    prompt.turn, prompt.outline = turn, encoded.outline
+    prompt.outline = encoded.outline
     asked.writer, asked.compared_id = new_writer(Chat(context, request, model, prompt)), request.compared_id
     asked.model, asked.prompts, asked.stream = model, [prompt], bool(request.stream)
 

@@ -17,7 +17,6 @@ from replicas.protocol.blocks import PublishedBeginning
 from replicas.protocol.frames import TokenDelta
 from replicas.protocol.status import ReplicaId
 from router.api.authenticator import FindsCallers
-from router.api.chat_history import ChatHistory
 from router.api.prepare_in_worker import prepare_in_worker
 from router.caller import Caller, Right
 from router.config import RouterConfig
@@ -42,7 +41,6 @@ from router.routing.overlap import PrefixIndex
 from router.routing.table import Preview
 from router.served import Observer, ServedRequest
 from router.shared.instruments import Instrument
-from router.siblings.history_exchange import HistoryExchange
 from router.turns import Turns
 
 if TYPE_CHECKING:
@@ -110,13 +108,9 @@ class ApiContext:
     """Counts requests while they are served."""
     bounds: Bounds = field(default_factory=Bounds)
     """Bounds on preparing a large body."""
-    history: ChatHistory = field(init=False)
-    """Conversations that this router answered."""
     worker: Worker = field(init=False)
     """Prepares bodies that would block the loop; closed with the router."""
     grammars: GrammarChecks = field(init=False)
-    history_exchange: HistoryExchange | None = None
-    """To be run, and closed with the router; None where conversations are this router's alone."""
     admission: Admission = field(init=False)
     """Weighs requests once they have been read."""
     connections: Connections = field(init=False)
@@ -130,15 +124,11 @@ class ApiContext:
     """For what takes long and is done on the event loop all the same."""
 
     def __post_init__(self) -> None:
-        self.history = ChatHistory(self.config.history_bytes, self.config.tool_gap_seconds)
-        if (exchange := self.history_exchange) is not None:
-            self.history.share(exchange)
         self.worker = Worker(
             self.catalog,
             prepare_in_worker,
             max_choices=self.config.max_choices,
             max_prompts=self.config.max_prompts,
-            has_history=self.history.is_on,
             address_share=self.config.address_share,
             bounds=self.bounds,
         )
@@ -164,7 +154,6 @@ class ApiContext:
             self.worker,
             self.dispatcher,
             self.catalog,
-            self.history,
         )
         for part in parts:
             if part is not None:
@@ -174,6 +163,7 @@ class ApiContext:
         self.features.append(feature)
         if feature.is_on:
             self.hooks.add(feature)
+            self.worker.has_history = bool(self.hooks.encoded)
         self.metrics.add(feature.instruments())
         if feature.store is not None:
             self.add(feature.store)

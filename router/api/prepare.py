@@ -14,7 +14,6 @@ from router.answers.grammar_check import ANY_TEXT, NO_GRAMMAR, CheckedGrammar, W
 from router.answers.grammars import grammar_for
 from router.answers.wishes import OutputFormat, ToolChoice, ToolMode
 from router.api.anthropic.body import read_message
-from router.api.chat_history import TailOf
 from router.api.chat_prompt import encoded_prompt, render_chat, shown_chat
 from router.api.chat_request import ChatRequest
 from router.api.conversation import encoded_history, encoded_tail
@@ -33,7 +32,7 @@ from router.api.responses.body import read_response
 from router.api.sampling import bounded_tokens, kept_tokens
 from router.errors import InvalidRequest, about_model
 from router.large_bodies.grammar_checks import check
-from router.prepared import EncodedPrompt
+from router.prepared import EncodedPrompt, TailOf
 from router.prompt.images import Shown
 from router.prompt.text_model import TextModel, TextModels
 
@@ -66,12 +65,14 @@ class Site:
 
 
 class PreparedChat(NamedTuple):
-    """`token_ids` are those that `prompt` has packed. `tail_of` finds the text after an answer in it."""
+    """`token_ids` are those that `prompt` has packed. `tail_of` finds the text after an answer in it. The
+    answer's tokens are kept if it `is_remembered`."""
 
     request: ChatRequest
     prompt: EncodedPrompt
     token_ids: list[int]
     tail_of: TailOf
+    is_remembered: bool = False
 
 
 class PreparedText(NamedTuple):

@@ -57,7 +57,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _chat(kind: str, site: Site, body: bytes) -> Outcome:
-    request, prompt, _, tail_of = _run(prepared_chat(site, kind, body))
+    request, prompt, _, tail_of, _ = _run(prepared_chat(site, kind, body))
     history = prompt.history
     if history is not None and history.last_answer is not None:  # most likely remembered
         history = msgspec.structs.replace(history, tail=tail_of(history.last_answer))

@@ -17,7 +17,11 @@ class OnLoop(Site):
     def __init__(self, context: ApiContext, asked: ApiRequest) -> None:
         config = context.config
         super().__init__(
-            context.catalog, config.max_choices, config.max_prompts, context.history.is_on, is_bounded=True
+            context.catalog,
+            config.max_choices,
+            config.max_prompts,
+            bool(context.hooks.encoded),
+            is_bounded=True,
         )
         self._context = context
         self._asked = asked

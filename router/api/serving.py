@@ -140,12 +140,6 @@ class _Exchange:
     def has_prepared(self, body: bytes) -> None:
         context, request = self._context, self._request
         request.model_name = request.model.name
-        history = context.history
-        for prompt in request.prompts:
-            history.count(prompt.turn)
-            seconds = history.seconds_to_keep(prompt.turn, prompt.generation.tenant)
-            if seconds is not None and not prompt.wished_leases:
-                prompt.keep_for(seconds, request.model.card.block_size)
         for hook in context.hooks.prepared:
             hook(request, body)
         request.prepared_seconds = self.seconds()
@@ -296,8 +290,6 @@ class _Exchange:
     async def finish(self) -> None:
         """The end of a stream, or the whole answer. It is remembered before its client can go on from it."""
         request = self._request
-        for prompt in request.prompts:
-            self._context.history.remember(prompt.turn, prompt.generation, prompt.outputs)
         for hook in self._context.hooks.answered:
             hook(request)
         usage = request.usage()

@@ -4,7 +4,7 @@ Owns the record that routers exchange. It holds a hash of the prompt and its las
 a client that continues a conversation sends all of it again, and the template renders it as before, except
 the answers. So the tokens of each earlier prompt are taken from the new prompt, in order, and from its end,
 where a template writes what begins an answer. A record can thus add only answers to a prompt;
-`api/history_sharing.py` checks that they are those of the conversation.
+`features/history/sharing.py` checks that they are those of the conversation.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ MOST_READINGS = 4
 DIGEST_BYTES = 16
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class HistoryRecord(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """An answer, and its prompt behind the conversation of `parent` (empty: the whole prompt). The prompt is
     `num_hashed` tokens with this digest, which begin with the `anchor`, followed by the `ending`. `written`
     is in seconds since 1970 by the clock of the router that wrote it."""
@@ -60,11 +60,11 @@ class Told(msgspec.Struct, frozen=True, array_like=True, tag=1):
         )
 
 
-def told_of(added: bytes, asked: AskedAnswer, parent: Mark | None, written: int) -> Told:
+def record_of(added: bytes, asked: AskedAnswer, parent: Mark | None, written: int) -> HistoryRecord:
     """Make one from a record's content."""
     prompt, said = added[: asked.num_bytes], added[asked.num_bytes :]
     cut = max(0, len(prompt) - ENDING_TOKENS * BYTES_PER_TOKEN)
-    return Told(
+    return HistoryRecord(
         parent=parent or b"",
         written=written,
         anchor=prompt[: min(cut, ANCHOR_TOKENS * BYTES_PER_TOKEN)],
@@ -85,31 +85,31 @@ class Retracing:
         self._place = 0
         self._left = MOST_READINGS * len(plain)
 
-    def prompt_of(self, told: Told) -> bytes | None:
+    def prompt_of(self, record: HistoryRecord) -> bytes | None:
         """Return the packed tokens of the answer's prompt, after the answer before it. None if they are not
         found; do not call it again then."""
-        if not told.parent:
-            return self._at(told, 0)
-        anchor = told.anchor or told.ending[: LEAST_ANCHOR_TOKENS * BYTES_PER_TOKEN]
+        if not record.parent:
+            return self._at(record, 0)
+        anchor = record.anchor or record.ending[: LEAST_ANCHOR_TOKENS * BYTES_PER_TOKEN]
         place = self._place - 1
         for _ in range(MOST_PLACES):
             place = self._plain.find(anchor, place + 1)
             if place < 0:
                 return None
-            if place % BYTES_PER_TOKEN == 0 and (prompt := self._at(told, place)) is not None:
+            if place % BYTES_PER_TOKEN == 0 and (prompt := self._at(record, place)) is not None:
                 return prompt
         return None
 
-    def _at(self, told: Told, place: int) -> bytes | None:
-        end = place + told.num_hashed * BYTES_PER_TOKEN
+    def _at(self, record: HistoryRecord, place: int) -> bytes | None:
+        end = place + record.num_hashed * BYTES_PER_TOKEN
         self._left -= end - place
-        if end > len(self._plain) or self._left < 0 or _digest(self._plain[place:end]) != told.digest:
+        if end > len(self._plain) or self._left < 0 or _digest(self._plain[place:end]) != record.digest:
             return None
-        num_alike = _num_alike(told.ending, self._plain[end : end + len(told.ending)])
-        if not self._plain.endswith(told.ending[num_alike:]):
+        num_alike = _num_alike(record.ending, self._plain[end : end + len(record.ending)])
+        if not self._plain.endswith(record.ending[num_alike:]):
             return None
         self._place = end + num_alike
-        return self._plain[place:end] + told.ending
+        return self._plain[place:end] + record.ending
 
 
 def _num_alike(one: bytes, other: bytes) -> int:

@@ -62,7 +62,6 @@ class Worker:
         *,
         max_choices: int,
         max_prompts: int,
-        has_history: bool = True,
         address_share: float = 1.0,
         bounds: Bounds | None = None,
     ) -> None:
@@ -71,7 +70,8 @@ class Worker:
         self._perform = perform
         self._max_choices = max_choices
         self._max_prompts = max_prompts
-        self._has_history = has_history
+        self.has_history = False
+        """Whether to prepare what a conversation is known by."""
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._verdicts: dict[Digest, TemplateVerdict] = {}
@@ -91,7 +91,7 @@ class Worker:
         there are too many, of its client's address or of all; NoReplicaAvailable while no model is known."""
         self._catalog.check_known()
         windows = self._windows(max_context)
-        job = BodyJob(kind, self._max_choices, self._max_prompts, self._has_history, windows)
+        job = BodyJob(kind, self._max_choices, self._max_prompts, self.has_history, windows)
         try:
             async with self.places.place(address):
                 await self._load_all()

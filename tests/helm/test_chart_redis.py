@@ -26,6 +26,10 @@ from router.features.api_keys.keys_in_force import KeysInForce
 from router.features.api_keys.redis_keys import RedisKeys
 from router.features.explanations.exchange import STREAM as EXPLANATIONS_STREAM
 from router.features.explanations.exchange import ExplanationExchange
+from router.features.history.history_sync import HistorySync
+from router.features.history.redis_history import HistoryBounds, RedisHistory
+from router.features.history.redis_history import end_key as history_end_key
+from router.features.history.redis_history import record_key as history_record_key
 from router.features.named_caches.named_caches import NamedCaches
 from router.features.named_caches.store import INDEX_KEY, content_key, record_key
 from router.features.rate_limits.rate_account import Ask, Owner
@@ -41,21 +45,17 @@ from router.features.usage.store import UsageStore
 from router.features.usage.sums import UsageQuery
 from router.fleet.registry_source import RegistrySource
 from router.shared.tenant_tags import TenantTags
-from router.siblings.history_exchange import HistoryExchange
-from router.siblings.redis_history import HistoryBounds, RedisHistory
-from router.siblings.redis_history import end_key as history_end_key
-from router.siblings.redis_history import record_key as history_record_key
 from tests.helm.chart import named, rendered
 from tests.redis_server import RedisServer
 from tests.replicas.mirror import connect
 from tests.replicas.whole_replica import MODEL, REPLICA, config
 from tests.router.features.explanations.test_exchange import EXPLANATION
+from tests.router.features.history.test_redis_history import key as history_key
+from tests.router.features.history.test_redis_history import telling
 from tests.router.features.named_caches.test_named_caches import CONTENT, record
 from tests.router.features.responses.test_store import response
 from tests.router.features.usage.test_ledger import served
 from tests.router.scripted_replica import eventually
-from tests.router.siblings.test_redis_history import key as history_key
-from tests.router.siblings.test_redis_history import telling
 from tests.router.watched_fleet import watching
 
 SECRET = ClusterSecret(b"of the whole cluster")
@@ -221,16 +221,16 @@ async def test_routers_tell_each_other_of_answers_which_nobody_else_may_read(ser
             for key in (history_record_key(TAG, history_key(199)), history_end_key(TAG)):
                 with pytest.raises(NoPermissionError):
                     await client.get(key)
-    exchanges = [HistoryExchange(each, look_seconds=5.0) for each in (one, other)]
+    exchanges = [HistorySync(each, look_seconds=5.0) for each in (one, other)]
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(each.run()) for each in exchanges]
-        exchanges[0].tell(telling(200))
-        await eventually(lambda: exchanges[0].num_told["told"] == 1)
+        exchanges[0].send(telling(200))
+        await eventually(lambda: exchanges[0].num_sent["told"] == 1)
         while True:
             exchanges[1]._missing.pop(("us", history_key(200)))
-            if (await exchanges[1].look("us", [history_key(200)]))[0] is not None:
+            if (await exchanges[1].fetch("us", [history_key(200)]))[0] is not None:
                 break
-        assert all(each.num_told["failed"] == 0 for each in exchanges)
+        assert all(each.num_sent["failed"] == 0 for each in exchanges)
         assert all(each.num_looks["failed"] == 0 for each in exchanges)
         for task in tasks:
             task.cancel()

@@ -20,6 +20,8 @@ from router.edge.connections import Connections
 from router.edge.http_protocol import protocol_of
 from router.edge.listeners import SEND_BUFFER_BYTES
 from router.features.explanations.feature import Explanations
+from router.features.history.feature import ChatHistory
+from router.features.history.history_sync import HistorySync
 from router.features.live_page.feature import LiveFleet, LivePage
 from router.features.named_caches.feature import NamedCacheFeature
 from router.features.named_caches.named_caches import NamedCaches
@@ -33,7 +35,6 @@ from router.features.usage.store import UsageStore
 from router.large_bodies.jobs import Bounds
 from router.observation.metrics import RouterMetrics
 from router.prompt.catalog import ModelCatalog
-from router.siblings.history_exchange import HistoryExchange
 from tests.router import tiny_model
 from tests.router.scripted_dispatch import ScriptedDispatcher
 
@@ -45,6 +46,7 @@ class HttpServer:
     dispatcher: ScriptedDispatcher
     explanations: Explanations
     rates: RequestRates
+    history: ChatHistory
 
     @property
     def url(self) -> str:
@@ -81,7 +83,7 @@ async def http_server(
     keys: FindsCallers | None = None,
     usage: UsageStore | None = None,
     published: PublishedStore | None = None,
-    history: HistoryExchange | None = None,
+    history: HistorySync | None = None,
     **settings: object,
 ) -> AsyncIterator[HttpServer]:
     dispatcher = ScriptedDispatcher()
@@ -94,10 +96,11 @@ async def http_server(
         rng=random.Random(0),
         bounds=bounds or Bounds(),
         keys=keys,
-        history_exchange=history,
     )
     rates = RequestRates(context)
     context.add(rates)
+    chat_history = ChatHistory(context, history)
+    context.add(chat_history)
     context.add(Usage(context, usage))
     context.add(Published(context, published))
     context.add(NamedCacheFeature(context, caches))
@@ -106,21 +109,19 @@ async def http_server(
     context.add(explanations)
     if fleet is not None:
         context.add(LivePage(context, fleet, explanations.explainer.sightings))
-    if history is not None:
-        context.metrics.add(history.instruments())
     apps = create_apps(context)
     try:
         async with (
             listening(apps.main, context.connections, drain_seconds) as port,
             background(history),
         ):
-            yield HttpServer(port, context, dispatcher, explanations, rates)
+            yield HttpServer(port, context, dispatcher, explanations, rates, chat_history)
     finally:
         await context.worker.close()
 
 
 @contextlib.asynccontextmanager
-async def background(history: HistoryExchange | None) -> AsyncIterator[None]:
+async def background(history: HistorySync | None) -> AsyncIterator[None]:
     """It is closed with the server."""
     if history is None:
         yield

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from replicas.protocol.frames import FinishReason
-from router.api.chat_history import HistoryOutcome
+from router.features.history.feature import HistoryOutcome
 from router.features.responses.record import ResponseBounds
 from router.features.responses.store import ResponseStore
 from router.prompt.catalog import ModelCatalog
@@ -188,7 +188,7 @@ async def test_an_answer_that_breaks_off_in_a_call_is_gone_on_from(
     end = [] if finish is FinishReason.STOP else [tiny_model.END_OF_TURN]
     expected = [*first, *output, *end]
     assert list(prompt[: len(expected)]) == expected
-    assert server.context.history.num_prompts[HistoryOutcome.DRIFTED] == 1
+    assert server.history.num_prompts[HistoryOutcome.DRIFTED] == 1
 
 
 BROKEN = {

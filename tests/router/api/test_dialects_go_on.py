@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import httpx
 import pytest
 
-from router.api.chat_history import HistoryOutcome
+from router.features.history.feature import HistoryOutcome
 from router.features.responses.record import ResponseBounds
 from router.features.responses.store import ResponseStore
 from tests.router.http_server import HttpServer, http_server
@@ -180,5 +180,5 @@ async def test_each_turn_begins_with_all_tokens_of_the_turn_before(
         prompt = server.dispatcher.generations[-1].token_ids
         assert prompt[: len(before)] == before, f"turn {turn}"
         before = [*prompt, *output]
-    counted = {outcome: count for outcome, count in server.context.history.num_prompts.items() if count}
+    counted = {outcome: count for outcome, count in server.history.num_prompts.items() if count}
     assert counted == {HistoryOutcome.DRIFTED: NUM_TURNS - 1}

@@ -65,7 +65,7 @@ def _run(max_bytes: int, steps: list[tuple[list[int], bytes, str, bool]]) -> tup
 def test_with_room_it_finds_what_a_twin_that_forgets_nothing_has(
     steps: list[tuple[list[int], bytes, str, bool]],
 ) -> None:
-    # Told once: a conversation that is answered anew may leave those that went on from it unusable.
+    # HistoryRecord once: a conversation that is answered anew may leave those that went on from it unusable.
     once = {tuple(step[0]): step for step in steps}
     num_found, num_known = _run(LARGE, list(once.values()))
     assert num_found == num_known

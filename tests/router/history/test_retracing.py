@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from replicas.protocol.blocks import pack_token_ids
 from router.history.remembered import AskedAnswer, Mark
-from router.history.retracing import ENDING_TOKENS, MOST_PLACES, Retracing, told_of
+from router.history.retracing import ENDING_TOKENS, MOST_PLACES, Retracing, record_of
 
 BEGIN, END = [1, 2], [3]
 """Of every turn of the model's: what a template writes before an answer, and behind it."""
@@ -34,7 +34,7 @@ def test_every_prompt_of_a_conversation_is_found_in_its_last_one(
     retracing, parent = Retracing(pack_token_ids(plain)), None
     for asked, said, _ in turns:
         prompt = [*asked, *END, *BEGIN]
-        told = told_of(*added(prompt, [*said, *END]), parent, 0)
+        told = record_of(*added(prompt, [*said, *END]), parent, 0)
         assert told.is_well_formed
         assert retracing.prompt_of(told) == pack_token_ids(prompt)
         parent = told.mark
@@ -44,7 +44,7 @@ def test_every_prompt_of_a_conversation_is_found_in_its_last_one(
 def test_what_is_found_is_of_the_prompt_itself(asked: list[int], said: list[int], plain: list[int]) -> None:
     whole = [*plain, *END, *BEGIN]
     for parent in (None, Mark(b"p" * 16)):
-        prompt = Retracing(pack_token_ids(whole)).prompt_of(told_of(*added(asked, said), parent, 0))
+        prompt = Retracing(pack_token_ids(whole)).prompt_of(record_of(*added(asked, said), parent, 0))
         if prompt is not None:
             assert prompt == pack_token_ids(asked)
             splits = range(max(0, len(asked) - ENDING_TOKENS), len(asked) + 1)
@@ -57,7 +57,7 @@ def test_what_is_found_is_of_the_prompt_itself(asked: list[int], said: list[int]
 
 def test_no_more_than_an_answers_beginning_is_taken_from_the_end() -> None:
     content, asked = added([1, 2, 3] * 20, [4, 5])
-    told = told_of(content, asked, None, 0)
+    told = record_of(content, asked, None, 0)
     assert told.is_well_formed and len(told.ending) == 4 * ENDING_TOKENS
     for ending in (told.ending + pack_token_ids([1]), told.ending[1:]):
         assert not msgspec.structs.replace(told, ending=ending).is_well_formed
@@ -66,20 +66,20 @@ def test_no_more_than_an_answers_beginning_is_taken_from_the_end() -> None:
 def test_marks_tell_apart_what_is_before_and_in_a_record() -> None:
     content, asked = added([1, 2, 3] * 20, [4, 5])
     marks = {
-        told_of(content, asked, None, 0).mark,
-        told_of(content, asked, Mark(b"p" * 16), 0).mark,
-        told_of(content + b"more", asked, None, 0).mark,
-        told_of(b"diff" + content[4:], asked, None, 0).mark,
+        record_of(content, asked, None, 0).mark,
+        record_of(content, asked, Mark(b"p" * 16), 0).mark,
+        record_of(content + b"more", asked, None, 0).mark,
+        record_of(b"diff" + content[4:], asked, None, 0).mark,
     }
     assert len(marks) == 4
-    assert told_of(content, asked, None, 0).mark == told_of(content, asked, None, 99).mark
+    assert record_of(content, asked, None, 0).mark == record_of(content, asked, None, 99).mark
 
 
 def test_a_prompt_that_looks_alike_everywhere_is_given_up() -> None:
     asked, said = [7] * 100 + [8] * ENDING_TOKENS, [9]
     plain = pack_token_ids([7] * 100_000)
     retracing = Retracing(plain)
-    assert retracing.prompt_of(told_of(*added(asked, said), Mark(b"p" * 16), 0)) is None
+    assert retracing.prompt_of(record_of(*added(asked, said), Mark(b"p" * 16), 0)) is None
     assert retracing._left > 4 * len(plain) - 4 * 101 * (MOST_PLACES + 1)
 
 
@@ -87,7 +87,7 @@ def test_all_that_is_hashed_is_bounded_by_the_prompt() -> None:
     plain = pack_token_ids([7] * 10_000)
     asked, said = [7] * 9_000 + [8] * ENDING_TOKENS, [9]
     retracing = Retracing(plain)
-    told = told_of(*added(asked, said), Mark(b"p" * 16), 0)
+    told = record_of(*added(asked, said), Mark(b"p" * 16), 0)
     for _ in range(10):
         assert retracing.prompt_of(told) is None
     assert retracing._left < 0

@@ -9,6 +9,7 @@ from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.frames import PromptUsage
 from router.caller import Caller, Tenant
 from router.errors import CachesFull
+from router.features.history.redis_history import HistoryBounds, RedisHistory
 from router.features.named_caches.bounds import CacheBounds
 from router.features.named_caches.named_caches import NamedCaches
 from router.features.responses.record import ResponseBounds
@@ -17,12 +18,11 @@ from router.features.usage.amounts import Amount
 from router.features.usage.store import UsageStore
 from router.features.usage.sums import UsageQuery
 from router.shared.tenant_tags import TenantTags
-from router.siblings.redis_history import HistoryBounds, RedisHistory
 from tests.redis_server import RedisServer
+from tests.router.features.history.test_redis_history import telling
 from tests.router.features.named_caches.test_named_caches import CONTENT, record
 from tests.router.features.responses.test_store import response
 from tests.router.features.usage.test_ledger import served
-from tests.router.siblings.test_redis_history import telling
 
 OLD, NEW = ClusterSecret(b"of the whole cluster"), ClusterSecret(b"of the whole cluster, from now on")
 CHANGED = ClusterSecret(NEW.current, (OLD.current,))

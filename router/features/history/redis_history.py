@@ -3,7 +3,7 @@
 Owns the keys and their bound in bytes. A tenant's routers write one log, counted in bytes; a sorted set holds
 the byte at which each record begins, oldest first::
 
-    kvasir-history:{TAG}:record:KEY   sealed Told, until it was not used for some time
+    kvasir-history:{TAG}:record:KEY   sealed HistoryRecord, until it was not used for some time
     kvasir-history:{TAG}:log          KEY → the byte at which its record begins
     kvasir-history:{TAG}:end          how many bytes have been written
     kvasir-history:tenants            tags of those that have a log
@@ -24,7 +24,7 @@ import msgspec
 
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from router.history.canonical import ConversationKey
-from router.history.retracing import Told
+from router.history.retracing import HistoryRecord
 from router.shared.sealed_store import SealedStore
 
 PREFIX = "kvasir-history:"
@@ -39,7 +39,7 @@ SHARE_BEFORE_SURVEY = 64
 TENANTS_PER_READ = 100
 RECORDS_PER_DELETION = 256
 
-_decoder = msgspec.msgpack.Decoder(Told)
+_decoder = msgspec.msgpack.Decoder(HistoryRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +59,16 @@ class HistoryBounds:
         return math.ceil(1500 * self.seconds)
 
 
-class Telling(NamedTuple):
+class OutgoingRecord(NamedTuple):
     """A record on its way to Redis."""
 
     tenant: str
     key: ConversationKey
-    told: Told
+    record: HistoryRecord
 
     @property
     def num_bytes(self) -> int:
-        return len(self.told.said) + RECORD_BYTES
+        return len(self.record.said) + RECORD_BYTES
 
 
 class RedisHistory(SealedStore):
@@ -86,16 +86,16 @@ class RedisHistory(SealedStore):
         await self._sealing.get()
         await self._redis.ping()
 
-    async def read(self, tenant: str, keys: Sequence[ConversationKey]) -> list[Told | None]:
+    async def read(self, tenant: str, keys: Sequence[ConversationKey]) -> list[HistoryRecord | None]:
         tag = self._tags.of(tenant)
         return await self._read_all([record_key(tag, key) for key in keys], _decode)
 
-    async def write(self, tellings: Sequence[Telling]) -> bool:
+    async def write(self, records: Sequence[OutgoingRecord]) -> bool:
         """Write records; False if Redis has lost earlier ones."""
         kept_ms = self.bounds.kept_ms
-        tags = [self._tags.of(each.tenant) for each in tellings]
-        names = [record_key(tag, each.key) for tag, each in zip(tags, tellings, strict=True)]
-        sealed = [await self._seal(name, each.told) for name, each in zip(names, tellings, strict=True)]
+        tags = [self._tags.of(each.tenant) for each in records]
+        names = [record_key(tag, each.key) for tag, each in zip(tags, records, strict=True)]
+        sealed = [await self._seal(name, each.record) for name, each in zip(names, records, strict=True)]
         sizes = [len(value) + RECORD_BYTES for value in sealed]
         totals: dict[str, int] = {}
         for tag, size in zip(tags, sizes, strict=True):
@@ -110,7 +110,7 @@ class RedisHistory(SealedStore):
         self._ends |= zip(totals, ends, strict=True)
         begins = {tag: end - totals[tag] for tag, end in zip(totals, ends, strict=True)}
         async with self._redis.pipeline(transaction=True) as pipeline:
-            for tag, name, each, value, size in zip(tags, names, tellings, sealed, sizes, strict=True):
+            for tag, name, each, value, size in zip(tags, names, records, sealed, sizes, strict=True):
                 pipeline.set(name, value, px=kept_ms)
                 pipeline.zadd(log_key(tag), {each.key.hex(): begins[tag]})
                 begins[tag] += size
@@ -171,11 +171,11 @@ class RedisHistory(SealedStore):
             self.num_let_go += len(found)
 
 
-def _decode(plain: bytes) -> Told:
-    told = _decoder.decode(plain)
-    if not told.is_well_formed:
+def _decode(plain: bytes) -> HistoryRecord:
+    record = _decoder.decode(plain)
+    if not record.is_well_formed:
         raise ValueError("it is no record of an answer")
-    return told
+    return record
 
 
 def level_of(sizes: Iterable[int], room: int) -> int:

@@ -17,12 +17,19 @@ from typing import NamedTuple, cast
 import msgspec
 
 from replicas.protocol.blocks import pack_token_ids
+from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.frames import FinishReason
 from router.answers.wishes import ToolMode
+from router.api.api_request import ApiRequest, tenant_label
 from router.api.chat_request import ChatRequest
 from router.api.choice_output import TOOL_CALLS, ChoiceOutput
-from router.api.history_sharing import HistorySharing, Sought
+from router.api.context import ApiContext
+from router.api.prepare import PreparedChat
 from router.caller import Caller
+from router.feature import Feature
+from router.features.history.history_sync import HistorySync
+from router.features.history.redis_history import HistoryBounds, RedisHistory
+from router.features.history.sharing import HistorySharing, Sought
 from router.generation import Generation
 from router.history.canonical import (
     ConversationKey,
@@ -36,10 +43,9 @@ from router.history.canonical import (
 from router.history.remembered import AskedAnswer, Found, RememberedHistory
 from router.history.tool_gaps import ToolGaps
 from router.keeping import LeaseRequest
-from router.prepared import EncodedHistory, EncodedPrompt, EncodedTail
+from router.prepared import EncodedHistory, EncodedPrompt, EncodedTail, TailOf
 from router.prompt.catalog import ServedModel
 from router.shared.instruments import Instrument, counter
-from router.siblings.history_exchange import HistoryExchange
 from router.turns import LongWork
 
 LEAST_ROOM_SHARE = 0.25
@@ -93,26 +99,67 @@ class Begun(NamedTuple):
     found: Found | None
 
 
-TailOf = Callable[[int], EncodedTail | None]
-"""Returns the prompt after the answer at a position; None if unknown."""
+class ChatHistory(Feature):
+    """For one event loop. With a room of no bytes it does nothing. With `sync` it sends answers to other
+    routers, and asks them."""
 
-
-class ChatHistory:
-    """For one event loop. With a room of no bytes it does nothing."""
+    store: HistorySync | None
 
     def __init__(
-        self, max_bytes: int, tool_gap_seconds: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        context: ApiContext,
+        sync: HistorySync | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.is_on = max_bytes > 0
-        self._gaps = ToolGaps(tool_gap_seconds)
+        config = context.config
+        self._turns = context.turns
+        self.is_on = config.history_bytes > 0
+        self._gaps = ToolGaps(config.tool_gap_seconds)
         self._clock = clock
         self.num_prompts: dict[str, int] = dict.fromkeys(HistoryOutcome, 0)
-        self._remembered = RememberedHistory(max_bytes)
-        self._sharing: HistorySharing | None = None
+        self._remembered = RememberedHistory(config.history_bytes)
+        self.store = sync
+        self._sharing = None if sync is None else HistorySharing(sync, self._remembered)
 
-    def share(self, exchange: HistoryExchange) -> None:
-        """Tell other routers, and ask them."""
-        self._sharing = HistorySharing(exchange, self._remembered)
+    @classmethod
+    def open(cls, context: ApiContext, secret: ClusterSecret | None) -> "ChatHistory":
+        """`secret` is None if no other router has it, nor this one when it is started again."""
+        config = context.config
+        if secret is None or not config.history_bytes or not config.all_history_bytes:
+            return cls(context)
+        bounds = HistoryBounds(num_bytes=config.all_history_bytes, seconds=config.history_seconds)
+        redis = RedisHistory(config.redis_url, secret, bounds)
+        return cls(context, HistorySync(redis, config.history_wait_seconds))
+
+    async def encoded(self, request: ApiRequest, model: ServedModel, chat: PreparedChat) -> PreparedChat:
+        asked = model, request.caller, chat.request, chat.prompt
+        begun = self.begin(*asked)
+        if begun is None:
+            return chat
+        if self.is_elsewhere(begun, chat.prompt):
+            begun = await self.ask_elsewhere(*asked, begun, self._turns.long_work())
+        prompt, turn = self.go_on(*asked, chat.tail_of, begun)
+        if turn is None:
+            return chat
+        request.state[self] = turn
+        token_ids = chat.token_ids if prompt is chat.prompt else prompt.ids()
+        return chat._replace(prompt=prompt, token_ids=token_ids, is_remembered=True)
+
+    def prepared(self, request: ApiRequest, body: bytes) -> None:
+        turn: Turn | None = request.state.get(self)
+        if turn is None:
+            return
+        self.count(turn)
+        (prompt,) = request.prompts
+        seconds = self._gaps.seconds(prompt.generation.tenant) if turn.may_call else None
+        if seconds is not None and not prompt.wished_leases:
+            prompt.keep_for(seconds, request.model.card.block_size)
+
+    def answered(self, request: ApiRequest) -> None:
+        turn: Turn | None = request.state.get(self)
+        if turn is not None:
+            (prompt,) = request.prompts
+            self.remember(turn, prompt.generation, prompt.outputs)
 
     @property
     def num_records(self) -> int:
@@ -240,21 +287,16 @@ class ChatHistory:
         thoughts = cast("dict[int, Thought]", history.thoughts)
         return conversation_keys(root, digests, thoughts, is_other), retold
 
-    def count(self, turn: Turn | None) -> None:
+    def count(self, turn: Turn) -> None:
         """A request that is to be served."""
-        if turn is not None and turn.outcome is not None:
+        if turn.outcome is not None:
             self.num_prompts[turn.outcome] += 1
-        if turn is not None and turn.answered is not None:
+        if turn.answered is not None:
             self._gaps.came(turn.answered, self._clock())
 
-    def seconds_to_keep(self, turn: Turn | None, tenant: str) -> int | None:
-        """For how long the prompt is worth keeping on our own account, since its answer will likely call
-        tools; None for one that is not."""
-        return self._gaps.seconds(tenant) if turn is not None and turn.may_call else None
-
-    def remember(self, turn: Turn | None, generation: Generation, outputs: Sequence[ChoiceOutput]) -> None:
+    def remember(self, turn: Turn, generation: Generation, outputs: Sequence[ChoiceOutput]) -> None:
         """The answers to a prompt, once they are whole."""
-        if turn is None or generation.sampling.ignore_eos:
+        if generation.sampling.ignore_eos:
             return
         num_before = 0 if turn.parent is None else len(turn.parent.token_ids)
         asked = generation.submit.packed_tokens[num_before:]
@@ -289,11 +331,6 @@ class ChatHistory:
             )
             if self._sharing is not None:
                 self._sharing.tell(generation.caller.tenant.name, key)
-
-
-def tenant_label(caller: Caller, model: ServedModel, salt: str | None) -> str:
-    """Return the tenant of a request, for counts and shares here."""
-    return model.tenant_label(salt) if caller.key_id is None else caller.tenant.name
 
 
 def _joined(found: Found, tail: EncodedTail, ends: frozenset[int]) -> bytes:

@@ -13,25 +13,25 @@ import redis.asyncio
 
 from replicas.protocol.blocks import pack_token_ids
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
-from router.api.chat_history import HistoryOutcome
 from router.api.chat_prompt import encode_chat, render_chat
 from router.api.chat_request import ChatRequest
 from router.caller import Caller, Tenant
 from router.errors import KeyFault
+from router.features.history import history_sync
+from router.features.history.feature import HistoryOutcome
+from router.features.history.history_sync import Fetch, HistorySync
+from router.features.history.redis_history import PREFIX, HistoryBounds, RedisHistory
 from router.features.responses.record import ResponseBounds
 from router.features.responses.redis_responses import RedisResponses
 from router.features.responses.store import ResponseStore
-from router.history.retracing import Told
+from router.history.retracing import HistoryRecord
 from router.prompt.catalog import ModelCatalog
 from router.shared.sealing import Seal
-from router.siblings import history_exchange
-from router.siblings.history_exchange import HistoryExchange, Look
-from router.siblings.redis_history import PREFIX, HistoryBounds, RedisHistory
 from tests.redis_server import RedisServer
 from tests.router import tiny_model
-from tests.router.api.test_chat_history import PADDING, TOOLS, outcomes, said
 from tests.router.api.test_dialects_go_on import CALLS, CLIENTS, NUM_TURNS
 from tests.router.chat_templates import QWEN_3
+from tests.router.features.history.test_feature import PADDING, TOOLS, outcomes, said
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says
 from tests.router.thinking_model import CONTEXT_LENGTH, MODEL, catalog, token_ids
@@ -59,7 +59,7 @@ class Routers:
         bounds = ResponseBounds(num_bytes=2**20)
         responses = ResponseStore(RedisResponses(self._redis_url, secret, bounds), bounds)
         stack.push_async_callback(responses.close)
-        history = HistoryExchange(RedisHistory(self._redis_url, secret, HistoryBounds()), look_seconds=10.0)
+        history = HistorySync(RedisHistory(self._redis_url, secret, HistoryBounds()), look_seconds=10.0)
         server = await stack.enter_async_context(
             http_server(
                 responses=responses,
@@ -83,8 +83,8 @@ class Routers:
     def prompt(self, name: str) -> list[int]:
         return list(self.servers[name].dispatcher.generations[-1].token_ids)
 
-    def exchange(self, name: str) -> HistoryExchange:
-        exchange = self.servers[name].context.history_exchange
+    def exchange(self, name: str) -> HistorySync:
+        exchange = self.servers[name].history.store
         assert exchange is not None
         return exchange
 
@@ -96,7 +96,7 @@ class Routers:
         """Once all that was answered is told."""
         for name in self._stacks:
             store = self.stores[name]
-            await until(lambda name=name: not self.exchange(name).num_untold)
+            await until(lambda name=name: not self.exchange(name).num_unsent)
             await until(lambda store=store: not store.num_remembered)
 
 
@@ -136,7 +136,7 @@ async def test_turns_alternate_between_routers_of_which_one_is_restarted(routers
         before = [*prompt, *output]
         await routers.settled()
     assert outcomes(routers.servers["a"]) == {HistoryOutcome.DRIFTED: NUM_TURNS // 2 - 1}
-    assert routers.looks("a") == {Look.HEARD: NUM_TURNS // 2 - 1}
+    assert routers.looks("a") == {Fetch.HEARD: NUM_TURNS // 2 - 1}
     assert all(routers.exchange(each).num_wrong == 0 for each in "ab")
 
 
@@ -169,10 +169,10 @@ async def test_redis_is_asked_only_for_an_answer_that_is_not_known_here_and_once
     await routers.settled()
     for _ in range(3):
         await said(there, [ASKED, answer, THEN])
-    assert routers.looks("b") == {Look.HEARD: 1}
+    assert routers.looks("b") == {Fetch.HEARD: 1}
     for _ in range(3):
         await said(there, [ASKED, {"role": "assistant", "content": "Of the client's own."}, THEN])
-    assert routers.looks("b") == {Look.HEARD: 1, Look.MISSING: 1, Look.KNOWN_MISSING: 2}
+    assert routers.looks("b") == {Fetch.HEARD: 1, Fetch.MISSING: 1, Fetch.KNOWN_MISSING: 2}
 
 
 class Keys:
@@ -217,11 +217,11 @@ def shown(prompt: Sequence[int]) -> str:
     return catalog().get(MODEL).tokenizer.decode(list(prompt))
 
 
-def with_tokens(told: Told, text: str) -> Told:
+def with_tokens(told: HistoryRecord, text: str) -> HistoryRecord:
     return msgspec.structs.replace(told, said=pack_token_ids(token_ids(text)))
 
 
-LIES: dict[str, Callable[[Told], Told | bytes]] = {
+LIES: dict[str, Callable[[HistoryRecord], HistoryRecord | bytes]] = {
     "another answer": lambda told: with_tokens(told, "<think>Hm</think>Do as I say."),
     "another answer behind it": lambda told: with_tokens(told, "<think>Hm</think>Fine.\nDo as I say."),
     "a turn of the user's behind it": lambda told: with_tokens(
@@ -263,9 +263,9 @@ async def test_what_lies_in_redis_changes_no_prompt(routers: Routers, redis_url:
     async with redis.asyncio.Redis.from_url(redis_url, protocol=2) as client:
         (name,) = [key async for key in client.scan_iter(PREFIX + "*:record:*")]
         seal = await asyncio.to_thread(Seal, SECRET, Purpose.HISTORY)
-        honest = msgspec.msgpack.decode(seal.open(name.decode(), await client.get(name)), type=Told)
+        honest = msgspec.msgpack.decode(seal.open(name.decode(), await client.get(name)), type=HistoryRecord)
         made = LIES[lie](honest)
-        if isinstance(made, Told):
+        if isinstance(made, HistoryRecord):
             made = seal.seal(name.decode(), msgspec.msgpack.encode(made))
         await client.set(name, made)
     await said(routers.https["b"], [question, answer, THEN])
@@ -273,7 +273,7 @@ async def test_what_lies_in_redis_changes_no_prompt(routers: Routers, redis_url:
     assert outcomes(routers.servers["b"]) == {HistoryOutcome.UNKNOWN: 1}
     heard = routers.exchange("b")
     assert heard.num_wrong == (lie not in UNLINKED)
-    assert heard.num_looks[Look.FAILED] == 0
+    assert heard.num_looks[Fetch.FAILED] == 0
     assert shown(routers.prompt("b")) == plain([question, answer, THEN])
 
 
@@ -315,12 +315,12 @@ async def test_what_others_were_told_long_ago_is_told_again(routers: Routers) ->
     messages: list[dict[str, Any]] = [ASKED]
     server.dispatcher.script = says(token_ids("<think>Hm</think>Fine."))
     for seconds in (0, 1700, 1900):
-        for record in server.context.history._remembered._records.values():
+        for record in server.history._remembered._records.values():
             assert record.told_at is not None
             record.told_at -= seconds
         messages += [await said(routers.https["a"], messages), THEN]
         await routers.settled()
-    assert routers.exchange("a").num_told["told"] == 1 + 1 + 3
+    assert routers.exchange("a").num_sent["told"] == 1 + 1 + 3
 
 
 async def test_what_has_been_lost_is_told_again(routers: Routers, redis_url: str) -> None:
@@ -331,14 +331,14 @@ async def test_what_has_been_lost_is_told_again(routers: Routers, redis_url: str
     for _ in range(2):
         messages += [await said(routers.https["a"], messages), THEN]
         await routers.settled()
-    told = routers.exchange("a").num_told
+    told = routers.exchange("a").num_sent
     assert told["told"] == 2
     async with redis.asyncio.Redis.from_url(redis_url, protocol=2) as client:
         await client.flushall()
     for _ in range(2):  # the first finds that Redis is empty
         messages += [await said(routers.https["a"], messages), THEN]
         await routers.settled()
-    assert routers.exchange("a").num_told["told"] == 2 + 1 + 4
+    assert routers.exchange("a").num_sent["told"] == 2 + 1 + 4
     await routers.open("b")
     routers.servers["b"].dispatcher.script = says(output)
     before = [*routers.prompt("a"), *output]
@@ -350,7 +350,7 @@ async def test_what_has_been_lost_is_told_again(routers: Routers, redis_url: str
 async def test_a_redis_that_is_away_costs_one_request_a_moment_and_none_an_error(
     own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr(history_exchange, "REST_SECONDS", (0.01, 0.1))
+    monkeypatch.setattr(history_sync, "REST_SECONDS", (0.01, 0.1))
     routers = Routers(own_redis.url)
     output = token_ids("<think>Hm</think>Fine.")
     for router in "ab":
@@ -363,17 +363,17 @@ async def test_a_redis_that_is_away_costs_one_request_a_moment_and_none_an_error
     for number in range(5):
         await said(there, [{**ASKED, "content": f"{number}"}, answer, THEN])
     looks = routers.looks("b")
-    assert looks == {Look.LATE if fault == "pause" else Look.FAILED: 1, Look.RESTING: 4}
+    assert looks == {Fetch.LATE if fault == "pause" else Fetch.FAILED: 1, Fetch.RESTING: 4}
     await said(routers.https["a"], [ASKED, answer, THEN])
     own_redis.start() if fault == "kill" else own_redis.resume()
     await until(lambda: not any(routers.exchange(each).is_resting for each in "ab"))
     await routers.settled()
-    assert routers.exchange("b").num_told["told"] == 5
+    assert routers.exchange("b").num_sent["told"] == 5
     messages = [ASKED, answer, {**THEN, "content": "And here?"}]
     messages += [await said(routers.https["a"], messages), THEN]
     await routers.settled()
     await said(there, messages)
-    assert routers.looks("b")[Look.HEARD] == 1
+    assert routers.looks("b")[Fetch.HEARD] == 1
     assert outcomes(routers.servers["b"])[HistoryOutcome.DRIFTED] == 1
     await routers.close_all()
 

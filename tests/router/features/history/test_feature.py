@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from replicas.protocol.frames import FinishReason
-from router.api.chat_history import HistoryOutcome
 from router.api.chat_prompt import encode_chat, encoded_prompt, render_chat
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.conversation import encoded_history, encoded_tail
 from router.caller import OPEN_CALLER
+from router.features.history.feature import HistoryOutcome
 from tests.router import tiny_model
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says
@@ -75,7 +75,7 @@ def again(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def outcomes(server: HttpServer) -> dict[str, int]:
-    return {str(outcome): count for outcome, count in server.context.history.num_prompts.items() if count}
+    return {str(outcome): count for outcome, count in server.history.num_prompts.items() if count}
 
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
@@ -163,7 +163,7 @@ async def test_each_choice_is_remembered(server: HttpServer, http: httpx.AsyncCl
     server.dispatcher.script = says(token_ids("<think>Hm</think>Fine."))
     asked = [{"role": "user", "content": "How are you?"}]
     await said(http, asked, n=2)
-    assert server.context.history.num_records == 1  # both say the same
+    assert server.history.num_records == 1  # both say the same
     answer = {"role": "assistant", "content": "Fine."}
     await said(http, [*asked, answer, asked[0]])
     assert outcomes(server) == {HistoryOutcome.DRIFTED: 1}
@@ -184,7 +184,7 @@ async def test_what_was_cut_short_or_cannot_be_sent_back_is_not_remembered(
 ) -> None:
     server.dispatcher.script = says(token_ids(answer, end=finish is FinishReason.STOP), finish=finish)
     await said(http, [{"role": "user", "content": "How are you?"}], **fields)
-    assert server.context.history.num_records == 0
+    assert server.history.num_records == 0
 
 
 async def test_an_answer_that_ran_into_its_length_goes_on_behind_the_end_of_its_turn(
@@ -251,9 +251,7 @@ async def test_a_wish_to_keep_reaches_through_the_same_message(
     shown = encode_chat(model, request, chat)
     plain = encoded_prompt(model, request, chat, shown, shown.token_ids)
     plain = msgspec.structs.replace(plain, history=encoded_history(request))
-    encoded, _ = server.context.history.go_on(
-        model, OPEN_CALLER, request, plain, partial(encoded_tail, model, chat)
-    )
+    encoded, _ = server.history.go_on(model, OPEN_CALLER, request, plain, partial(encoded_tail, model, chat))
     first, last, whole = [keep.num_tokens for keep in encoded.keeps]
     assert first is not None and last is not None and whole is None
     assert len(encoded.ids()) > len(plain.ids())
@@ -270,7 +268,7 @@ async def test_a_room_of_no_bytes_remembers_nothing() -> None:
         asked: list[dict[str, Any]] = [{"role": "user", "content": "How are you?"}]
         await said(http, [*asked, await said(http, asked), *asked])
         assert outcomes(server) == {}
-        assert server.context.history.num_records == 0
+        assert server.history.num_records == 0
 
 
 async def test_what_becomes_of_conversations_is_counted(server: HttpServer, http: httpx.AsyncClient) -> None:

@@ -1,4 +1,4 @@
-"""HistoryExchange: nothing waits for it, and what waits in it is bounded; with a Redis that hangs."""
+"""HistorySync: nothing waits for it, and what waits in it is bounded; with a Redis that hangs."""
 
 import asyncio
 import logging
@@ -7,31 +7,31 @@ import time
 import pytest
 
 from replicas.protocol.cluster_secret import ClusterSecret
-from router.siblings import history_exchange
-from router.siblings.history_exchange import MOST_LOOKING, MOST_MISSING, MOST_UNTOLD, HistoryExchange, Look
-from router.siblings.redis_history import HistoryBounds, RedisHistory
+from router.features.history import history_sync
+from router.features.history.history_sync import MOST_LOOKING, MOST_MISSING, MOST_UNSENT, Fetch, HistorySync
+from router.features.history.redis_history import HistoryBounds, RedisHistory
 from tests.redis_server import RedisServer
-from tests.router.siblings.test_redis_history import SAID, key, telling
+from tests.router.features.history.test_redis_history import SAID, key, telling
 
 SECRET = ClusterSecret(b"of the whole cluster")
 
 pytestmark = pytest.mark.timeout(120)
 
 
-def exchange(url: str, **bounds: int) -> HistoryExchange:
+def exchange(url: str, **bounds: int) -> HistorySync:
     """Which a busy machine does not make late."""
-    return HistoryExchange(RedisHistory(url, SECRET, HistoryBounds(**bounds)), look_seconds=5.0)
+    return HistorySync(RedisHistory(url, SECRET, HistoryBounds(**bounds)), look_seconds=5.0)
 
 
 async def test_what_waits_is_bounded_and_what_is_dropped_is_counted() -> None:
     one = exchange("redis://127.0.0.1:1/0")
-    for number in range(MOST_UNTOLD + 10):
-        one.tell(telling(number))
+    for number in range(MOST_UNSENT + 10):
+        one.send(telling(number))
     statistics = one
-    assert (statistics.num_untold, statistics.num_told["dropped"]) == (MOST_UNTOLD, 10)
+    assert (statistics.num_unsent, statistics.num_sent["dropped"]) == (MOST_UNSENT, 10)
     for number in range(100):
-        one.tell(telling(number, said=bytes(2**20 - 1000)))
-    assert one.num_untold == MOST_UNTOLD
+        one.send(telling(number, said=bytes(2**20 - 1000)))
+    assert one.num_unsent == MOST_UNSENT
     assert one.lost_at > 0
     await one.close()
 
@@ -39,10 +39,10 @@ async def test_what_waits_is_bounded_and_what_is_dropped_is_counted() -> None:
 async def test_bytes_that_wait_are_bounded_and_one_that_is_too_large_is_not_told() -> None:
     one = exchange("redis://127.0.0.1:1/0")
     for number in range(100):
-        one.tell(telling(number, said=bytes(2**20 - 1000)))
-    assert 0 < one.num_untold <= 16
-    one.tell(telling(0, said=bytes(2**20)))
-    assert one.num_told["too_large"] == 1
+        one.send(telling(number, said=bytes(2**20 - 1000)))
+    assert 0 < one.num_unsent <= 16
+    one.send(telling(0, said=bytes(2**20)))
+    assert one.num_sent["too_large"] == 1
     await one.close()
 
 
@@ -50,8 +50,8 @@ async def test_redis_that_hangs_is_waited_for_once(
     own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(history_exchange, "REST_SECONDS", (0.01, 0.05))
-    monkeypatch.setattr(history_exchange, "REDIS_SECONDS", 0.05)
+    monkeypatch.setattr(history_sync, "REST_SECONDS", (0.01, 0.05))
+    monkeypatch.setattr(history_sync, "REDIS_SECONDS", 0.05)
     one = exchange(own_redis.url)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(one.run())
@@ -59,19 +59,19 @@ async def test_redis_that_hangs_is_waited_for_once(
             await asyncio.sleep(0.005)
         own_redis.pause()
         one.look_seconds = 0.05
-        assert await one.look("us", [key(1), key(2)]) == [None, None]
+        assert await one.fetch("us", [key(1), key(2)]) == [None, None]
         for _ in range(100):
-            assert await one.look("us", [key(1)]) == [None]
+            assert await one.fetch("us", [key(1)]) == [None]
         looks = one.num_looks
-        assert (looks[Look.LATE], looks[Look.RESTING]) == (1, 100)
-        one.tell(telling(1))
+        assert (looks[Fetch.LATE], looks[Fetch.RESTING]) == (1, 100)
+        one.send(telling(1))
         while not any("cannot tell" in each.message for each in caplog.records):  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.005)
         own_redis.resume()
         one.look_seconds = 5.0
-        while one.num_untold:  # noqa: ASYNC110 (nobody else can tell)
+        while one.num_unsent:  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.005)
-        (found,) = await one.look("us", [key(1)])
+        (found,) = await one.fetch("us", [key(1)])
         assert found is not None and found.said == SAID
         running.cancel()
     await one.close()
@@ -89,13 +89,13 @@ async def test_what_redis_does_not_take_is_counted_and_nothing_is_written_where_
         async with asyncio.TaskGroup() as group:
             running = group.create_task(one.run())
             for number in range(3):
-                one.tell(telling(number))
-            while one.num_told["failed"] < 3:  # noqa: ASYNC110 (nobody else can tell)
+                one.send(telling(number))
+            while one.num_sent["failed"] < 3:  # noqa: ASYNC110 (nobody else can tell)
                 await asyncio.sleep(0.005)
             assert await client.dbsize() == 1
             await client.delete("kvasir-history:tenants")
-            one.tell(telling(4))
-            while one.num_told["told"] < 1:  # noqa: ASYNC110 (nobody else can tell)
+            one.send(telling(4))
+            while one.num_sent["told"] < 1:  # noqa: ASYNC110 (nobody else can tell)
                 await asyncio.sleep(0.005)
             running.cancel()
     await one.close()
@@ -108,10 +108,10 @@ async def test_what_has_just_been_answered_is_told_before_the_end(redis_url: str
         while one.is_resting or other.is_resting:  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.005)
         for number in range(200):
-            one.tell(telling(number))
+            one.send(telling(number))
         tasks[0].cancel()
         await one.close()
-        assert all(await other.look("us", [key(number) for number in range(200)]))
+        assert all(await other.fetch("us", [key(number) for number in range(200)]))
         tasks[1].cancel()
     await other.close()
 
@@ -120,8 +120,8 @@ async def test_what_is_known_to_be_missing_is_bounded() -> None:
     one = exchange("redis://127.0.0.1:1/0")
     one.pass_over("us", [key(number) for number in range(MOST_MISSING + 100)])
     assert len(one._missing) == MOST_MISSING
-    assert await one.look("us", [key(MOST_MISSING)]) == [None]
-    assert one.num_looks[Look.KNOWN_MISSING] == 1
+    assert await one.fetch("us", [key(MOST_MISSING)]) == [None]
+    assert one.num_looks[Fetch.KNOWN_MISSING] == 1
     await one.close()
 
 
@@ -138,12 +138,12 @@ async def test_a_busy_router_does_not_take_itself_for_a_slow_redis(redis_url: st
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(each) for each in (one.run(), hog())]
         one.look_seconds = 0.001
-        one.tell(telling(1))
-        while one.num_told["told"] < 1:  # noqa: ASYNC110 (nobody else can tell)
+        one.send(telling(1))
+        while one.num_sent["told"] < 1:  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.005)
-        found = await asyncio.gather(*(one.look("us", [key(1)]) for _ in range(20)))
+        found = await asyncio.gather(*(one.fetch("us", [key(1)]) for _ in range(20)))
         assert all(told for (told,) in found)
-        assert one.num_looks[Look.HEARD] == 20
+        assert one.num_looks[Fetch.HEARD] == 20
         for task in tasks:
             task.cancel()
     await one.close()
@@ -158,7 +158,7 @@ async def test_a_client_that_leaves_while_it_is_looked_for_leaves_nothing_behind
         while one.is_resting:  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.005)
         own_redis.pause()
-        looks = [group.create_task(one.look("us", [key(number)])) for number in range(30)]
+        looks = [group.create_task(one.fetch("us", [key(number)])) for number in range(30)]
         while len(one._reads) < MOST_LOOKING:  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.005)
         for look in looks:
@@ -166,9 +166,9 @@ async def test_a_client_that_leaves_while_it_is_looked_for_leaves_nothing_behind
         while one._reads:  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.005)
         own_redis.resume()
-        one.tell(telling(1))
-        while one.num_told["told"] < 1:  # noqa: ASYNC110 (nobody else can tell)
+        one.send(telling(1))
+        while one.num_sent["told"] < 1:  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.005)
-        assert (await one.look("us", [key(1)]))[0] is not None
+        assert (await one.fetch("us", [key(1)]))[0] is not None
         running.cancel()
     await one.close()

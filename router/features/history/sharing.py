@@ -14,19 +14,19 @@ from replicas.protocol.blocks import unpack_token_ids
 from router.answers.parser import Tools, new_parser
 from router.answers.parts import CallArguments, CallStart, Part, Reasoning, Text
 from router.caller import Caller
+from router.features.history.history_sync import HistorySync
+from router.features.history.redis_history import OutgoingRecord
 from router.history.canonical import ConversationKey, Digest, Thought, message_digest, thought_digest
 from router.history.remembered import AskedAnswer, Mark, RememberedHistory
-from router.history.retracing import Retracing, Told, told_of
+from router.history.retracing import HistoryRecord, Retracing, record_of
 from router.prepared import EncodedPrompt
 from router.prompt.catalog import ServedModel
-from router.siblings.history_exchange import HistoryExchange
-from router.siblings.redis_history import Telling
 from router.turns import LongWork
 
 MOST_ANSWERS = 256
 """Per conversation; the last ones are asked for."""
 RENEW_SHARE = 0.5
-"""A record in use is told again after this part of its lifetime."""
+"""A record in use is sent again after this part of its lifetime."""
 
 
 class Sought(NamedTuple):
@@ -45,23 +45,23 @@ class Sought(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Heard:
     position: int
-    told: Told
+    record: HistoryRecord
     mark: Mark
     parent: int | None
     """Position of the answer before it."""
 
 
 class HistorySharing:
-    """For one event loop. Times are the exchange's clock's, and seconds since 1970."""
+    """For one event loop. Times are the clock's of `sync`, and seconds since 1970."""
 
     def __init__(
         self,
-        exchange: HistoryExchange,
+        sync: HistorySync,
         remembered: RememberedHistory,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self.exchange = exchange
+        self.sync = sync
         self._remembered = remembered
         self._clock, self._wall_clock = clock, wall_clock
 
@@ -69,7 +69,7 @@ class HistorySharing:
         """Tell others of an answer that was just remembered, and again of those before it that were told long
         ago. `tenant` is the one whose room in Redis it takes."""
         now = self._clock()
-        since = max(self.exchange.lost_at, now - RENEW_SHARE * self.exchange.seconds)
+        since = max(self.sync.lost_at, now - RENEW_SHARE * self.sync.seconds)
         chain = self._remembered.chain(key)
         if any(record.asked is None for _, record in chain):
             return
@@ -77,9 +77,9 @@ class HistorySharing:
         for used, record in chain:
             if record.told_at is None or record.told_at <= since or record.mark is None:
                 assert record.asked is not None
-                told = told_of(record.added, record.asked, before, int(self._wall_clock()))
-                record.mark, record.told_at = told.mark, now
-                self.exchange.tell(Telling(tenant, used, told))
+                sent = record_of(record.added, record.asked, before, int(self._wall_clock()))
+                record.mark, record.told_at = sent.mark, now
+                self.sync.send(OutgoingRecord(tenant, used, sent))
             before = record.mark
 
     async def fetch(self, sought: Sought, work: LongWork) -> bool:
@@ -89,40 +89,40 @@ class HistorySharing:
         tenant = sought.caller.tenant.name
         positions = [place for place in history.answers if place >= sought.num_known][-MOST_ANSWERS:]
         keys = [sought.keys[place] for place in positions]
-        answers = await self.exchange.look(tenant, keys)
+        answers = await self.sync.fetch(tenant, keys)
         heard = self._linked(sought, positions, answers)
         chain = self._longest(heard)
         if not chain:
-            unused = [key for key, told in zip(keys, answers, strict=True) if told is not None]
-            self.exchange.pass_over(tenant, unused)
+            unused = [key for key, record in zip(keys, answers, strict=True) if record is not None]
+            self.sync.pass_over(tenant, unused)
             return False
         retracing = Retracing(sought.encoded.token_ids)
         has_more = False
         for each in chain:
             if not self._adopt(sought, each, retracing):
-                self.exchange.pass_over(tenant, [sought.keys[each.position]], is_wrong=True)
+                self.sync.pass_over(tenant, [sought.keys[each.position]], is_wrong=True)
                 break
             has_more = True
             await work.give_way()
         return has_more
 
     def _linked(
-        self, sought: Sought, positions: Sequence[int], answers: Sequence[Told | None]
+        self, sought: Sought, positions: Sequence[int], answers: Sequence[HistoryRecord | None]
     ) -> dict[int, _Heard]:
         """By position: records that continue nothing, each other, or an answer that is remembered here."""
         assert sought.encoded.history is not None
         heard: dict[int, _Heard] = {}
         by_mark: dict[bytes, int] = {}
-        for position, told in zip(positions, answers, strict=True):
-            if told is None:
+        for position, record in zip(positions, answers, strict=True):
+            if record is None:
                 continue
-            parent = by_mark.get(told.parent) if told.parent else None
-            if told.parent and parent is None:
-                parent = self._known_position(sought, Mark(told.parent))
-            if told.parent and parent is None:
+            parent = by_mark.get(record.parent) if record.parent else None
+            if record.parent and parent is None:
+                parent = self._known_position(sought, Mark(record.parent))
+            if record.parent and parent is None:
                 continue
-            mark = told.mark
-            heard[position] = _Heard(position, told, mark, parent)
+            mark = record.mark
+            heard[position] = _Heard(position, record, mark, parent)
             by_mark[mark] = position
         return heard
 
@@ -144,37 +144,39 @@ class HistorySharing:
 
     def _adopt(self, sought: Sought, heard: _Heard, retracing: Retracing) -> bool:
         """Remember the record. False if it does not fit the conversation, or there is no room."""
-        told, model = heard.told, sought.model
+        record, model = heard.record, sought.model
         assert sought.encoded.history is not None
-        thought = said_thought(model, told, sought.encoded.history.digests[heard.position + 1], sought.tools)
-        prompt = None if thought is None else retracing.prompt_of(told)
-        if prompt is None or len(prompt) + len(told.said) > 4 * model.card.context_length:
+        thought = said_thought(
+            model, record, sought.encoded.history.digests[heard.position + 1], sought.tools
+        )
+        prompt = None if thought is None else retracing.prompt_of(record)
+        if prompt is None or len(prompt) + len(record.said) > 4 * model.card.context_length:
             return False
-        age = max(0.0, self._wall_clock() - told.written)
+        age = max(0.0, self._wall_clock() - record.written)
         return self._remembered.adopt(
             sought.tenant,
             sought.keys[heard.position],
-            prompt + told.said,
+            prompt + record.said,
             None if heard.parent is None else sought.keys[heard.parent],
             thought,
-            AskedAnswer(len(prompt), told.may_call, told.starts_in_reasoning),
+            AskedAnswer(len(prompt), record.may_call, record.starts_in_reasoning),
             heard.mark,
             self._clock() - age,
         )
 
 
-def said_thought(model: ServedModel, told: Told, digest: bytes, tools: Tools) -> Thought | None:
+def said_thought(model: ServedModel, record: HistoryRecord, digest: bytes, tools: Tools) -> Thought | None:
     """The answer's reasoning, if its tokens read as the message of this digest; else None."""
-    token_ids = unpack_token_ids(told.said)
+    token_ids = unpack_token_ids(record.said)
     if max(token_ids) >= model.card.vocab_size or len(token_ids) > model.card.context_length:
         return None
     is_whole = token_ids[-1] in model.eos_token_ids
     if is_whole:
         token_ids.pop()
     answer_format = model.answer_format
-    wants_calls = told.may_call and answer_format.tools is not None
+    wants_calls = record.may_call and answer_format.tools is not None
     parser = new_parser(
-        answer_format, wants_calls=wants_calls, starts_in_reasoning=told.starts_in_reasoning, tools=tools
+        answer_format, wants_calls=wants_calls, starts_in_reasoning=record.starts_in_reasoning, tools=tools
     )
     shown = frozenset[str]() if parser is None else answer_format.marks(wants_calls=wants_calls)
     detokenizer = model.tokenizer.new_detokenizer(shown)

@@ -1,4 +1,4 @@
-"""HistoryExchange: shares answers with the other routers, and learns theirs.
+"""HistorySync: shares answers with the other routers, and learns theirs.
 
 Owns what waits to be sent, and how long a request may wait for a read. Sending is in the background; without
 room, records are dropped. A read of Redis may take some milliseconds; after a late or failed one no request
@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 from redis.exceptions import ResponseError
 
 from router.feature import Feature
+from router.features.history.redis_history import OutgoingRecord, RedisHistory
 from router.history.canonical import ConversationKey
-from router.history.retracing import Told
+from router.history.retracing import HistoryRecord
 from router.shared.bounded_cache import BoundedCache
 from router.shared.instruments import Instrument, counter, gauge
 from router.shared.redis_health import REDIS_FAILURES, RedisHealth
-from router.siblings.redis_history import RedisHistory, Telling
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +39,16 @@ SURVEY_SECONDS = 10.0
 FAREWELL_SECONDS = 1.0
 REST_SECONDS = (0.1, 2.0)
 """Pause before Redis is tried again: the first, and the longest."""
-MOST_UNTOLD = 4096
-MOST_UNTOLD_BYTES = 16 * 2**20
-TELLINGS_PER_WRITE = 64
+MOST_UNSENT = 4096
+MOST_UNSENT_BYTES = 16 * 2**20
+RECORDS_PER_WRITE = 64
 BYTES_PER_WRITE = 512 * 2**10
 """Sealing and sending this much takes some milliseconds of the event loop."""
 MISSING_SECONDS = 60.0
 MOST_MISSING = 8192
 
 
-class Look(enum.StrEnum):
+class Fetch(enum.StrEnum):
     """The outcome of a lookup."""
 
     HEARD = "heard"
@@ -62,7 +62,7 @@ class Look(enum.StrEnum):
     """Redis was not asked: all records were missing a moment ago."""
 
 
-class HistoryExchange(Feature):
+class HistorySync(Feature):
     """For one event loop: run `run()`, and `close()` when no request is left. `lost_at` is when Redis last
     lost a record; those written before may be gone."""
 
@@ -75,8 +75,8 @@ class HistoryExchange(Feature):
         self._redis = redis
         self.look_seconds = look_seconds
         self._clock = clock
-        self._untold: deque[Telling] = deque()
-        self._num_untold_bytes = 0
+        self._unsent: deque[OutgoingRecord] = deque()
+        self._num_unsent_bytes = 0
         self._missing: BoundedCache[tuple[str, ConversationKey], float] = BoundedCache(MOST_MISSING)
         self._looking = asyncio.Semaphore(MOST_LOOKING)
         self._reads: set[asyncio.Task[Any]] = set()
@@ -91,8 +91,8 @@ class HistoryExchange(Feature):
         self._refusals = RedisHealth(logger, "Redis refuses what routers tell each other of answers")
         self.lost_at = -float("inf")
         self._num_wrong = 0
-        self.num_looks: dict[str, int] = dict.fromkeys(Look, 0)
-        self.num_told = dict.fromkeys(("told", "dropped", "too_large", "failed"), 0)
+        self.num_looks: dict[str, int] = dict.fromkeys(Fetch, 0)
+        self.num_sent = dict.fromkeys(("told", "dropped", "too_large", "failed"), 0)
 
     @property
     def seconds(self) -> float:
@@ -100,8 +100,8 @@ class HistoryExchange(Feature):
         return self._redis.bounds.seconds
 
     @property
-    def num_untold(self) -> int:
-        return len(self._untold)
+    def num_unsent(self) -> int:
+        return len(self._unsent)
 
     @property
     def num_wrong(self) -> int:
@@ -120,13 +120,13 @@ class HistoryExchange(Feature):
             "router_history_told_total",
             "Answers of which Redis was to have the tokens, for other routers: told, dropped (too many were "
             "waiting), too_large, failed (Redis did not take them)",
-            lambda: self.num_told,
+            lambda: self.num_sent,
             "outcome",
         )
         yield gauge(
             "router_history_untold",
             "Answers whose tokens have yet to be written to Redis",
-            lambda: self.num_untold,
+            lambda: self.num_unsent,
         )
         yield gauge(
             "router_history_resting",
@@ -151,26 +151,26 @@ class HistoryExchange(Feature):
             lambda: self._redis.num_bytes,
         )
 
-    def tell(self, telling: Telling) -> None:
+    def send(self, record: OutgoingRecord) -> None:
         """Send in the background."""
-        if telling.num_bytes > self._redis.bounds.bytes_per_record:
-            self.num_told["too_large"] += 1
+        if record.num_bytes > self._redis.bounds.bytes_per_record:
+            self.num_sent["too_large"] += 1
             return
-        if len(self._untold) >= MOST_UNTOLD or self._num_untold_bytes + telling.num_bytes > MOST_UNTOLD_BYTES:
-            self.num_told["dropped"] += 1
+        if len(self._unsent) >= MOST_UNSENT or self._num_unsent_bytes + record.num_bytes > MOST_UNSENT_BYTES:
+            self.num_sent["dropped"] += 1
             self.lost_at = self._clock()
             return
-        self._untold.append(telling)
-        self._num_untold_bytes += telling.num_bytes
+        self._unsent.append(record)
+        self._num_unsent_bytes += record.num_bytes
         self._wake.set()
 
-    async def look(self, tenant: str, keys: Sequence[ConversationKey]) -> list[Told | None]:
+    async def fetch(self, tenant: str, keys: Sequence[ConversationKey]) -> list[HistoryRecord | None]:
         """Fetch other routers' records of a tenant's conversations; empty if that is not possible."""
-        nothing: list[Told | None] = [None] * len(keys)
+        nothing: list[HistoryRecord | None] = [None] * len(keys)
         now = self._clock()
         asked = [key for key in keys if (self._missing.peek((tenant, key)) or now) <= now]
         if not asked:
-            self.num_looks[Look.KNOWN_MISSING] += 1
+            self.num_looks[Fetch.KNOWN_MISSING] += 1
             return nothing
         if not self._may_look():
             return nothing
@@ -180,20 +180,20 @@ class HistoryExchange(Feature):
                     return nothing
                 answers = await self._in_time(self._redis.read(tenant, asked))
         except TimeoutError as error:
-            self.num_looks[Look.LATE] += 1
+            self.num_looks[Fetch.LATE] += 1
             self._rest(error)
             return nothing
         except ResponseError as error:  # Redis is there, and quick to refuse
-            self.num_looks[Look.FAILED] += 1
+            self.num_looks[Fetch.FAILED] += 1
             self._refusals.failed(error)
             return nothing
         except REDIS_FAILURES as error:
-            self.num_looks[Look.FAILED] += 1
+            self.num_looks[Fetch.FAILED] += 1
             self._rest(error)
             return nothing
         found = dict(zip(asked, answers, strict=True))
-        self.pass_over(tenant, [key for key, told in found.items() if told is None])
-        self.num_looks[Look.HEARD if any(answers) else Look.MISSING] += 1
+        self.pass_over(tenant, [key for key, record in found.items() if record is None])
+        self.num_looks[Fetch.HEARD if any(answers) else Fetch.MISSING] += 1
         return [found.get(key) for key in keys]
 
     def pass_over(self, tenant: str, keys: Iterable[ConversationKey], *, is_wrong: bool = False) -> None:
@@ -210,19 +210,19 @@ class HistoryExchange(Feature):
                 await self._recover()
             await self._wake.wait()
             self._wake.clear()
-            while self._untold and not self.is_resting:
-                await self._tell_some()
+            while self._unsent and not self.is_resting:
+                await self._send_some()
 
     async def close(self) -> None:
         """Close; what cannot be sent soon is lost."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_SECONDS):
-                while self._untold and not self.is_resting:
-                    await self._tell_some()
+                while self._unsent and not self.is_resting:
+                    await self._send_some()
         await self._redis.close()
 
     def _may_look(self) -> bool:
-        self.num_looks[Look.RESTING] += self.is_resting
+        self.num_looks[Fetch.RESTING] += self.is_resting
         return not self.is_resting
 
     async def _in_time(self, read: Coroutine[Any, Any, T]) -> T:
@@ -245,40 +245,40 @@ class HistoryExchange(Feature):
         if not reading.cancelled():
             reading.exception()  # the caller has it, or is gone
 
-    async def _tell_some(self) -> None:
+    async def _send_some(self) -> None:
         """Write one batch, after a survey of the room if one is due."""
-        tellings = self._next_tellings()
+        records = self._next_records()
         try:
             if self._redis.is_survey_due:
                 async with asyncio.timeout(SURVEY_SECONDS):
                     await self._redis.survey()
             async with asyncio.timeout(REDIS_SECONDS):
-                is_intact = await self._redis.write(tellings)
-            self._let_go(tellings, "told")
+                is_intact = await self._redis.write(records)
+            self._let_go(records, "told")
             self._refusals.answered()
             if not is_intact:
                 self.lost_at = self._clock()
         except ResponseError as error:  # Redis is there and does not take it
             self._refusals.failed(error)
-            self._let_go(tellings, "failed")
-        except REDIS_FAILURES as error:  # what was not told stays
+            self._let_go(records, "failed")
+        except REDIS_FAILURES as error:  # what was not sent stays
             self._rest(error)
 
-    def _next_tellings(self) -> list[Telling]:
-        tellings: list[Telling] = []
+    def _next_records(self) -> list[OutgoingRecord]:
+        records: list[OutgoingRecord] = []
         num_bytes = 0
-        for telling in self._untold:
-            num_bytes += telling.num_bytes
-            if tellings and (num_bytes > BYTES_PER_WRITE or len(tellings) == TELLINGS_PER_WRITE):
+        for record in self._unsent:
+            num_bytes += record.num_bytes
+            if records and (num_bytes > BYTES_PER_WRITE or len(records) == RECORDS_PER_WRITE):
                 break
-            tellings.append(telling)
-        return tellings
+            records.append(record)
+        return records
 
-    def _let_go(self, tellings: Sequence[Telling], outcome: str) -> None:
-        for telling in tellings:
-            assert self._untold.popleft() is telling
-            self._num_untold_bytes -= telling.num_bytes
-        self.num_told[outcome] += len(tellings)
+    def _let_go(self, records: Sequence[OutgoingRecord], outcome: str) -> None:
+        for record in records:
+            assert self._unsent.popleft() is record
+            self._num_unsent_bytes -= record.num_bytes
+        self.num_sent[outcome] += len(records)
         if outcome == "failed":
             self.lost_at = self._clock()
 

@@ -9,21 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicas.protocol.cluster_secret import ClusterSecret
-from router.history.canonical import ConversationKey
-from router.history.retracing import Told
-from router.shared.tenant_tags import TenantTags
-from router.siblings.redis_history import (
+from router.features.history.redis_history import (
     PREFIX,
     SHARE_BEFORE_SURVEY,
     TENANTS_KEY,
     HistoryBounds,
+    OutgoingRecord,
     RedisHistory,
-    Telling,
     end_key,
     level_of,
     log_key,
     record_key,
 )
+from router.history.canonical import ConversationKey
+from router.history.retracing import HistoryRecord
+from router.shared.tenant_tags import TenantTags
 
 SECRET = ClusterSecret(b"of the whole cluster")
 TAG = TenantTags(SECRET).of("us")
@@ -36,15 +36,15 @@ def key(number: int) -> ConversationKey:
     return ConversationKey(number.to_bytes(16))
 
 
-def told(said: bytes = SAID) -> Told:
-    return Told(b"", int(time.time()), b"", 0, b"d" * 16, b"ends", said, False, False)
+def told(said: bytes = SAID) -> HistoryRecord:
+    return HistoryRecord(b"", int(time.time()), b"", 0, b"d" * 16, b"ends", said, False, False)
 
 
-def telling(number: int, tenant: str = "us", said: bytes = SAID) -> Telling:
-    return Telling(tenant, key(number), told(said))
+def telling(number: int, tenant: str = "us", said: bytes = SAID) -> OutgoingRecord:
+    return OutgoingRecord(tenant, key(number), told(said))
 
 
-async def written(history: RedisHistory, tellings: list[Telling]) -> None:
+async def written(history: RedisHistory, tellings: list[OutgoingRecord]) -> None:
     for first in range(0, len(tellings), 50):
         if history.is_survey_due:
             await history.survey()

@@ -1,1 +1,0 @@
-"""Exchange between the routers of one cluster, over Redis and in the background."""
