@@ -27,6 +27,7 @@ from router.edge.http import (
     client_request_id,
     client_trace_parent,
     connection_of,
+    send_first,
     send_whole,
 )
 from router.edge.http_error import INTERNAL_ERROR, HttpError, http_error, method_not_allowed
@@ -261,16 +262,14 @@ class _Exchange:
         return b"".join(events)
 
     async def _stream(self, events: bytes, *, is_last: bool = False) -> None:
+        self._num_sent += 1
         if not self._is_streaming:
             self._is_streaming = True
-            await self._send(
-                {
-                    "type": "http.response.start",
-                    "status": 200,
-                    "headers": [*EVENT_STREAM_HEADERS, *self._own_headers()],
-                }
-            )
-        self._num_sent += 1
+            headers = [*EVENT_STREAM_HEADERS, *self._own_headers()]
+            await send_first(self._send, self._connection, headers, events)
+            if not is_last:
+                return
+            events = b""
         await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
 
     async def _beat(self) -> None:
@@ -297,7 +296,8 @@ class _Exchange:
             await self._stream(request.writer.end(usage), is_last=True)
         else:
             headers = [(b"content-type", b"application/json"), *self._own_headers()]
-            await send_whole(self._send, 200, headers, request.writer.whole(usage))
+            body = request.writer.whole(usage)
+            await send_whole(self._send, 200, headers, body, self._connection)
 
     async def fail(self, error: HttpError, *, extra: Sequence[Header] = ()) -> None:
         request = self._request

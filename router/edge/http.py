@@ -6,7 +6,7 @@ Owns limits on what is read. Knows no dialect: errors are raised, not written.
 import asyncio
 import contextlib
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Protocol
 
@@ -55,6 +55,13 @@ class ClientConnection(Protocol):
     @property
     def has_whole_body(self) -> bool:
         """All of the request that is answered has come: reading its body waits for nothing."""
+        ...
+
+    def begin_answer(
+        self, send: Send, status: int, headers: Iterable[Header], body: bytes, *, is_whole: bool
+    ) -> bool:
+        """Write an answer's head and its body, or the first part of a stream, in one piece. False, without a
+        byte, where that is left to `send`: it adds to answers, or has to wait for the client."""
         ...
 
     @property
@@ -313,7 +320,24 @@ class WhileConnected:
         self.left()
 
 
-async def send_whole(send: Send, status: int, headers: Iterable[Header], body: bytes) -> None:
+async def send_first(
+    send: Send, connection: ClientConnection | None, headers: Sequence[Header], part: bytes
+) -> None:
+    """The head of a stream, and its first part."""
+    if connection is None or not connection.begin_answer(send, 200, headers, part, is_whole=False):
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+
+
+async def send_whole(
+    send: Send,
+    status: int,
+    headers: Iterable[Header],
+    body: bytes,
+    connection: ClientConnection | None = None,
+) -> None:
+    if connection is not None and connection.begin_answer(send, status, headers, body, is_whole=True):
+        return
     await send(
         {
             "type": "http.response.start",

@@ -13,14 +13,16 @@ Only HTTP/1 is spoken: an offer of another protocol, which Java's client makes w
 """
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from starlette.types import Send
 from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from router.edge.connections import MAX_FAREWELLS, Connections, Ended, address_of
-from router.edge.http import CONNECTION, Watcher, sign_seconds
+from router.edge.http import CONNECTION, Header, Watcher, sign_seconds
 from router.edge.http_error import HttpError
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -50,6 +52,9 @@ LEAVING_WRITE_SECONDS = 4.0
 
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+CHUNKED = b"transfer-encoding: chunked\r\n"
+_CONTROLS = bytes((*range(0x09), *range(0x0A, 0x20), 0x7F))
+"""Bytes that no header may have."""
 
 _REFUSALS = {
     Ended.TOO_MANY: HttpError(
@@ -108,6 +113,35 @@ class ClientProtocol(HttpToolsProtocol):
     @property
     def has_whole_body(self) -> bool:
         return self._answering is not None and not self._answering.more_body
+
+    def begin_answer(
+        self, send: Send, status: int, headers: Iterable[Header], body: bytes, *, is_whole: bool
+    ) -> bool:
+        cycle = self._answering
+        if cycle is None or cycle.response_started or cycle.disconnected or self.flow.write_paused:
+            return False
+        is_bare = getattr(send, "__self__", None) is cycle  # nothing around it adds to answers
+        if not is_bare or not (is_whole or body):  # an empty part would end a stream
+            return False
+        lines = [*cycle.default_headers, *headers]
+        if not cycle.keep_alive:
+            lines.append((b"connection", b"close"))
+        values = b"".join([value for _, value in lines])
+        if cycle.scope["method"] == "HEAD" or len(values.translate(None, _CONTROLS)) < len(values):
+            return False
+        framing = b"content-length: %d\r\n\r\n%b" if is_whole else CHUNKED + b"\r\n%x\r\n%b\r\n"
+        head = [b"%b: %b\r\n" % line for line in lines]
+        self.transport.write(b"".join((STATUS_LINE[status], *head, framing % (len(body), body))))
+        cycle.response_started = True
+        cycle.waiting_for_100_continue = False
+        cycle.chunked_encoding = not is_whole
+        if is_whole:
+            cycle.response_complete = True
+            cycle.message_event.set()
+            if not cycle.keep_alive:
+                self.transport.close()
+            cycle.on_response()
+        return True
 
     @property
     def takes_parts(self) -> bool:
