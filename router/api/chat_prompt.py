@@ -14,14 +14,14 @@ from router.answers.formats import starts_in_reasoning
 from router.answers.grammar_check import ANY_TEXT, CheckedGrammar
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.sampling import bounded_tokens, context_exceeded
-from router.errors import InvalidRequest
+from router.errors import InvalidRequest, about_model
 from router.explain.outline import outline_of
 from router.history.splicing import STANDS_FOR_ANSWER
 from router.keeping import LeaseRequest
 from router.prepared import EncodedHistory, EncodedPrompt
 from router.prompt.images import Shown, show
 from router.prompt.template import RESERVED_NAMES, TemplateError
-from router.prompt.text_model import TextModel
+from router.prompt.text_model import TextModel, TextModels
 from router.routing.bucket import BUCKET_TOKENS
 
 LONG_HEAD_CHARACTERS = BUCKET_TOKENS * 8
@@ -110,6 +110,14 @@ def encode_chat(model: TextModel, request: ChatRequest, chat: RenderedChat) -> S
     """Raises InvalidRequest, and ContextLengthExceeded, before all is encoded, for what is far too long."""
     token_ids = bounded_tokens(model, chat.text, request.messages_field, is_quoted=chat.is_quoted)
     return shown_chat(model, request, token_ids)
+
+
+def counted_chat(models: TextModels, request: ChatRequest, *, is_bounded: bool) -> Shown:
+    """Encode a chat of which only the tokens are counted. Raises InvalidRequest or UnknownModel, and
+    TooMuchWork if it is to be bounded and is not."""
+    model = models.get(request.model)
+    with about_model(request.model):
+        return encode_chat(model, request, render_chat(model, request, is_bounded=is_bounded))
 
 
 def shown_chat(model: TextModel, request: ChatRequest, token_ids: list[int]) -> Shown:

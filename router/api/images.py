@@ -10,7 +10,7 @@ from typing import Any
 
 from replicas.protocol.images import ImageError, media_digest, read_size
 from replicas.protocol.media import MAX_IMAGES, MAX_MEDIA_BYTES
-from router.api.json_body import missing, unsupported, wrong_type
+from router.api.json_body import read_text, unsupported
 from router.errors import InvalidRequest
 from router.prompt.images import SentImage
 
@@ -31,10 +31,7 @@ class Images:
 
     def add_url(self, path: str, url: Any) -> dict[str, Any]:
         """A part of a message for the chat template, of a `data:` URL. Raises InvalidRequest."""
-        if url is None:
-            raise missing(path)
-        if not isinstance(url, str):
-            raise wrong_type(path, "text")
+        url = read_text(path, url)
         kind, comma, data = url.partition(",")
         if not kind[:5].lower() == "data:" or not comma:
             raise unsupported(
@@ -51,8 +48,7 @@ class Images:
         """The same, of base64 (RFC 4648). Raises InvalidRequest."""
         if not isinstance(media_type, str) or media_type.strip().lower() not in TYPES:
             raise unsupported(path, f"'{path}' has to be one of {', '.join(TYPES)}.")
-        if not isinstance(data, str):
-            raise missing(path) if data is None else wrong_type(path, "text")
+        data = read_text(path, data)
         if len(self.images) >= MAX_IMAGES:
             raise InvalidRequest(f"A request has at most {MAX_IMAGES} images.", parameter=path)
         if len(data) // 4 * 3 > MAX_MEDIA_BYTES * _LINES_SHARE:

@@ -86,6 +86,10 @@ def unsupported(parameter: str, message: str) -> InvalidRequest:
     return InvalidRequest(message, parameter=parameter, code="unsupported_value")
 
 
+def invalid(parameter: str, words: str) -> InvalidRequest:
+    return InvalidRequest(f"Invalid value for '{parameter}': {words}", parameter=parameter)
+
+
 def missing(parameter: str) -> InvalidRequest:
     return InvalidRequest(
         f"Missing required parameter: '{parameter}'.",
@@ -98,6 +102,22 @@ def wrong_type(parameter: str, expected: str) -> InvalidRequest:
     return InvalidRequest(
         f"Invalid type for '{parameter}': expected {expected}.", parameter=parameter, code="invalid_type"
     )
+
+
+def read_object(path: str, value: Any) -> dict[str, Any]:
+    """Raises InvalidRequest."""
+    if not isinstance(value, dict):
+        raise wrong_type(path, "an object")
+    return value
+
+
+def read_text(path: str, value: Any) -> str:
+    """Raises InvalidRequest, also for a value that is missing."""
+    if value is None:
+        raise missing(path)
+    if not isinstance(value, str):
+        raise wrong_type(path, "text")
+    return value
 
 
 def read_arguments(arguments: Any) -> dict[str, Any] | str | None:
@@ -122,19 +142,15 @@ def read_arguments(arguments: Any) -> dict[str, Any] | str | None:
 
 def check_range(parameter: str, value: float | None, low: float, high: float) -> None:
     if value is not None and not low <= value <= high:
-        raise InvalidRequest(
-            f"Invalid value for '{parameter}': {value!s:.40} is not between {low:.10g} and {high:.10g}.",
-            parameter=parameter,
-        )
+        raise invalid(parameter, f"{value!s:.40} is not between {low:.10g} and {high:.10g}.")
 
 
 def check_timeout(seconds: float | None, parameter: str = "timeout") -> None:
     """Raises InvalidRequest."""
     if seconds is not None and not (math.isfinite(seconds) and 0 < seconds <= MAX_TIMEOUT_SECONDS):
-        raise InvalidRequest(
-            f"Invalid value for '{parameter}': {seconds!s:.40} is not a number of seconds above 0 and up to "
-            f"{MAX_TIMEOUT_SECONDS:.10g}.",
-            parameter=parameter,
+        raise invalid(
+            parameter,
+            f"{seconds!s:.40} is not a number of seconds above 0 and up to {MAX_TIMEOUT_SECONDS:.10g}.",
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from msgspec import Struct
 
-from router.errors import InvalidRequest
+from router.api.json_body import invalid
 
 DEFAULT_PAGE = 20
 MAX_PAGE = 100
@@ -37,7 +37,5 @@ def page_limit(text: str | None) -> int:
     if text is None:
         return DEFAULT_PAGE
     if not (text.isascii() and text.isdigit() and len(text) <= 3 and 1 <= int(text) <= MAX_PAGE):
-        raise InvalidRequest(
-            f"Invalid value for 'limit': '{text[:20]}' is no number from 1 to {MAX_PAGE}.", parameter="limit"
-        )
+        raise invalid("limit", f"'{text[:20]}' is no number from 1 to {MAX_PAGE}.")
     return int(text)

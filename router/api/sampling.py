@@ -12,7 +12,7 @@ import msgspec
 from replicas.protocol.frames import SamplingParams
 from router.answers.grammar_check import ANY_TEXT, CheckedGrammar
 from router.api.field_table import FieldTable
-from router.api.json_body import check_range, check_salt, check_timeout, unsupported
+from router.api.json_body import check_range, check_salt, check_timeout, invalid, unsupported
 from router.api.openai.caching import PromptCacheOptions, check_caching
 from router.errors import ContextLengthExceeded, Excess, InvalidRequest
 from router.prompt.text_model import TextModel
@@ -132,20 +132,13 @@ def check_fields(
     ):
         value = getattr(request, parameter)
         if value is not None and value < least:
-            raise InvalidRequest(
-                f"Invalid value for '{parameter}': {value} is below {least}.", parameter=parameter
-            )
+            raise invalid(parameter, f"{value} is below {least}.")
     if request.repetition_penalty is not None and not request.repetition_penalty > 0:
-        raise InvalidRequest(
-            "Invalid value for 'repetition_penalty': it must be above 0.", parameter="repetition_penalty"
-        )
+        raise invalid("repetition_penalty", "it must be above 0.")
     if request.truncation_side not in (None, "left", "right"):
         raise unsupported("truncation_side", "Invalid value for 'truncation_side': it is 'left' or 'right'.")
     if request.truncate_prompt_tokens == 0:
-        raise InvalidRequest(
-            "Invalid value for 'truncate_prompt_tokens': it is -1, or above 0.",
-            parameter="truncate_prompt_tokens",
-        )
+        raise invalid("truncate_prompt_tokens", "it is -1, or above 0.")
     if request.cache is not None:
         raise InvalidRequest("The field 'cache' must be written without escapes.", parameter="cache")
     check_salt(request.cache_salt)
@@ -224,10 +217,7 @@ def sampling_params(
     max_tokens = _max_tokens(model.card.context_length, num_prompt_tokens, max_tokens, prompt_parameter)
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
-        raise InvalidRequest(
-            f"Invalid value for 'min_tokens': {min_tokens} is above the {max_tokens} tokens allowed.",
-            parameter="min_tokens",
-        )
+        raise invalid("min_tokens", f"{min_tokens} is above the {max_tokens} tokens allowed.")
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,

@@ -9,8 +9,7 @@ from dataclasses import replace
 from starlette.types import Scope
 
 from router.api.api_request import Prompt
-from router.api.json_body import check_timeout
-from router.errors import InvalidRequest
+from router.api.json_body import check_timeout, invalid
 
 TIMEOUT = b"x-kvasir-timeout"
 
@@ -23,9 +22,7 @@ def timeout_of(scope: Scope) -> float | None:
             try:
                 seconds = float(value.decode("ascii"))
             except ValueError:
-                raise InvalidRequest(
-                    f"Invalid value for '{parameter}': it is a number of seconds.", parameter=parameter
-                ) from None
+                raise invalid(parameter, "it is a number of seconds.") from None
             check_timeout(seconds, parameter)
             return seconds
     return None

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import msgspec
 
 from router.api.chat_prompt import encode_chat, render_chat
-from router.api.json_body import decode_body, encode_json
+from router.api.json_body import decode_body, encode_json, missing
 from router.api.openai.chat_body import read_tokenized_chat
 from router.api.sampling import bounded_tokens, check_token_ids, most_tokens, too_many_tokens
-from router.errors import InvalidRequest
 from router.prompt.text_model import TextModel, TextModels
 from router.shared.answer_types import Count
 
@@ -81,6 +80,4 @@ def _named(models: TextModels, name: str | None) -> TextModel:
     names = models.names()
     if len(names) == 1:
         return models.get(names[0])
-    raise InvalidRequest(
-        "Missing required parameter: 'model'.", parameter="model", code="missing_required_parameter"
-    )
+    raise missing("model")

@@ -16,7 +16,7 @@ from router.api.anthropic.errors import NO_THREADS
 from router.api.anthropic.turns import Turns
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.field_table import MOST_NAMED, FieldTable, Refusal
-from router.api.json_body import check_range
+from router.api.json_body import check_range, missing
 from router.api.openai.caching import keep_seconds
 from router.api.openai.peer_fields import PEER_HINTS, Names, PeerFields, idle_at, moved, refused_fields
 from router.api.sampling import GenerationFields, check_fields, check_stop_strings, stream_options_table
@@ -114,11 +114,7 @@ def read_message(body: bytes, max_choices: int) -> ChatRequest:
     asked, unknown = MESSAGE.read(body)
     with about_model(asked.model):
         if asked.max_tokens is None:
-            raise InvalidRequest(
-                "Missing required parameter: 'max_tokens'.",
-                parameter="max_tokens",
-                code="missing_required_parameter",
-            )
+            raise missing("max_tokens")
         request = _request(asked, unknown)
         if asked.max_tokens == 0:
             _check_only_prompt(asked, request)
@@ -216,11 +212,7 @@ def _tools(asked: Sequence[dict[str, Any]], marks: Marks, unknown: list[str]) ->
         name, schema, description = tool.get("name"), tool.get("input_schema"), tool.get("description")
         for field, value in (("name", name), ("input_schema", schema)):
             if value is None:
-                raise InvalidRequest(
-                    f"Missing required parameter: '{path}.{field}'.",
-                    parameter=f"{path}.{field}",
-                    code="missing_required_parameter",
-                )
+                raise missing(f"{path}.{field}")
         if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
             raise InvalidRequest(
                 f"String should match pattern '^{_TOOL_NAME.pattern}$'", parameter=f"{path}.name"
@@ -273,11 +265,7 @@ def _tool_choice(asked: dict[str, Any] | None, tools: Sequence[dict[str, Any]]) 
                 "It needs tools that the model can be offered: those of the client", parameter="tool_choice"
             )
         case {"type": "tool"}:
-            raise InvalidRequest(
-                "Missing required parameter: 'tool_choice.name'.",
-                parameter="tool_choice.name",
-                code="missing_required_parameter",
-            )
+            raise missing("tool_choice.name")
     raise InvalidRequest("Input should be 'auto', 'any', 'tool' or 'none'", parameter="tool_choice.type")
 
 

@@ -6,9 +6,8 @@ Owns its answer. Runs beside the event loop for small bodies, and in a process o
 from msgspec import Struct
 
 from router.api.anthropic.body import read_counted_message
-from router.api.chat_prompt import encode_chat, render_chat
+from router.api.chat_prompt import counted_chat
 from router.api.json_body import encode_json
-from router.errors import about_model
 from router.prompt.text_model import TextModels
 from router.shared.answer_types import Count
 
@@ -19,9 +18,5 @@ class MessageTokens(Struct):
 
 def count_message_tokens(models: TextModels, body: bytes, *, is_bounded: bool) -> bytes:
     """Raises InvalidRequest or UnknownModel, and TooMuchWork if it is to be bounded and is not."""
-    request = read_counted_message(body)
-    model = models.get(request.model)
-    with about_model(request.model):
-        chat = render_chat(model, request, is_bounded=is_bounded)
-        num_tokens = len(encode_chat(model, request, chat).token_ids)
-    return encode_json(MessageTokens(num_tokens))
+    counted = counted_chat(models, read_counted_message(body), is_bounded=is_bounded)
+    return encode_json(MessageTokens(len(counted.token_ids)))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from router.api.anthropic.caching import MarkPosition, Marks, mark_seconds
 from router.api.images import Images, content_of
-from router.api.json_body import read_arguments
+from router.api.json_body import missing, read_arguments
 from router.errors import InvalidRequest
 
 Piece = TypeVar("Piece")
@@ -56,9 +56,9 @@ class Turns:
         role, content = message.get("role"), message.get("content")
         if role not in _ROLES:
             wanted = "'user', 'assistant' or 'system'"
-            raise _missing(f"{path}.role") if role is None else _wrong(f"{path}.role", wanted)
+            raise missing(f"{path}.role") if role is None else _wrong(f"{path}.role", wanted)
         if content is None:
-            raise _missing(f"{path}.content")
+            raise missing(f"{path}.content")
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         elif not isinstance(content, list):
@@ -93,7 +93,7 @@ class Turns:
     def _result(self, path: str, block: Mapping[str, Any]) -> None:
         call_id = block.get("tool_use_id")
         if not isinstance(call_id, str):
-            raise _missing(f"{path}.tool_use_id")
+            raise missing(f"{path}.tool_use_id")
         if call_id not in self._calls:
             raise InvalidRequest(
                 f"unexpected `tool_use_id` found in `tool_result` blocks: {call_id[:80]}. Each `tool_result`"
@@ -158,7 +158,7 @@ class Turns:
         call_id, name, arguments = block.get("id"), block.get("name"), read_arguments(block.get("input", 0))
         for field, value in (("id", call_id), ("name", name)):
             if not isinstance(value, str) or not value:
-                raise _missing(f"{here}.{field}")
+                raise missing(f"{here}.{field}")
         assert isinstance(call_id, str) and isinstance(name, str)
         if arguments is None:
             raise _wrong(f"{here}.input", "an object")
@@ -232,7 +232,7 @@ def _kind(path: str, block: Any) -> str:
         raise _wrong(path, "a content block")
     kind = block.get("type")
     if not isinstance(kind, str):
-        raise _missing(f"{path}.type")
+        raise missing(f"{path}.type")
     return kind
 
 
@@ -241,7 +241,7 @@ def _text(path: str, block: Any) -> str:
         raise _wrong(f"{path}.type", "'text'")
     text = block.get("text")
     if not isinstance(text, str):
-        raise _missing(f"{path}.text") if text is None else _wrong(f"{path}.text", "text")
+        raise missing(f"{path}.text") if text is None else _wrong(f"{path}.text", "text")
     return text
 
 
@@ -302,12 +302,6 @@ def _no_mark(path: str, block: Mapping[str, Any], what: str) -> None:
         raise InvalidRequest(
             f"cache_control cannot be set for {what} blocks", parameter=f"{path}.cache_control"
         )
-
-
-def _missing(path: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"Missing required parameter: '{path}'.", parameter=path, code="missing_required_parameter"
-    )
 
 
 def _wrong(path: str, wanted: str) -> InvalidRequest:

@@ -33,6 +33,7 @@ from router.api.json_body import (
     check_range,
     check_salt,
     check_timeout,
+    invalid,
     read_arguments,
     unsupported,
     wrong_type,
@@ -155,14 +156,9 @@ def _check(asked: GenerateContent, config: GenerationConfig, max_choices: int) -
     ):
         check_range(f"generationConfig.{name}", value, low, high)
     if config.top_p == 0.0:
-        raise InvalidRequest(
-            "Invalid value for 'generationConfig.topP': it must be above 0.",
-            parameter="generationConfig.topP",
-        )
+        raise invalid("generationConfig.topP", "it must be above 0.")
     if config.top_k is not None and config.top_k != int(config.top_k):
-        raise InvalidRequest(
-            "Invalid value for 'generationConfig.topK': it is a count.", parameter="generationConfig.topK"
-        )
+        raise invalid("generationConfig.topK", "it is a count.")
     if config.logprobs is not None and not config.response_logprobs:
         raise InvalidRequest(
             "'generationConfig.logprobs' is only allowed with 'generationConfig.responseLogprobs'.",
@@ -206,10 +202,7 @@ class _Messages:
     def _add(self, content: Content, path: str) -> None:
         role = content.role or "user"
         if role not in _ROLES:
-            raise InvalidRequest(
-                f"Invalid value for '{path}.role': '{role[:40]}'. Supported are {', '.join(_ROLES)}.",
-                parameter=f"{path}.role",
-            )
+            raise invalid(f"{path}.role", f"'{role[:40]}'. Supported are {', '.join(_ROLES)}.")
         add = self._add_answer if role == "model" else self._add_question
         add(_listed(content.parts), f"{path}.parts")
 
@@ -323,15 +316,12 @@ def _tools(asked: GenerateContent) -> list[dict[str, Any]]:
 
 def _check_name(name: str, taken: Collection[str], parameter: str) -> None:
     if _FUNCTION_NAME.fullmatch(name) is None:
-        raise InvalidRequest(
-            f"Invalid value for '{parameter}': a name begins with a letter or '_', and has up to 128 letters,"
-            " digits, '_', '.', ':' and '-'.",
-            parameter=parameter,
+        raise invalid(
+            parameter,
+            "a name begins with a letter or '_', and has up to 128 letters, digits, '_', '.', ':' and '-'.",
         )
     if name in taken:
-        raise InvalidRequest(
-            f"Invalid value for '{parameter}': there is a function '{name}' before.", parameter=parameter
-        )
+        raise invalid(parameter, f"there is a function '{name}' before.")
 
 
 def _check_is_ours(tool: Tool, path: str) -> None:
@@ -349,11 +339,7 @@ def _function(declared: FunctionDeclaration, path: str) -> dict[str, Any]:
     if parameters is None:
         parameters = json_schema(declared.parameters or {"type": "object"}, f"{path}.parameters")
     elif not isinstance(parameters, dict):
-        raise InvalidRequest(
-            f"Invalid type for '{path}.parametersJsonSchema': expected an object.",
-            parameter=f"{path}.parametersJsonSchema",
-            code="invalid_type",
-        )
+        raise wrong_type(f"{path}.parametersJsonSchema", "an object")
     function: dict[str, Any] = {"name": declared.name}
     if declared.description is not None:
         function["description"] = declared.description
@@ -366,18 +352,13 @@ def _tool_choice(config: ToolConfig | None, tools: Sequence[dict[str, Any]]) -> 
         return ToolChoice()
     path = "toolConfig.functionCallingConfig"
     if calling.mode not in _MODES:
-        raise InvalidRequest(
-            f"Invalid value for '{path}.mode': '{calling.mode!s:.40}'. Supported are AUTO, ANY and NONE.",
-            parameter=f"{path}.mode",
-        )
+        raise invalid(f"{path}.mode", f"'{calling.mode!s:.40}'. Supported are AUTO, ANY and NONE.")
     allowed = calling.allowed_function_names or []
     declared = {tool["function"]["name"] for tool in tools}
     for number, name in enumerate(allowed):
         if name not in declared:
             where = f"{path}.allowedFunctionNames[{number}]"
-            raise InvalidRequest(
-                f"Invalid value for '{where}': no function '{name[:60]}' is declared.", parameter=where
-            )
+            raise invalid(where, f"no function '{name[:60]}' is declared.")
     return ToolChoice(_MODES[calling.mode], tuple(allowed))
 
 
@@ -411,11 +392,7 @@ def _output_format(config: GenerationConfig) -> OutputFormat | None:
 def _response_schema(config: GenerationConfig) -> Any:
     if config.response_json_schema is not None:
         if not isinstance(config.response_json_schema, dict | bool):
-            raise InvalidRequest(
-                "Invalid type for 'generationConfig.responseJsonSchema': expected a schema.",
-                parameter="generationConfig.responseJsonSchema",
-                code="invalid_type",
-            )
+            raise wrong_type("generationConfig.responseJsonSchema", "a schema")
         return config.response_json_schema
     if config.response_schema is None:
         return None

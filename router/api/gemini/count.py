@@ -5,11 +5,10 @@ Owns the answer. Runs beside the event loop for small bodies, and in a process o
 
 from msgspec import Struct
 
-from router.api.chat_prompt import encode_chat, render_chat
+from router.api.chat_prompt import counted_chat
 from router.api.gemini.body import read_counted
 from router.api.gemini.modalities import ModalityTokens, details
 from router.api.json_body import encode_json
-from router.errors import about_model
 from router.prompt.text_model import TextModels
 from router.shared.answer_types import Count
 
@@ -21,11 +20,7 @@ class CountedTokens(Struct, rename="camel"):
 
 def count_tokens(models: TextModels, body: bytes, *, is_bounded: bool) -> bytes:
     """Raises InvalidRequest or UnknownModel, and TooMuchWork if it is to be bounded and is not."""
-    request = read_counted(body)
-    model = models.get(request.model)
-    with about_model(request.model):
-        chat = render_chat(model, request, is_bounded=is_bounded)
-        shown = encode_chat(model, request, chat)
-    num_tokens = len(shown.token_ids)
-    num_image_tokens = sum(image.length for image in shown.images)
+    counted = counted_chat(models, read_counted(body), is_bounded=is_bounded)
+    num_tokens = len(counted.token_ids)
+    num_image_tokens = sum(image.length for image in counted.images)
     return encode_json(CountedTokens(num_tokens, details(num_tokens, num_image_tokens)))

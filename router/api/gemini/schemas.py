@@ -7,7 +7,7 @@ either spelling. What is a JSON schema already comes out as it is.
 from collections.abc import Mapping
 from typing import Any
 
-from router.errors import InvalidRequest
+from router.api.json_body import invalid
 
 _TYPES = frozenset({"string", "number", "integer", "boolean", "array", "object", "null"})
 _UNSPECIFIED = "type_unspecified"
@@ -65,10 +65,7 @@ def _set_type(made: dict[str, Any], parameter: str) -> None:
         if kind == _UNSPECIFIED:
             del made["type"]
         elif kind not in _TYPES:
-            raise InvalidRequest(
-                f"Invalid value for '{parameter}.type': '{kind[:40]}' is no type of a schema.",
-                parameter=f"{parameter}.type",
-            )
+            raise invalid(f"{parameter}.type", f"'{kind[:40]}' is no type of a schema.")
         else:
             made["type"] = [kind, "null"] if is_nullable and kind != "null" else kind
     if is_nullable:
@@ -81,9 +78,7 @@ def _set_type(made: dict[str, Any], parameter: str) -> None:
 def _count(value: str, parameter: str) -> int:
     """Google's JSON has integers of 64 bits as text."""
     if not (value.isascii() and value.isdigit() and len(value) <= 18):
-        raise InvalidRequest(
-            f"Invalid value for '{parameter}': '{value[:40]}' is no count.", parameter=parameter
-        )
+        raise invalid(parameter, f"'{value[:40]}' is no count.")
     return int(value)
 
 

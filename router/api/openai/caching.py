@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import PrefixLease
-from router.api.json_body import wrong_type
+from router.api.json_body import invalid, read_object
 from router.errors import InvalidRequest
 from router.keeping import LeaseResult, kept_of
 from router.shared.answer_types import Count
@@ -76,12 +76,8 @@ def check_caching(retention: str | None, options: PromptCacheOptions | None) -> 
 
 
 def check_breakpoint(path: str, value: Any) -> None:
-    if not isinstance(value, dict):
-        raise wrong_type(path, "an object")
-    if value.get("mode") != EXPLICIT:
-        raise InvalidRequest(
-            f"Invalid value for '{path}.mode': it is '{EXPLICIT}'.", parameter=f"{path}.mode"
-        )
+    if read_object(path, value).get("mode") != EXPLICIT:
+        raise invalid(f"{path}.mode", f"it is '{EXPLICIT}'.")
 
 
 def keep_seconds(retention: str | None, options: PromptCacheOptions | None) -> list[int]:

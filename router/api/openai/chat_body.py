@@ -10,7 +10,7 @@ import msgspec
 from router.answers.wishes import ToolChoice
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.field_table import FieldTable, Refusal
-from router.api.json_body import check_range, unsupported
+from router.api.json_body import check_range, invalid, unsupported
 from router.api.openai.caching import compared_id, keeps_of
 from router.api.openai.messages import read_messages
 from router.api.openai.peer_fields import PEER_HINTS, PeerFields, idle_at, moved, refused_fields
@@ -174,7 +174,4 @@ def _check(chat: ChatBody, max_choices: int) -> None:
             parameter="top_logprobs",
         )
     if chat.max_completion_tokens is not None and chat.max_completion_tokens < 1:
-        raise InvalidRequest(
-            f"Invalid value for 'max_completion_tokens': {chat.max_completion_tokens} is below 1.",
-            parameter="max_completion_tokens",
-        )
+        raise invalid("max_completion_tokens", f"{chat.max_completion_tokens} is below 1.")

@@ -6,7 +6,7 @@ Owns what such a request may look like. Runs beside the event loop and elsewhere
 from typing import Any
 
 from router.api.field_table import NOTHING, FieldTable, Refusal
-from router.api.json_body import check_range, unsupported
+from router.api.json_body import check_range, unsupported, wrong_type
 from router.api.openai.chat_body import OPENAI_HINTS, OPENROUTER_HINTS
 from router.api.openai.peer_fields import PeerFields, moved, refused_fields
 from router.api.sampling import (
@@ -87,11 +87,7 @@ def prompts_of(prompt: str | list[Any], max_prompts: int) -> list[str | list[Any
         )
     kind = type(prompt[0])
     if not all(type(item) is kind for item in prompt):
-        raise InvalidRequest(
-            "Invalid type for 'prompt': expected text, a list of texts, token ids or a list of these.",
-            parameter="prompt",
-            code="invalid_type",
-        )
+        raise wrong_type("prompt", "text, a list of texts, token ids or a list of these")
     return prompt
 
 

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from router.api.images import Images, content_of
-from router.api.json_body import missing, read_arguments, unsupported, wrong_type
+from router.api.json_body import (
+    invalid,
+    missing,
+    read_arguments,
+    read_object,
+    read_text,
+    unsupported,
+    wrong_type,
+)
 from router.api.openai.caching import check_breakpoint
 from router.errors import InvalidRequest
 from router.prompt.images import SentImage
@@ -67,10 +75,7 @@ def _wrong_role(path: str, role: Any) -> InvalidRequest:
         return missing(path)
     if not isinstance(role, str):
         return wrong_type(path, "text")
-    return InvalidRequest(
-        f"Invalid value for '{path}': '{role[:40]}'. Supported are {', '.join(sorted(ROLES))}.",
-        parameter=path,
-    )
+    return invalid(path, f"'{role[:40]}'. Supported are {', '.join(sorted(ROLES))}.")
 
 
 def _content(path: str, message: dict[str, Any], images: Images) -> str | list[dict[str, Any]]:
@@ -147,25 +152,20 @@ def _read_assistant(path: str, message: dict[str, Any], read: dict[str, Any]) ->
         call_id = _LEGACY_CALL_ID.format(function["name"])
         read["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
     elif message.get("content") is None and not read["content"] and "reasoning_content" not in read:
-        raise InvalidRequest(
-            f"Invalid value for '{path}.content': expected text, got null. Only an assistant's message with"
-            " 'tool_calls' may be without.",
-            parameter=f"{path}.content",
+        raise invalid(
+            f"{path}.content",
+            "expected text, got null. Only an assistant's message with 'tool_calls' may be without.",
         )
 
 
 def _check_answer(path: str, message: dict[str, Any], call_ids: set[str]) -> None:
-    call_id = message.get("tool_call_id")
-    if call_id is None:
-        raise missing(f"{path}.tool_call_id")
-    if not isinstance(call_id, str):
-        raise wrong_type(f"{path}.tool_call_id", "text")
+    call_id = read_text(f"{path}.tool_call_id", message.get("tool_call_id"))
     if call_id not in call_ids:
-        raise InvalidRequest(
-            f"Invalid value for '{path}.tool_call_id': no message before it has a tool call with the id"
+        raise invalid(
+            f"{path}.tool_call_id",
+            f"no message before it has a tool call with the id"
             f" '{call_id[:64]}'. Messages with role 'tool' must be a response to a preceding message with"
             " 'tool_calls'.",
-            parameter=f"{path}.tool_call_id",
         )
 
 
@@ -176,31 +176,20 @@ def _tool_calls(path: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _tool_call(path: str, call: Any) -> dict[str, Any]:
-    if not isinstance(call, dict):
-        raise wrong_type(path, "an object")
-    kind = call.get("type", "function")
+    kind = read_object(path, call).get("type", "function")
     if kind != "function":
         raise unsupported(f"{path}.type", f"Only calls of type 'function' are supported, not '{kind!s:.40}'.")
-    if call.get("id") is None:
-        raise missing(f"{path}.id")
-    if not isinstance(call["id"], str):
-        raise wrong_type(f"{path}.id", "text")
+    call_id = read_text(f"{path}.id", call.get("id"))
     function = _function(f"{path}.function", call.get("function"))
-    return {"id": call["id"], "type": "function", "function": function}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def _function(path: str, function: Any) -> dict[str, Any]:
     """Arguments travel as JSON in a string; templates write objects out themselves."""
     if function is None:
         raise missing(path)
-    if not isinstance(function, dict):
-        raise wrong_type(path, "an object")
-    name, arguments = function.get("name"), function.get("arguments")
-    if name is None:
-        raise missing(f"{path}.name")
-    if not isinstance(name, str):
-        raise wrong_type(f"{path}.name", "text")
-    read = read_arguments(arguments)
+    name = read_text(f"{path}.name", read_object(path, function).get("name"))
+    read = read_arguments(function.get("arguments"))
     if read is None:
         raise wrong_type(f"{path}.arguments", "text")
     return {"name": name, "arguments": read}

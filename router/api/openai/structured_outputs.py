@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from router.answers.wishes import FormatKind, OutputFormat
-from router.api.json_body import missing, unsupported, wrong_type
+from router.api.json_body import invalid, missing, read_object, unsupported, wrong_type
 from router.api.openai.peer_fields import PeerFields
 from router.errors import InvalidRequest
 
@@ -80,8 +80,7 @@ def _response_format(asked: Any) -> OutputFormat | None:
 
 
 def _structured_outputs(asked: Any) -> OutputFormat | None:
-    if not isinstance(asked, dict):
-        raise wrong_type("structured_outputs", "an object")
+    asked = read_object("structured_outputs", asked)
     given = {key: value for key, value in asked.items() if value is not None and value is not False}
     found: list[OutputFormat] = []
     for key, value in given.items():
@@ -103,9 +102,7 @@ def _json(parameter: str, value: Any) -> OutputFormat:
         try:
             value = msgspec.json.decode(value)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest(
-                f"Invalid value for '{parameter}': it is not JSON.", parameter=parameter
-            ) from error
+            raise invalid(parameter, "it is not JSON.") from error
     if not isinstance(value, dict | bool):
         raise wrong_type(parameter, "an object")
     return OutputFormat(FormatKind.JSON_SCHEMA, value, parameter=parameter)

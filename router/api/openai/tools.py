@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from router.answers.wishes import ToolChoice, ToolMode
-from router.api.json_body import missing, unsupported, wrong_type
+from router.api.json_body import invalid, missing, read_object, read_text, unsupported, wrong_type
 from router.errors import InvalidRequest
 
 MAX_TOOLS = 1024
@@ -53,13 +53,7 @@ def check_number(parameter: str, tools: Sequence[Any]) -> None:
 def check_function(path: str, function: Any, schema: str = "parameters") -> None:
     """`function` has a name, and what else it has is of the right type; `schema` is the field with that of
     its arguments."""
-    if not isinstance(function, dict):
-        raise wrong_type(path, "an object")
-    name = function.get("name")
-    if name is None:
-        raise missing(f"{path}.name")
-    if not isinstance(name, str):
-        raise wrong_type(f"{path}.name", "text")
+    name = read_text(f"{path}.name", read_object(path, function).get("name"))
     if _NAME.fullmatch(name) is None:
         raise InvalidRequest(
             f"Invalid '{path}.name': a name has 1 to 128 letters of the English alphabet,"
@@ -104,34 +98,23 @@ def simple_choice(asked: Any, *, parallel: bool) -> ToolChoice | None:
 
 
 def wrong_choice(parameter: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"Invalid value for '{parameter}': it is 'none', 'auto', 'required', a function to call or the tools"
-        " that are allowed.",
-        parameter=parameter,
+    return invalid(
+        parameter, "it is 'none', 'auto', 'required', a function to call or the tools that are allowed."
     )
 
 
 def check_choice(parameter: str, choice: ToolChoice, tools: Sequence[dict[str, Any]], lacking: str) -> None:
     """`lacking` says of 'tools' what is needed for a call. Raises InvalidRequest."""
     if choice.mode is ToolMode.REQUIRED and not tools:
-        raise InvalidRequest(
-            f"Invalid value for '{parameter}': a tool can only be called where 'tools' {lacking}.",
-            parameter=parameter,
-        )
+        raise invalid(parameter, f"a tool can only be called where 'tools' {lacking}.")
     known = {tool["function"]["name"] for tool in tools}
     for name in choice.names:
         if name not in known:
-            raise InvalidRequest(
-                f"Invalid value for '{parameter}': there is no tool '{name:.64}' among the tools of this"
-                " request.",
-                parameter=parameter,
-            )
+            raise invalid(parameter, f"there is no tool '{name:.64}' among the tools of this request.")
 
 
 def _check_tool(path: str, tool: Any) -> None:
-    if not isinstance(tool, dict):
-        raise wrong_type(path, "an object")
-    kind = tool.get("type")
+    kind = read_object(path, tool).get("type")
     if kind is None:
         raise missing(f"{path}.type")
     if kind != "function":
@@ -161,8 +144,8 @@ def _allowed_names(tools: list[Any]) -> tuple[str, ...]:
                 names.append(name)
             case _:
                 path = f"tool_choice.allowed_tools.tools[{number}]"
-                raise InvalidRequest(f"Invalid value for '{path}': expected a function.", parameter=path)
+                raise invalid(path, "expected a function.")
     if not names:
         path = "tool_choice.allowed_tools.tools"
-        raise InvalidRequest(f"Invalid value for '{path}': at least one tool is needed.", parameter=path)
+        raise invalid(path, "at least one tool is needed.")
     return tuple(names)

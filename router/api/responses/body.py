@@ -11,7 +11,7 @@ import msgspec
 from router.answers.wishes import FormatKind, OutputFormat
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.field_table import FieldTable, Refusal
-from router.api.json_body import check_range, encode_json, missing, unsupported
+from router.api.json_body import check_range, encode_json, invalid, missing, unsupported
 from router.api.openai.caching import compared_id, keeps_of
 from router.api.openai.chat_body import OPENAI_HINTS
 from router.api.openai.peer_fields import Names, PeerFields, idle_at, moved, refused_fields
@@ -232,7 +232,7 @@ def _check(asked: ResponsesBody) -> None:
     for name in ("max_output_tokens", "max_tool_calls"):
         value = getattr(asked, name)
         if value is not None and value < 1:
-            raise InvalidRequest(f"Invalid value for '{name}': {value} is below 1.", parameter=name)
+            raise invalid(name, f"{value} is below 1.")
     _check_words(asked)
     _check_metadata(asked.metadata or {})
 
@@ -251,10 +251,7 @@ def _check_words(asked: ResponsesBody) -> None:
     for number, name in enumerate(asked.include or ()):
         if name not in INCLUDABLE:
             path = f"include[{number}]"
-            raise InvalidRequest(
-                f"Invalid value for '{path}': '{name[:60]}'. Supported are {', '.join(sorted(INCLUDABLE))}.",
-                parameter=path,
-            )
+            raise invalid(path, f"'{name[:60]}'. Supported are {', '.join(sorted(INCLUDABLE))}.")
 
 
 def _check_metadata(metadata: dict[str, Any]) -> None:
@@ -269,10 +266,7 @@ def _check_metadata(metadata: dict[str, Any]) -> None:
                 f"Invalid key in 'metadata': it has more than {MAX_METADATA_KEY} characters.", parameter=path
             )
         if not isinstance(value, str) or len(value) > MAX_METADATA_VALUE:
-            raise InvalidRequest(
-                f"Invalid value for '{path}': expected text of at most {MAX_METADATA_VALUE} characters.",
-                parameter=path,
-            )
+            raise invalid(path, f"expected text of at most {MAX_METADATA_VALUE} characters.")
 
 
 def _output_format(asked: ResponsesBody) -> OutputFormat | None:

@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.api.images import Images, content_of
-from router.api.json_body import missing, read_arguments, unsupported, wrong_type
+from router.api.json_body import (
+    invalid,
+    missing,
+    read_arguments,
+    read_object,
+    read_text,
+    unsupported,
+    wrong_type,
+)
 from router.api.openai.caching import check_breakpoint
 from router.api.openai.messages import ROLES_WITH_IMAGES, pieces_of
 from router.errors import InvalidRequest
@@ -53,9 +61,7 @@ class Conversation:
 
     def add(self, path: str, item: Any) -> None:
         """Raises InvalidRequest that names what is wrong where."""
-        if not isinstance(item, dict):
-            raise wrong_type(path, "an object")
-        kind = item.get("type", "message")
+        kind = read_object(path, item).get("type", "message")
         if not isinstance(kind, str):
             raise wrong_type(f"{path}.type", "text")
         if kind == "message":
@@ -65,7 +71,7 @@ class Conversation:
         elif kind in CALLS:
             self._add_call(path, item, is_custom=kind == "custom_tool_call")
         elif kind in OUTPUTS:
-            message = {"role": "tool", "tool_call_id": _text(f"{path}.call_id", item.get("call_id"))}
+            message = {"role": "tool", "tool_call_id": read_text(f"{path}.call_id", item.get("call_id"))}
             self._add(f"{path}.output", message, item.get("output"))
         elif kind == "item_reference":
             raise _unknown_item(path, item)
@@ -73,16 +79,9 @@ class Conversation:
             raise unsupported(f"{path}.type", f"Items of type '{kind[:40]}' are not supported.")
 
     def _add_message(self, path: str, item: dict[str, Any]) -> None:
-        role = item.get("role")
-        if role is None:
-            raise missing(f"{path}.role")
-        if not isinstance(role, str):
-            raise wrong_type(f"{path}.role", "text")
+        role = read_text(f"{path}.role", item.get("role"))
         if role not in ROLES:
-            raise InvalidRequest(
-                f"Invalid value for '{path}.role': '{role[:40]}'. Supported are {', '.join(ROLES)}.",
-                parameter=f"{path}.role",
-            )
+            raise invalid(f"{path}.role", f"'{role[:40]}'. Supported are {', '.join(ROLES)}.")
         content = item.get("content")
         if role != "assistant":
             self._add(f"{path}.content", {"role": role}, content)
@@ -110,13 +109,13 @@ class Conversation:
             answer["reasoning_content"] = answer.get("reasoning_content", "") + text
 
     def _add_call(self, path: str, item: dict[str, Any], *, is_custom: bool) -> None:
-        call_id = _text(f"{path}.call_id", item.get("call_id"))
-        name = _text(f"{path}.name", item.get("name"))
+        call_id = read_text(f"{path}.call_id", item.get("call_id"))
+        name = read_text(f"{path}.name", item.get("name"))
         space = item.get("namespace")
         if isinstance(space, str):
             name = self._names.get((space, name), name)
         if is_custom:
-            arguments: Any = {"input": _text(f"{path}.input", item.get("input"))}
+            arguments: Any = {"input": read_text(f"{path}.input", item.get("input"))}
         else:
             if "arguments" not in item:
                 raise missing(f"{path}.arguments")
@@ -157,9 +156,8 @@ def _reasoning(path: str, item: dict[str, Any]) -> str:
     if content is not None and not isinstance(content, list):
         raise wrong_type(f"{path}.content", "a list of parts")
     for number, part in enumerate(content or ()):
-        if not isinstance(part, dict):
-            raise wrong_type(f"{path}.content[{number}]", "an object")
-        texts.append(_text(f"{path}.content[{number}].text", part.get("text")))
+        read_object(f"{path}.content[{number}]", part)
+        texts.append(read_text(f"{path}.content[{number}].text", part.get("text")))
     packed = item.get("encrypted_content")
     if not texts and isinstance(packed, str):
         return _unpacked(packed)
@@ -187,11 +185,3 @@ def _unknown_item(path: str, item: dict[str, Any]) -> InvalidRequest:
         parameter=f"{path}.id",
         code="item_not_found",
     )
-
-
-def _text(path: str, value: Any) -> str:
-    if value is None:
-        raise missing(path)
-    if not isinstance(value, str):
-        raise wrong_type(path, "text")
-    return value

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from router.answers.wishes import ToolChoice, ToolMode
 from router.api.field_table import MOST_NAMED
-from router.api.json_body import missing, unsupported, wrong_type
+from router.api.json_body import invalid, read_object, read_text, unsupported, wrong_type
 from router.api.openai.tools import (
     check_choice,
     check_function,
@@ -19,7 +19,6 @@ from router.api.openai.tools import (
     wrong_choice,
 )
 from router.api.responses.input import SpacedName
-from router.errors import InvalidRequest
 
 SERVED_BY_OTHERS = frozenset(
     {
@@ -97,13 +96,7 @@ def _functions(sent: Sequence[Any], unknown: list[str]) -> Iterator[tuple[str, d
 
 
 def _kind(path: str, tool: Any, unknown: list[str]) -> str:
-    if not isinstance(tool, dict):
-        raise wrong_type(path, "an object")
-    kind = tool.get("type")
-    if kind is None:
-        raise missing(f"{path}.type")
-    if not isinstance(kind, str):
-        raise wrong_type(f"{path}.type", "text")
+    kind = read_text(f"{path}.type", read_object(path, tool).get("type"))
     if kind in ("function", "namespace") or _VERSION.sub("", kind) in SERVED_BY_OTHERS:
         return kind
     if not {"parameters", "function", "tools"}.isdisjoint(tool):
@@ -132,7 +125,7 @@ def _choice(asked: Any, offered: OfferedTools, parallel: bool) -> ToolChoice:
             names = tuple(_name(tool, offered) for tool in tools if _is_function(tool))
             if not names:
                 path = "tool_choice.tools"
-                raise InvalidRequest(f"Invalid value for '{path}': it has no function.", parameter=path)
+                raise invalid(path, "it has no function.")
             return ToolChoice(ToolMode(mode), names, parallel=parallel)
         case {"type": str(kind)} if kind not in ("function", "allowed_tools"):
             raise unsupported("tool_choice", f"Only functions can be chosen, not a tool '{kind[:40]}'.")

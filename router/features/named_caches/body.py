@@ -13,6 +13,7 @@ from router.api.json_body import (
     check_together,
     decode_body,
     encode_json,
+    invalid,
     unsupported,
     with_fields,
 )
@@ -107,10 +108,7 @@ def cache_change(body: bytes) -> CacheChange:
 
 def check_ttl(ttl: int, parameter: str = "ttl") -> None:
     if not 1 <= ttl <= MAX_TTL_SECONDS:
-        raise InvalidRequest(
-            f"Invalid value for '{parameter}': {ttl!s:.20} is not between 1 and {MAX_TTL_SECONDS} seconds.",
-            parameter=parameter,
-        )
+        raise invalid(parameter, f"{ttl!s:.20} is not between 1 and {MAX_TTL_SECONDS} seconds.")
 
 
 def check_name(name: str | None, parameter: str = "name") -> None:

@@ -19,6 +19,7 @@ from router.api.json_body import (
     check_together,
     decode_body,
     encode_json,
+    invalid,
     unsupported,
     with_fields,
 )
@@ -168,10 +169,7 @@ def _ttl(ttl: str | None, expire_time: str | None, now: float) -> int | None:
     if ttl is not None:
         found = _TTL.fullmatch(ttl)
         if found is None:
-            raise InvalidRequest(
-                f"Invalid value for 'ttl': '{ttl[:40]}' is no number of seconds such as '3600s'.",
-                parameter="ttl",
-            )
+            raise invalid("ttl", f"'{ttl[:40]}' is no number of seconds such as '3600s'.")
         seconds, parameter = math.ceil(float(ttl[:-1])), "ttl"
     elif expire_time is not None:
         seconds, parameter = math.ceil(_moment(expire_time) - now), "expireTime"
@@ -188,7 +186,4 @@ def _moment(text: str) -> float:
             raise ValueError("no time zone")
         return moment.timestamp()
     except (ValueError, OverflowError) as error:
-        raise InvalidRequest(
-            f"Invalid value for 'expireTime': '{text[:40]}' is no moment such as '2030-01-31T12:00:00Z'.",
-            parameter="expireTime",
-        ) from error
+        raise invalid("expireTime", f"'{text[:40]}' is no moment such as '2030-01-31T12:00:00Z'.") from error

@@ -12,10 +12,11 @@ from router.api.api_request import ApiRequest, Prepare
 from router.api.context import ApiContext
 from router.api.gemini.answers import prepare_gemini, read_path
 from router.api.gemini.body import MODELS
+from router.api.json_body import invalid
 from router.api.paging import DEFAULT_PAGE, MAX_PAGE
 from router.api.routes import json_response
 from router.caller import tenant_of
-from router.errors import CacheGone, InvalidRequest, about_model
+from router.errors import CacheGone, about_model
 from router.features.named_caches.gemini_body import (
     CACHED_CONTENTS,
     PARAMETER,
@@ -148,7 +149,5 @@ def _page_size(text: str | None) -> int:
     if text is None:
         return DEFAULT_PAGE
     if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        raise InvalidRequest(
-            f"Invalid value for 'pageSize': '{text[:20]}' is no number.", parameter="pageSize"
-        )
+        raise invalid("pageSize", f"'{text[:20]}' is no number.")
     return min(int(text), MAX_PAGE) or DEFAULT_PAGE

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from replicas.process.settings import SettingsError
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.api.context import ApiContext
-from router.api.json_body import encode_json
+from router.api.json_body import encode_json, invalid
 from router.caller import Caller, Right, caller_of
 from router.errors import InvalidRequest
 from router.feature import Feature
@@ -166,7 +166,7 @@ def usage_query(params: QueryParams, caller: Caller, now: float, num_hours: int)
     start = _moment(params, "start")
     first_hour = end_hour - DEFAULT_HOURS if start is None else int(start // HOUR_SECONDS)
     if first_hour >= end_hour:
-        raise InvalidRequest("Invalid value for 'start': it must be before 'end'.", parameter="start")
+        raise invalid("start", "it must be before 'end'.")
     bucket = params.get("bucket", "hour")
     if bucket not in BUCKETS:
         raise _wrong("bucket", bucket, BUCKETS)
@@ -193,18 +193,14 @@ def _tenant(params: QueryParams, caller: Caller) -> str | None:
     if caller.may(Right.ADMIN):
         return asked
     if asked not in (None, caller.tenant.name):
-        raise InvalidRequest(
-            "Invalid value for 'tenant': this key sees the use of its own tenant.", parameter="tenant"
-        )
+        raise invalid("tenant", "this key sees the use of its own tenant.")
     return caller.tenant.name
 
 
 def _name(params: QueryParams, parameter: str) -> str | None:
     name = params.get(parameter)
     if name is not None and not 0 < len(name) <= MAX_NAME:
-        raise InvalidRequest(
-            f"Invalid value for '{parameter}': it has 1 to {MAX_NAME} characters.", parameter=parameter
-        )
+        raise invalid(parameter, f"it has 1 to {MAX_NAME} characters.")
     return name
 
 
@@ -218,10 +214,8 @@ def _moment(params: QueryParams, parameter: str) -> float | None:
     except (ValueError, OverflowError):
         seconds = -1.0
     if not 0 <= seconds < MAX_MOMENT:
-        raise InvalidRequest(
-            f"Invalid value for '{parameter}': '{text[:40]}' is no time. Send seconds since 1970, or such as "
-            "2026-07-01T12:00:00Z.",
-            parameter=parameter,
+        raise invalid(
+            parameter, f"'{text[:40]}' is no time. Send seconds since 1970, or such as 2026-07-01T12:00:00Z."
         )
     return seconds
 
@@ -233,9 +227,7 @@ def _iso(text: str) -> float:
 
 def _wrong(parameter: str, value: str, known: Mapping[str, Any] | Sequence[str]) -> InvalidRequest:
     words = " and ".join(f"'{each}'" for each in known)
-    return InvalidRequest(
-        f"Invalid value for '{parameter}': '{value[:40]}'. Supported values are {words}.", parameter=parameter
-    )
+    return invalid(parameter, f"'{value[:40]}'. Supported values are {words}.")
 
 
 def _written(query: UsageQuery, groups: Mapping[Group, Amounts], ratios: RatioTable) -> bytes:
