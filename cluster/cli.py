@@ -190,6 +190,15 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine", choices=("torch", "vllm", "simulated"), default="torch", help="default: torch"
     )
+    parser.add_argument(
+        "--join",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a vLLM server that runs already, such as http://127.0.0.1:8000, in place of replicas of ours;"
+        " repeatable",
+    )
+    parser.add_argument("--join-key-file", metavar="FILE", help="file with the API key of those servers")
     parser.add_argument("--model", metavar="DIR", help="checkpoint directory (default: the toy model)")
     parser.add_argument(
         "--model-name", metavar="NAME", help="model name that clients use (default: the directory's name)"

@@ -19,7 +19,7 @@ from replicas.process.settings import (
 
 ENVIRONMENT_PREFIX = "KVASIR_REPLICA_"
 
-ENGINES = ("torch", "vllm", "simulated")
+ENGINES = ("torch", "vllm", "simulated", "remote")
 ATTENTIONS = ("auto", "gather", "kernel")
 
 DEFAULT_MAX_RUNNING = 256
@@ -44,7 +44,9 @@ class ReplicaConfig:
         help="file with the cluster secret; of several lines the first is in force and the others "
         "are accepted, too; without secret and file, anyone who reaches the port may call",
     )
-    engine: str = setting("torch", help="torch, vllm or simulated")
+    engine: str = setting(
+        "torch", help="torch, vllm, simulated or remote, which is a server that runs already"
+    )
     model: str | None = setting(
         None, help="checkpoint directory; none means the toy model that ships with Kvasir"
     )
@@ -204,6 +206,21 @@ class ReplicaConfig:
         above=0,
     )
 
+    engine_url: str | None = setting(
+        None, help="the server that computes, such as http://127.0.0.1:8000; remote only"
+    )
+    engine_key_file: str | None = setting(
+        None, help="file with the API key that the server asks for; remote only"
+    )
+    engine_model: str | None = setting(
+        None, help="name under which the server has the model; none means its first; remote only"
+    )
+    engine_rank: int | None = setting(
+        None,
+        help="the server's data-parallel rank that this replica is; none means that it has one; remote only",
+        minimum=0,
+    )
+
     simulated_hardware: str = setting(
         "h100-8b", help="cost model of the simulated engine: h100-8b, h100x4-70b or instant"
     )
@@ -267,7 +284,7 @@ class ReplicaConfig:
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
-            raise SettingsError(f"setting engine is torch, vllm or simulated, not {self.engine}")
+            raise SettingsError(f"setting engine is {', '.join(ENGINES)}, not {self.engine}")
         if self.attention not in ATTENTIONS:
             raise SettingsError(f"setting attention is auto, gather or kernel, not {self.attention}")
         if self.attention != "auto" and self.engine != "torch":
@@ -279,6 +296,11 @@ class ReplicaConfig:
         for name in ("engine_args", "adapters", "trust_code"):
             if getattr(self, name) and self.engine != "vllm":
                 raise SettingsError(f"setting {name} is for the engine vllm, not for {self.engine}")
+        for name in ("engine_url", "engine_key_file", "engine_model", "engine_rank"):
+            if getattr(self, name) is not None and self.engine != "remote":
+                raise SettingsError(f"setting {name} is for the engine remote, not for {self.engine}")
+        if self.engine == "remote":
+            self._check_remote()
         check_bounds(self)
         self._check_tiers()
         if not self.heartbeat_seconds * 2 <= self.lease_seconds:
@@ -290,6 +312,13 @@ class ReplicaConfig:
         check_secret_settings(self.secret, self.secret_file)
         check_log_settings(self.log_format, self.log_level)
         check_trace_settings(self.otlp_endpoint, self.trace_sample_ratio)
+
+    def _check_remote(self) -> None:
+        if self.engine_url is None or not self.engine_url.startswith(("http://", "https://")):
+            raise SettingsError("setting engine_url is needed, such as http://127.0.0.1:8000")
+        for name in ("host_kv_bytes", "num_blocks", "kv_cache_bytes", "engine_process"):
+            if getattr(self, name):
+                raise SettingsError(f"setting {name} is not for the engine remote: its server decides")
 
     def _check_tiers(self) -> None:
         if self.disk_kv_bytes is not None and (self.kv_folder is None or self.host_kv_bytes is None):

@@ -4,7 +4,7 @@ Owns the contract that every engine keeps. Threads, gRPC, Redis and text are out
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,9 +75,10 @@ class Engine(Protocol):
     def shared_kv(self) -> SharedKv | None:
         """Return the memory that others may read below the device, or None."""
 
-    def begin(self) -> None:
+    def begin(self, wake: Callable[[], None]) -> None:
         """Start serving: earlier calls were proofs, and KV of an earlier life below the device counts from
-        now on. The driver calls this once, first."""
+        now on. The driver calls this once, first. From then on an engine that has something to report while
+        its driver waits for requests calls `wake`, in any thread."""
 
     def add(self, request: EngineRequest) -> None:
         """Take a request. Raises RequestRefused if it can never run (too long, bad token id, …)."""

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import tokenizers
-
 from replicas.checkpoints.image_rules import served_image_rule
-from replicas.checkpoints.model_config import CheckpointError, read_eos_token_ids, read_text_sizes
+from replicas.checkpoints.model_config import read_eos_token_ids, read_text_sizes
+from replicas.checkpoints.tokenizer import read_tokenizer
 from replicas.checkpoints.weights import files_fingerprint, tokenizer_bundle
 from replicas.config import ReplicaConfig
 from replicas.engine import Engine
@@ -45,6 +44,11 @@ def build_engine_here(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
         return _build_simulated(config)
     if config.engine == "vllm":
         return _build_vllm(config)
+    if config.engine == "remote":
+        from replicas.remote_engine.engine import RemoteEngine
+
+        remote = RemoteEngine(config)
+        return remote, remote.bundle()
     from replicas.torch_engine.engine import TorchEngine
 
     engine = TorchEngine(config)
@@ -155,17 +159,6 @@ def _script(config: ReplicaConfig, card: ModelCard, bundle: TokenizerBundle) -> 
         raise SettingsError(
             f"setting simulated_script: {config.simulated_script} cannot be followed: {error}"
         ) from error
-
-
-def read_tokenizer(bundle: TokenizerBundle) -> tokenizers.Tokenizer | None:
-    """The bundle's fast tokenizer, if it has one. Raises CheckpointError."""
-    source = bundle.files.get("tokenizer.json")
-    if source is None:
-        return None
-    try:
-        return tokenizers.Tokenizer.from_buffer(source)
-    except ValueError as error:
-        raise CheckpointError(f"tokenizer.json cannot be read: {error}") from error
 
 
 def check_vllm_is_here() -> None:

@@ -15,9 +15,10 @@ from replicas.checkpoints.model_config import (
     read_model_config,
     read_text_sizes,
 )
+from replicas.checkpoints.tokenizer import read_tokenizer
 from replicas.checkpoints.weights import tokenizer_bundle, weight_files
 from replicas.config import ReplicaConfig
-from replicas.engines import check_simulation, check_vllm_is_here, read_tokenizer
+from replicas.engines import check_simulation, check_vllm_is_here
 from replicas.errors import StartupError
 from replicas.toy_model import checkpoint_directory
 
@@ -50,6 +51,9 @@ def _check_files(config: ReplicaConfig, directory: Path) -> None:
         raise CheckpointError(f"there is no checkpoint directory {directory}")
     if config.engine == "vllm":
         read_json(directory / "config.json")
+    elif config.engine == "remote":
+        read_text_sizes(directory)
+        return
     elif config.engine == "simulated":
         read_text_sizes(directory)
     else:
@@ -60,6 +64,8 @@ def _check_files(config: ReplicaConfig, directory: Path) -> None:
 def _check(config: ReplicaConfig, directory: Path) -> None:
     if config.engine == "vllm":
         _check_for_vllm(config, directory)
+    elif config.engine == "remote":
+        read_text_sizes(directory)
     elif config.engine == "simulated":
         check_simulation(config)
         read_text_sizes(directory)

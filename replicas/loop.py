@@ -68,6 +68,11 @@ class _TakeMedia:
 
 
 @dataclass(frozen=True, slots=True)
+class _Wake:
+    """The engine has something to report."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
@@ -90,7 +95,9 @@ class EngineLoop:
         self._on_frame = on_frame
         self._on_death = on_death
         self._clock = clock
-        self._inbox: queue.SimpleQueue[_Add | _Abort | _AskStore | _TakeMedia | _Stop] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Add | _Abort | _AskStore | _TakeMedia | _Wake | _Stop] = (
+            queue.SimpleQueue()
+        )
         self._door = threading.Lock()  # guards _ended against the inbox: nothing is put in afterwards
         self._ended = False
         self._may_close = threading.Event()
@@ -157,7 +164,7 @@ class EngineLoop:
     def _run(self) -> None:
         death: BaseException | None = None
         try:
-            self._engine.begin()
+            self._engine.begin(lambda: self._inbox.put(_Wake()))
             while self._turn():
                 pass
         except BaseException as error:  # the thread's outermost frame: it must end loudly, not vanish
@@ -199,6 +206,8 @@ class EngineLoop:
                     self._engine.ask_store(question)
                 case _TakeMedia(asked):
                     self._engine.take_media(asked)
+                case _Wake():
+                    pass
                 case _Stop():
                     return False
 
@@ -218,7 +227,8 @@ class EngineLoop:
         seconds = self._clock() - started
         self._meter.observe(frame, seconds)
         self._look_again_seconds = frame.look_again_seconds
-        self._load, self._last_counted_serial = self._meter.fill(frame.load), self._last_serial
+        load = frame.load if frame.load.has_speeds else self._meter.fill(frame.load)
+        self._load, self._last_counted_serial = load, self._last_serial
         for delta in frame.deltas:
             if delta.finish_reason is not None:
                 self._live.discard(delta.key)

@@ -45,7 +45,8 @@ def prove_hashes(engine: Engine, rng: random.Random) -> int:
     """
     adapters = (None, *(adapter.name for adapter in engine.card.adapters))
     num_tokens = sum(_prove(engine, rng, adapter) for adapter in adapters)
-    num_tokens += _prove(engine, rng, None, num_published_blocks=1)
+    if engine.card.takes_published:
+        num_tokens += _prove(engine, rng, None, num_published_blocks=1)
     rule = rule_on_card(engine.card.image_rule)
     if rule is not None:
         num_tokens += _prove_images(engine, rng, rule)

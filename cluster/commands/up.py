@@ -14,12 +14,14 @@ from pathlib import Path
 from cluster.commands.key_store import KeyFileStore
 from cluster.errors import ClusterError
 from cluster.fleet_file import NOT_OF_A_LOCAL_CLUSTER, settings_from
+from cluster.local.joined_servers import JoinedServer, ask_servers, folder_of
 from cluster.local.local_cluster import LocalCluster, LocalOptions
 from cluster.local.run_directory import RunDirectory
 from cluster.sizes import in_words
 from replicas.config import ReplicaConfig
 from replicas.loadable import files_complaint
 from replicas.process.settings import SettingsError, build
+from replicas.remote_engine.server import read_key
 from router.routing.policies import POLICIES
 from router.shared.origins import may_be_origin, means_loopback
 
@@ -38,14 +40,18 @@ def options_from(
             f"--ram {in_words(arguments.ram)} for each of {arguments.replicas} replicas is more than the"
             f" {in_words(memory)} of memory that this machine has"
         )
+    joined = _joined(arguments)
     own = {
-        "engine": arguments.engine,
-        "model": model,
+        "engine": "remote" if joined else arguments.engine,
+        "model": folder_of(joined, model) if joined else model,
         "model_name": arguments.model_name,
         "host_kv_bytes": arguments.ram,
         "disk_kv_bytes": arguments.disk,
         "kv_folder": None if arguments.disk is None else str(directory.kv_directory),
     }
+    if joined:
+        own |= {"engine_url": joined[0].url, "block_size": joined[0].block_size}
+        own |= {"engine_key_file": _absolute(arguments.join_key_file)}
     try:
         replica = build(ReplicaConfig, {**settings_from(arguments.set, NOT_OF_A_LOCAL_CLUSTER), **own})
     except SettingsError as error:
@@ -54,7 +60,7 @@ def options_from(
         raise ClusterError(complaint)
     return LocalOptions(
         run_directory=directory,
-        num_replicas=arguments.replicas,
+        num_replicas=len(joined) or arguments.replicas,
         num_routers=arguments.routers,
         replica=replica,
         host=arguments.host,
@@ -65,7 +71,24 @@ def options_from(
         is_open=arguments.open,
         cors_origins=_cors_origins(arguments),
         environment=environment,
+        joined=joined,
     )
+
+
+def _joined(arguments: argparse.Namespace) -> list[JoinedServer]:
+    """Ask the servers of --join. Raises ClusterError."""
+    if not arguments.join:
+        return []
+    if arguments.ram is not None:
+        raise ClusterError("--ram is for replicas of ours: the memory of a server that runs is its own")
+    try:
+        return ask_servers(arguments.join, read_key(arguments.join_key_file))
+    except SettingsError as error:
+        raise ClusterError(str(error)) from error
+
+
+def _absolute(file: str | None) -> str | None:
+    return None if file is None else str(Path(file).expanduser().absolute())
 
 
 def _keys_file(arguments: argparse.Namespace) -> str | None:

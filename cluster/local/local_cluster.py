@@ -21,6 +21,7 @@ from cluster.config import BackoffSpec, FleetSpec, PoolSpec
 from cluster.controller.views import FleetView
 from cluster.errors import StartFailed
 from cluster.local.fleet_watch import FleetWatch
+from cluster.local.joined_servers import JoinedServer
 from cluster.local.processes import Service, kill_marked
 from cluster.local.ray_head import RayHead, start_ray, stop_ray
 from cluster.local.raylet import Raylet
@@ -62,6 +63,7 @@ class LocalOptions:
     keys_file: str | None = None
     is_open: bool = False
     cors_origins: Sequence[str] = ()
+    joined: Sequence[JoinedServer] = ()
 
 
 class LocalCluster:
@@ -201,8 +203,17 @@ class LocalCluster:
             num_gpus=_gpu_share(head.num_gpus, num_replicas) if wants_gpu else 0.0,
             num_threads=max(1, len(os.sched_getaffinity(0)) // num_replicas),
         )
+        servers = [
+            replace(
+                pool,
+                num_replicas=1,
+                name=server.name,
+                replica=replace(pool.replica, engine_url=server.url, engine_rank=server.rank),
+            )
+            for server in self._options.joined
+        ]
         return FleetSpec(
-            (pool,),
+            tuple(servers) or (pool,),
             log_directory=str(self._directory.logs),
             log_format=self._options.replica.log_format,
             metrics_port=0,

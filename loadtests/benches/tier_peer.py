@@ -71,7 +71,7 @@ def settle(engine: Engine) -> None:
 
 def _run(config: ReplicaConfig, told: Connection) -> None:
     engine, _ = build_engine_here(config)
-    engine.begin()
+    engine.begin(lambda: None)
     engine.step()
     address: list[str] = []
     listens = threading.Event()

@@ -53,7 +53,7 @@ class Bench:
         self._rng = random.Random(num_tokens)
         self._serial = 0
         self._others = [self.prompt() for _ in range(NUM_OTHERS)]
-        engine.begin()
+        engine.begin(lambda: None)
         engine.step()
 
     def prompt(self) -> list[int]:

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeAlias
 
@@ -194,7 +195,7 @@ class EngineProcess:
     def take_media(self, question: ImageQuery) -> None:
         self._call(TakeMedia(question))
 
-    def begin(self) -> None:
+    def begin(self, wake: Callable[[], None]) -> None:
         """The loop beside the engine does."""
 
     def reset_prefix_cache(self) -> bool:

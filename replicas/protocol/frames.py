@@ -295,6 +295,11 @@ class LoadSnapshot(Struct, frozen=True, omit_defaults=True):
     encode_seconds_per_token: Seconds = 0.0
     num_pending_image_tokens: NumTokens = 0
 
+    @property
+    def has_speeds(self) -> bool:
+        """Whether the engine has measured its speeds itself."""
+        return bool(self.prefill_seconds_per_token or self.decode_step_seconds)
+
 
 class StepFrame(Struct, frozen=True, array_like=True):
     """One engine step's output: token deltas of all requests, cache events in order, load.

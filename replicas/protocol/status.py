@@ -82,6 +82,7 @@ class ModelCard:
     adapters: tuple[Adapter, ...] = ()
     kv_layout: str = ""
     image_rule: str = ""
+    takes_published: bool = True
     capacity_tokens: int = 0
     """0 is `num_blocks` of `block_size`."""
     is_sparse: bool = False

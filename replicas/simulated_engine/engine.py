@@ -100,7 +100,7 @@ class SimulatedEngine:
     def shared_kv(self) -> SharedKv | None:
         return None
 
-    def begin(self) -> None:
+    def begin(self, wake: Callable[[], None]) -> None:
         """No earlier life has left anything."""
 
     def add(self, request: EngineRequest) -> None:

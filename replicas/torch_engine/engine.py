@@ -5,6 +5,7 @@ not know threads, gRPC or text; `replicas/loop.py` drives it.
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -104,7 +105,7 @@ class TorchEngine:
         """The files that the model's text goes through."""
         return self._bundle
 
-    def begin(self) -> None:
+    def begin(self, wake: Callable[[], None]) -> None:
         if self.store is not None:
             self.store.begin()
 

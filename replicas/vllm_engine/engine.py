@@ -20,7 +20,7 @@ import gc
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -215,7 +215,7 @@ class VllmEngine:
         """The files that the model's text goes through."""
         return self._bundle
 
-    def begin(self) -> None:
+    def begin(self, wake: Callable[[], None]) -> None:
         if self._tier is not None:
             self._tier.store.begin()
 

@@ -110,7 +110,7 @@ class ScriptedEngine:
             started=started,
         )
 
-    def begin(self) -> None:
+    def begin(self, wake: Callable[[], None]) -> None:
         """It has no earlier life."""
 
     def reset_prefix_cache(self) -> bool:

@@ -88,6 +88,8 @@ class Published(Feature):
 
     def _beginning(self, model: ServedModel, packed_tokens: bytes) -> PublishedBeginning | None:
         assert self.store is not None
+        if not model.card.takes_published:
+            return None
         num_blocks = self.store.prefixes.num_blocks(model.name, packed_tokens, model.card.block_size)
         return PublishedBeginning(model.root(PUBLISHED_NAMESPACE), num_blocks) if num_blocks else None
 

@@ -36,7 +36,7 @@ def on_disk(checkpoint: Path, folder: Path) -> Driver:
         chunk_tokens=16,
         index_stride=16,
     )
-    driver.engine.begin()
+    driver.engine.begin(lambda: None)
     driver.always_load()
     assert driver.engine.store is not None
     while driver.engine.store.speeds().disk is None:

@@ -39,7 +39,7 @@ def test_a_leased_prompt_outlasts_the_tiers_and_a_restart(tmp_path: Path) -> Non
     rng = random.Random(1)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(70)] for _ in range(60)]
     driver = Driver(checkpoint, **TIERS, kv_folder=str(tmp_path / "kv"))
-    driver.engine.begin()
+    driver.engine.begin(lambda: None)
     leased, *others = prompts
     assert ask(driver, leased, DAY).leases == (LeaseAnswer(DAY, 64),)
     assert ask(driver, leased, 10 * DAY).leases == (LeaseAnswer(refusal=LeaseRefusal.TOO_LONG),)
@@ -50,7 +50,7 @@ def test_a_leased_prompt_outlasts_the_tiers_and_a_restart(tmp_path: Path) -> Non
     driver.engine.close()
 
     again = Driver(checkpoint, **TIERS, kv_folder=str(tmp_path / "kv"))
-    again.engine.begin()
+    again.engine.begin(lambda: None)
     for prompt in others:
         ask(again, prompt)
     assert num_leased_on_disk(again) == 4

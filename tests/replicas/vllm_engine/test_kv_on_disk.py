@@ -60,7 +60,7 @@ def opened(
         "spill_seconds": 60.0,
     }
     engine: Any = build_engine(vllm_config(**{**defaults, **settings}))[0]
-    engine.begin()
+    engine.begin(lambda: None)
     run = TieredRun(engine)
     run.finish()
     while not run.step().load.disk_seconds_per_token:

@@ -1,0 +1,17 @@
+"""The tokenizer of a model's text files."""
+
+import tokenizers
+
+from replicas.checkpoints.model_config import CheckpointError
+from replicas.protocol.status import TokenizerBundle
+
+
+def read_tokenizer(bundle: TokenizerBundle) -> tokenizers.Tokenizer | None:
+    """The bundle's fast tokenizer, if it has one. Raises CheckpointError."""
+    source = bundle.files.get("tokenizer.json")
+    if source is None:
+        return None
+    try:
+        return tokenizers.Tokenizer.from_buffer(source)
+    except ValueError as error:
+        raise CheckpointError(f"tokenizer.json cannot be read: {error}") from error

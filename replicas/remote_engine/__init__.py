@@ -1,0 +1,13 @@
+"""A server that runs already as the engine of a replica: `vllm serve`, asked over HTTP.
+
+Promises the whole contract of an engine for what a server offers without being changed. Prompts go to
+`/v1/completions` as token ids, with the namespace's root as `cache_salt`, so the server's cache is divided as
+ours is. Its cache events come over ZMQ, numbered and replayed after a gap; they bring tokens and the salt
+back, and name blocks by our hashes (`replicas/kvcache/hash_map.py`). Cached tokens come with the end of an
+answer, as the server counts them.
+
+One incarnation of the server is one epoch of the replica. A server that goes, hangs or starts anew ends the
+replica's process. Its supervisor starts it again, and it waits for the server.
+
+Not to be had over HTTP, and refused or left out: images, leases, published beginnings, tiers of ours, pulls.
+"""

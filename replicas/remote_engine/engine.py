@@ -1,0 +1,435 @@
+"""RemoteEngine: a server that runs already behind the Engine protocol.
+
+Owns the requests that are at the server, by name, and what has come since the last step. HTTP and events have
+threads of their own, which only append; everything else happens in the engine's thread. A step gathers what
+has come into one frame and never waits. Before `begin` there is no `wake` to call, so it waits briefly then.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from replicas.checkpoints.model_config import read_eos_token_ids, read_text_sizes
+from replicas.checkpoints.weights import tokenizer_bundle
+from replicas.config import ReplicaConfig
+from replicas.engine import EngineRequest, RequestRefused, SharedKv
+from replicas.errors import EngineDied, StartupError
+from replicas.kvcache.writers import NO_SHARES
+from replicas.kvstore.leasing.lease_outcome import without_tiers
+from replicas.kvstore.rate import DECAY, Rate
+from replicas.protocol.blocks import BlockHash, hash_blocks
+from replicas.protocol.events import BlockRemoved, BlockStored, CacheEvent
+from replicas.protocol.frames import (
+    NO_USER,
+    FinishReason,
+    LoadSnapshot,
+    PromptUsage,
+    Refusal,
+    RefusalCode,
+    RequestKey,
+    StepFrame,
+    TokenDelta,
+    TokenLogprobs,
+)
+from replicas.protocol.hand_overs import StoreQuestion
+from replicas.protocol.media import ImageQuery
+from replicas.protocol.status import ModelCard, TokenizerBundle
+from replicas.remote_engine.event_feed import EventFeed, Events, Restarted
+from replicas.remote_engine.facts import (
+    CacheSizes,
+    ServerLoad,
+    ServerModel,
+    declared_fingerprint,
+    read_cache_sizes,
+    read_event_source,
+    read_load,
+    read_models,
+)
+from replicas.remote_engine.probes import check_tokenizer
+from replicas.remote_engine.requests import FINISH_REASONS, Choice, Usage, body_of, logprobs_of
+from replicas.remote_engine.residency import ServerResidency, Stored
+from replicas.remote_engine.server import Ended, Looked, Piece, Server, Unreachable, read_key
+from replicas.scheduling.admission import AdmissionLimits, check_admission
+from replicas.toy_model import checkpoint_directory
+
+logger = logging.getLogger(__name__)
+
+News = Piece | Ended | Looked | Unreachable | Events | Restarted
+
+PROOF_WAIT_SECONDS = 0.05
+"""How long a step waits for news before `begin`."""
+
+EVENT_SECONDS = 20.0
+"""How long the end of a proof's request waits for the events of its blocks."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request at the server. `finish` waits for the usage, which comes after it."""
+
+    request: EngineRequest
+    submitted_at: float
+    first_at: float = 0.0
+    last_at: float = 0.0
+    num_output_tokens: int = 0
+    finish: FinishReason | None = None
+    usage: Usage | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.token_ids) - self.request.submit.num_output_tokens
+
+    @property
+    def num_expected_tokens(self) -> int:
+        return self.request.submit.num_expected_tokens or len(self.request.token_ids)
+
+
+class RemoteEngine:
+    """Raises CheckpointError, SettingsError or StartupError. Waits for the server to answer."""
+
+    def __init__(self, config: ReplicaConfig) -> None:
+        assert config.engine_url is not None
+        self._attachment = secrets.token_hex(4)
+        self._news: deque[News] = deque()
+        self._has_news = threading.Event()
+        self._is_woken = False
+        self._wake: Callable[[], None] | None = None
+        self._server = Server(
+            config.engine_url, key=read_key(config.engine_key_file), rank=config.engine_rank, tell=self._tell
+        )
+        try:
+            self._attach(config, time.monotonic() + config.build_seconds)
+        except BaseException:
+            self._server.close()
+            raise
+
+    def _attach(self, config: ReplicaConfig, deadline: float) -> None:
+        rank = config.engine_rank or 0
+        self._server.wait(deadline)
+        directory = checkpoint_directory(config.model)
+        self._bundle = tokenizer_bundle(directory)
+        self._model = read_models(self._server.ask("/v1/models"), config.engine_model)
+        metrics = self._server.ask("/metrics").decode()
+        self._seen = read_load(metrics, rank)
+        self._seen_at = time.monotonic()
+        self._card = self._model_card(config, directory, self._model, read_cache_sizes(metrics, rank))
+        check_tokenizer(self._server.ask, self._model.served_name, self._bundle)
+        source = read_event_source(self._server.ask("/kv_event_sources"), rank, self._server.url)
+        if source is None:
+            raise StartupError(
+                "the server publishes no cache events: start it with --kv-events-config"
+                ' \'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint":'
+                ' "tcp://*:5558"}\''
+            )
+        self._limits = AdmissionLimits(
+            self._card.context_length,
+            self._card.num_blocks * self._card.block_size,
+            self._card.vocab_size,
+            frozenset(adapter.name for adapter in self._card.adapters),
+        )
+        self._hang_seconds = config.engine_hang_seconds
+        self._max_waiting = config.max_waiting
+        self._live: dict[str, _Live] = {}
+        self._ready: list[TokenDelta] = []
+        self._started: list[RequestKey] = []
+        self._prefill, self._decode_seconds = Rate(), 0.0
+        self._last_first_at = 0.0
+        self._stored_since_add, self._added_at = False, 0.0
+        self._ended: list[Ended] = []
+        self._unsaid: list[CacheEvent] = []
+        self._proof: set[BlockHash] = set()
+        self._residency = ServerResidency(self._card.block_size, self._card.num_blocks)
+        self._feed = EventFeed(source, self._tell)
+        self._server.start()
+
+    def _model_card(
+        self, config: ReplicaConfig, directory: Path, model: ServerModel, sizes: CacheSizes
+    ) -> ModelCard:
+        if config.block_size not in (None, sizes.block_size):
+            raise StartupError(
+                f"the server's blocks have {sizes.block_size} tokens, and setting block_size is"
+                f" {config.block_size}"
+            )
+        return ModelCard(
+            name=config.model_name or model.served_name,
+            fingerprint=declared_fingerprint(model.root, self._bundle.files),
+            engine="remote",
+            block_size=sizes.block_size,
+            num_blocks=sizes.num_blocks,
+            context_length=min(config.context_length or model.context_length, model.context_length),
+            vocab_size=read_text_sizes(directory).vocab_size,
+            eos_token_ids=read_eos_token_ids(directory),
+            max_batched_tokens=config.tokens_per_step,
+            max_running=config.max_running,
+            adapters=model.adapters,
+            takes_published=False,
+        )
+
+    @property
+    def card(self) -> ModelCard:
+        return self._card
+
+    @property
+    def shared_kv(self) -> SharedKv | None:
+        return None
+
+    def bundle(self) -> TokenizerBundle:
+        """The files that the model's text goes through."""
+        return self._bundle
+
+    def begin(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        wake()
+
+    def add(self, request: EngineRequest) -> None:
+        check_admission(request, self._limits)
+        num_waiting = sum(not live.first_at for live in self._live.values())
+        if num_waiting >= self._max_waiting:
+            raise RequestRefused(RefusalCode.OVERLOADED, f"{num_waiting} requests wait already")
+        name = self._name(request.key)
+        if name in self._live:
+            raise RequestRefused(RefusalCode.INVALID_REQUEST, f"{request.key} is already here")
+        body = body_of(request, name, self._model.served_name, self._card.eos_token_ids)
+        live = self._live[name] = _Live(request, time.monotonic())
+        self._residency.expect(name, request.submit.user, live.num_prompt_tokens)
+        self._stored_since_add, self._added_at = False, time.monotonic()
+        self._server.submit(name, body)
+
+    def abort(self, key: RequestKey) -> None:
+        if self._live.pop(self._name(key), None) is not None:
+            self._server.abort(self._name(key))
+
+    def ask_store(self, question: StoreQuestion) -> None:
+        """It has none."""
+
+    def take_media(self, question: ImageQuery) -> None:
+        """Its card has no rule for images."""
+
+    def has_work(self) -> bool:
+        return bool(self._news) or (self._wake is not None and bool(self._unsaid))
+
+    def step(self) -> StepFrame:
+        """Raises EngineDied once the server is gone, was started anew, or hangs."""
+        if self._wake is None:
+            self._has_news.wait(PROOF_WAIT_SECONDS)
+            self._has_news.clear()
+        self._is_woken = False
+        events: list[CacheEvent] = []
+        if self._wake is not None and self._unsaid:
+            events, self._unsaid = self._unsaid, []
+        while self._news:
+            news = self._news.popleft()
+            match news:
+                case Piece():
+                    self._take(news)
+                case Ended():
+                    self._ended.append(news)
+                case Events():
+                    events += self._follow(news)
+                case Looked():
+                    self._look(news.load)
+                case Unreachable():
+                    self._miss(news)
+                case Restarted():
+                    raise EngineDied("the server was started anew")
+        while self._ended and not self._awaits_events():
+            self._end(self._ended.pop(0))
+        if self._residency.complaint is not None:
+            raise EngineDied(f"the server cannot be followed: {self._residency.complaint}")
+        deltas, self._ready = self._ready, []
+        started, self._started = self._started, []
+        return StepFrame(deltas, events, self._load(), started=started)
+
+    def reset_prefix_cache(self) -> bool:
+        """Clear nothing: a server keeps what the proof has stored, under a root of its own."""
+        return not self._live
+
+    def close(self) -> None:
+        self._feed.close()
+        self._server.close()
+
+    def _name(self, key: RequestKey) -> str:
+        """Name a request so that no earlier attachment has used it: replayed events carry names as well."""
+        return f"{self._attachment}-{key.number}-{key.choice}"
+
+    # What comes.
+
+    def _tell(self, news: News) -> None:
+        """In the thread of HTTP or of events."""
+        self._news.append(news)
+        if not self._is_woken:  # `step` resets it before it looks, so nothing stays unseen
+            self._is_woken = True
+            if self._wake is not None:
+                self._wake()
+            self._has_news.set()
+
+    def _awaits_events(self) -> bool:
+        """In the proof, whether the blocks of the request that has ended are still to be reported."""
+        is_late = time.monotonic() > self._added_at + EVENT_SECONDS
+        return self._wake is None and not self._stored_since_add and not is_late
+
+    def _follow(self, news: Events) -> list[CacheEvent]:
+        """Translate a batch. Before `begin` only the proof's own blocks are reported, and never again."""
+        events: list[CacheEvent] = []
+        if news.after_gap:
+            logger.warning("the server's cache events have a gap: what it held counts as gone")
+            events.append(self._residency.clear())
+        if self._wake is not None:
+            events += self._residency.apply(news.events)
+            return self._without_proof(events) if self._proof else events
+        for event in news.events:
+            translated = self._residency.apply((event,))
+            if isinstance(event, Stored) and self._residency.expects(event.session_id):
+                self._stored_since_add = True
+                events += translated
+                self._proof.update(each for stored in translated for each in _stored_in(stored))
+            else:
+                self._unsaid += translated
+        return events
+
+    def _without_proof(self, events: Sequence[CacheEvent]) -> list[CacheEvent]:
+        """Leave out removals of the proof's blocks, of which routers were never told."""
+        kept: list[CacheEvent] = []
+        for event in events:
+            if isinstance(event, BlockRemoved) and not self._proof.isdisjoint(event.block_hashes):
+                rest = tuple(each for each in event.block_hashes if each not in self._proof)
+                self._proof.difference_update(event.block_hashes)
+                if not rest:
+                    continue
+                event = BlockRemoved(rest, event.tier, event.reason)
+            kept.append(event)
+        return kept
+
+    def _take(self, piece: Piece) -> None:
+        live = self._live.get(piece.name)
+        if live is None:
+            return
+        chunk = piece.chunk
+        if chunk.error is not None:
+            self._fail(piece.name, Refusal(RefusalCode.INTERNAL, f"the server fails: {chunk.error.message}"))
+            return
+        live.usage = chunk.usage or live.usage
+        for choice in chunk.choices:
+            self._take_choice(piece.name, live, choice, piece.at)
+
+    def _take_choice(self, name: str, live: _Live, choice: Choice, at: float) -> None:
+        token_ids = tuple(choice.token_ids or ())
+        most = live.request.sampling.max_tokens - live.request.submit.num_output_tokens
+        if live.num_output_tokens + len(token_ids) > most or live.finish is not None:
+            self._fail(
+                name, Refusal(RefusalCode.INTERNAL, "the server sends more tokens than were asked for")
+            )
+            return
+        logprobs: tuple[TokenLogprobs, ...] | None = None
+        if choice.logprobs is not None and live.request.sampling.num_logprobs is not None:
+            try:
+                logprobs = logprobs_of(choice.logprobs, live.request.sampling.num_logprobs)
+            except (ValueError, IndexError) as error:
+                self._fail(name, Refusal(RefusalCode.INTERNAL, f"the server's logprobs are wrong: {error}"))
+                return
+        self._time(live, len(token_ids), at)
+        live.num_output_tokens += len(token_ids)
+        if choice.finish_reason is not None:
+            live.finish = FINISH_REASONS.get(choice.finish_reason, FinishReason.ERROR)
+        if token_ids:
+            self._ready.append(TokenDelta(live.request.key, token_ids, logprobs=logprobs))
+
+    def _end(self, ended: Ended) -> None:
+        live = self._live.get(ended.name)
+        if live is None:
+            return
+        refusal = ended.refusal
+        if refusal is None and live.finish in (None, FinishReason.ERROR):
+            refusal = Refusal(RefusalCode.INTERNAL, "the server's answer has no end")
+        if refusal is None and (live.usage is None or live.usage.num_cached_tokens is None):
+            refusal = Refusal(
+                RefusalCode.INTERNAL,
+                "the server does not say how much of a prompt was cached: start it with"
+                " --enable-prompt-tokens-details",
+            )
+        if refusal is not None:
+            self._fail(ended.name, refusal)
+            return
+        del self._live[ended.name]
+        self._ready.append(
+            TokenDelta(live.request.key, finish_reason=live.finish, usage=self._usage_of(live))
+        )
+
+    def _fail(self, name: str, refusal: Refusal) -> None:
+        live = self._live.pop(name)
+        self._server.abort(name)
+        self._ready.append(TokenDelta(live.request.key, finish_reason=FinishReason.ERROR, refusal=refusal))
+
+    def _usage_of(self, live: _Live) -> PromptUsage:
+        submit, size, num_prompt_tokens = live.request.submit, self._card.block_size, live.num_prompt_tokens
+        assert live.usage is not None
+        num_cached = min(live.usage.num_cached_tokens or 0, num_prompt_tokens)
+        shares = NO_SHARES
+        if num_cached and submit.user != NO_USER:
+            found = hash_blocks(submit.root, live.request.token_ids[: num_cached // size * size], size)
+            shares = self._residency.shares(found, submit.user, num_prompt_tokens=num_prompt_tokens)
+        num_computed = len(live.request.token_ids) - num_cached
+        self._prefill.observe(max(1, num_computed), max(0.0, live.first_at - live.submitted_at))
+        return PromptUsage(
+            num_prompt_tokens=num_prompt_tokens,
+            num_cached_tokens=num_cached,
+            num_written_tokens=max(0, num_prompt_tokens // size * size - num_cached),
+            num_cross_user_tokens=min(shares.cross_user, num_cached),
+            num_own_tokens=min(shares.own, num_cached - min(shares.cross_user, num_cached)),
+            leases=without_tiers(submit.leases).answers,
+        )
+
+    # How busy it is.
+
+    def _time(self, live: _Live, num_tokens: int, now: float) -> None:
+        """Measure: a prompt from when the server could begin it to its first token; then each token."""
+        if not num_tokens:
+            return
+        if not live.first_at:
+            live.submitted_at = max(live.submitted_at, self._last_first_at)
+            live.first_at = self._last_first_at = now
+            live.last_at = now
+            self._started.append(live.request.key)
+            return
+        seconds = (now - live.last_at) / num_tokens
+        live.last_at = now
+        before = self._decode_seconds or seconds
+        self._decode_seconds = DECAY * before + (1 - DECAY) * seconds
+
+    def _look(self, load: ServerLoad) -> None:
+        if load.started_at != self._seen.started_at:
+            raise EngineDied("the server was started anew")
+        self._seen, self._seen_at = load, time.monotonic()
+
+    def _miss(self, news: Unreachable) -> None:
+        if news.is_refused:
+            raise EngineDied(f"the server is gone: {news.reason}")
+        if time.monotonic() - self._seen_at > self._hang_seconds:
+            raise EngineDied(f"the server has not answered for {self._hang_seconds:g} s: {news.reason}")
+
+    def _load(self) -> LoadSnapshot:
+        """Ours are counted exactly; other clients' requests as the server last said."""
+        waiting = [live for live in self._live.values() if not live.first_at]
+        running = [live for live in self._live.values() if live.first_at]
+        num_others = max(0, self._seen.num_running + self._seen.num_waiting - len(self._live))
+        num_other_waiting = min(num_others, self._seen.num_waiting)
+        return LoadSnapshot(
+            num_running=len(running) + num_others - num_other_waiting,
+            num_waiting=len(waiting) + num_other_waiting,
+            num_pending_tokens=sum(live.num_expected_tokens for live in waiting),
+            num_context_tokens=sum(len(live.request.token_ids) + live.num_output_tokens for live in running),
+            num_used_blocks=round(self._seen.share_used * self._card.num_blocks),
+            num_cached_blocks=min(self._residency.num_copies, self._card.num_blocks),
+            num_total_blocks=self._card.num_blocks,
+            prefill_seconds_per_token=self._prefill.seconds_per_unit or 0.0,
+            decode_step_seconds=self._decode_seconds,
+        )
+
+
+def _stored_in(event: CacheEvent) -> tuple[BlockHash, ...]:
+    return event.block_hashes if isinstance(event, BlockStored) else ()

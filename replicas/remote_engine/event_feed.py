@@ -1,0 +1,135 @@
+"""EventFeed: a server's cache events, in order and without gaps, from a thread of its own.
+
+Owns the sockets and the numbers. A server publishes batches numbered from 0 and keeps the last ones; the feed
+asks for those from before it listened, and for those of a gap. What it still misses is a gap: then
+nothing is known to be held.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+import zmq
+
+from replicas.errors import StartupError
+from replicas.remote_engine.facts import EventSource
+from replicas.remote_engine.residency import ServerEvent
+
+logger = logging.getLogger(__name__)
+
+REPLAY_SECONDS = 5.0
+"""Maximum time for the next batch of a replay."""
+
+MOST_QUEUED = 10_000
+"""Batches that wait to be read; a slow reader loses what comes beyond that, and asks for it again."""
+
+_POLL_MILLISECONDS = 200
+_NUMBER_BYTES = 8
+
+
+class Events(NamedTuple):
+    """One batch. `after_gap`: batches before it are lost."""
+
+    events: Sequence[ServerEvent]
+    after_gap: bool = False
+
+
+class Restarted(NamedTuple):
+    """The numbers began anew."""
+
+
+Deliver = Callable[[Events | Restarted], None]
+
+
+class EventFeed:
+    """`deliver` is called in the feed's thread. Raises StartupError if the server cannot be listened to."""
+
+    def __init__(self, source: EventSource, deliver: Deliver) -> None:
+        self._source = source
+        self._deliver = deliver
+        self._context = zmq.Context()
+        self._expected = 0
+        self._is_first = True
+        self._stops = threading.Event()
+        self._decoder = msgspec.msgpack.Decoder(tuple[float, list[msgspec.Raw], int | None])
+        self._events = msgspec.msgpack.Decoder(ServerEvent)
+        self._subscriber = self._context.socket(zmq.SUB)
+        self._subscriber.setsockopt(zmq.RCVHWM, MOST_QUEUED)
+        self._subscriber.setsockopt_string(zmq.SUBSCRIBE, source.topic)
+        try:
+            if source.binds:
+                self._subscriber.connect(source.endpoint)
+            else:
+                self._subscriber.bind(source.endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise StartupError(
+                f"the server sends its cache events to {source.endpoint}, which is not here ({error}): start"
+                " it with an endpoint such as tcp://*:5557"
+            ) from error
+        self._thread = threading.Thread(target=self._run, name="server events", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stops.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        for number, payload in self._replay(0):
+            self._take(number, payload)
+        while not self._stops.is_set():
+            if not self._subscriber.poll(_POLL_MILLISECONDS):
+                continue
+            _, number_bytes, payload = self._subscriber.recv_multipart()
+            number = int.from_bytes(number_bytes)
+            if number == 0 and self._expected > 1:
+                self._deliver(Restarted())
+                return
+            if number > self._expected:
+                for missed, earlier in self._replay(self._expected):
+                    if missed < number:
+                        self._take(missed, earlier)
+            self._take(number, payload)
+
+    def _take(self, number: int, payload: bytes) -> None:
+        if number < self._expected:
+            return  # it came with a replay already
+        # What was stored before the first batch that a server still has is only without a name.
+        after_gap = number > self._expected and not self._is_first
+        self._expected, self._is_first = number + 1, False
+        self._deliver(Events(self._decode(payload), after_gap))
+
+    def _decode(self, payload: bytes) -> list[ServerEvent]:
+        """Skip each event that cannot be read."""
+        events: list[ServerEvent] = []
+        try:
+            _, raws, _ = self._decoder.decode(payload)
+        except msgspec.MsgspecError as error:
+            logger.error("a batch of the server's cache events cannot be read: %s", error)
+            return []
+        for raw in raws:
+            try:
+                events.append(self._events.decode(raw))
+            except msgspec.MsgspecError as error:
+                logger.warning("one of the server's cache events cannot be read: %s", error)
+        return events
+
+    def _replay(self, first: int) -> Iterator[tuple[int, bytes]]:
+        """Yield what the server has kept from a number on; nothing if it does not answer."""
+        if self._source.replay_endpoint is None:
+            return
+        with self._context.socket(zmq.DEALER) as dealer:
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.connect(self._source.replay_endpoint)
+            dealer.send_multipart([b"", first.to_bytes(_NUMBER_BYTES)])
+            while dealer.poll(int(1000 * REPLAY_SECONDS)) and not self._stops.is_set():
+                *_, number_bytes, payload = dealer.recv_multipart()
+                number = int.from_bytes(number_bytes, signed=True)
+                if number < 0:
+                    return
+                yield number, payload
+        if not self._stops.is_set():
+            logger.warning("the server does not answer which cache events were missed")

@@ -1,0 +1,58 @@
+"""Probes of a server's tokenizer: it must make the tokens that ours makes.
+
+Owns the texts. Prompts go as tokens, so the server's chat template does not matter; another vocabulary under
+the same name would answer nonsense, and nothing would look broken.
+"""
+
+from collections.abc import Callable
+
+from replicas.checkpoints.tokenizer import read_tokenizer
+from replicas.errors import StartupError
+from replicas.protocol.status import TokenizerBundle
+from replicas.remote_engine.facts import tokens_of
+
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog.",
+    "  leading, trailing and   inner   spaces  ",
+    "tabs\tand\nlines\r\n\n\nand an end\n",
+    "0123456789 3.14159 1,000,000 0xdeadbeef -17e-3",
+    'def f(x: int) -> str:\n    return f"{x!r:>10}"  # code\n',
+    '{"name": "value", "list": [1, 2.5, null, true], "nested": {"a": "\\u00e9"}}',
+    "<html><body class='a'>&amp; &lt;tag&gt;</body></html>",
+    "Ünïcödé, naïve façade, Straße, ŁÓDŹ, İstanbul",
+    "Привет, мир! Γειά σου Κόσμε. שלום עולם. مرحبا بالعالم",
+    "你好，世界。こんにちは世界。안녕하세요 세계",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 🇺🇳 ❤️ \u200b\u00a0\ufeff",
+    "https://example.org/a/b?c=d&e=f#g someone@example.org C:\\path\\file.txt",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
+    "I'm you're he'd we'll they've it's don't DON'T",
+    "SELECT * FROM t WHERE a <> 'b' AND c >= 10; -- query",
+    "\\frac{a}{b} = \\sum_{i=0}^{n} x_i^2 \\quad \\forall n \\in \\mathbb{N}",
+)
+
+Ask = Callable[[str, dict[str, object]], bytes]
+
+
+def check_tokenizer(ask: Ask, served_name: str, bundle: TokenizerBundle) -> None:
+    """Compare texts at the server's `/tokenize` with ours. Raises StartupError with the first difference, and
+    CheckpointError for files that cannot be read."""
+    tokenizer = read_tokenizer(bundle)
+    if tokenizer is None:
+        raise StartupError("the model's folder has no tokenizer.json, by which routers make prompts")
+    for text in TEXTS:
+        body: dict[str, object] = {"model": served_name, "prompt": text, "add_special_tokens": False}
+        theirs = tokens_of(ask("/tokenize", body))
+        ours = list(tokenizer.encode(text, add_special_tokens=False).ids)
+        if theirs != ours:
+            place = next(
+                (at for at, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]),
+                min(len(theirs), len(ours)),
+            )
+            raise StartupError(
+                f"the server's tokenizer is another than that of the model's folder: token {place} of"
+                f" {text!r} is {_at(theirs, place)} there and {_at(ours, place)} here"
+            )
+
+
+def _at(tokens: list[int], place: int) -> str:
+    return str(tokens[place]) if place < len(tokens) else "missing"

@@ -1,0 +1,145 @@
+"""ServerResidency: which blocks the server holds, by its events, under our names.
+
+Pure. Owns the map and who computed what. Another client's blocks carry no namespace of ours and are left out,
+as are blocks whose beginning was stored before anybody listened.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from replicas.kvcache.hash_map import HashMap, UnknownBlock, root_in
+from replicas.kvcache.writers import BlockWriters, Shares
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from replicas.protocol.frames import NO_USER, UserTag
+
+MOST_REMEMBERED = 8192
+"""Requests that are remembered after their end, for events that come late."""
+
+_DEVICE = "GPU"
+"""The medium that attention reads, on a CPU too."""
+
+Hash = int | bytes
+"""Servers publish 64 bits of their hash as a number, unless told otherwise."""
+
+
+class Stored(msgspec.Struct, tag="BlockStored", tag_field="type"):
+    block_hashes: list[Hash]
+    token_ids: list[int]
+    block_size: int
+    parent_block_hash: Hash | None = None
+    medium: str | None = None
+    extra_keys: list[list[object] | None] | None = None
+    group_idx: int | None = None
+    session_id: str | None = None
+    lookahead_token_ids: list[int] | None = None
+
+
+class Removed(msgspec.Struct, tag="BlockRemoved", tag_field="type"):
+    block_hashes: list[Hash]
+    medium: str | None = None
+
+
+class Cleared(msgspec.Struct, tag="AllBlocksCleared", tag_field="type"):
+    pass
+
+
+ServerEvent = Stored | Removed | Cleared
+
+
+class Storer(NamedTuple):
+    user: UserTag
+    num_prompt_tokens: int
+
+
+class ServerResidency:
+    def __init__(self, block_size: int, num_blocks: int) -> None:
+        self._block_size = block_size
+        self._writers = BlockWriters(num_blocks)
+        self._hashes = HashMap(block_size, on_gone=self._writers.forget)
+        self._storers: OrderedDict[str, Storer] = OrderedDict()
+        self.num_unnamed = 0
+        """Blocks that were stored and have no name of ours."""
+        self.complaint: str | None = None
+        """Why these events cannot be followed, once they have shown it."""
+
+    @property
+    def num_copies(self) -> int:
+        return self._hashes.num_copies()
+
+    def expect(self, name: str, user: UserTag, num_prompt_tokens: int) -> None:
+        """Remember a request by the name that its blocks will carry."""
+        self._storers[name] = Storer(user, num_prompt_tokens)
+        if len(self._storers) > MOST_REMEMBERED:
+            self._storers.popitem(last=False)
+
+    def expects(self, name: str | None) -> bool:
+        return name in self._storers
+
+    def shares(self, block_hashes: Sequence[BlockHash], user: UserTag, *, num_prompt_tokens: int) -> Shares:
+        """Divide a hit of these blocks by the user who computed them."""
+        return self._writers.token_shares(
+            block_hashes, user, block_size=self._block_size, num_prompt_tokens=num_prompt_tokens
+        )
+
+    def apply(self, events: Sequence[ServerEvent]) -> list[CacheEvent]:
+        translated: list[CacheEvent] = []
+        for event in events:
+            match event:
+                case Cleared():
+                    translated.append(self.clear())
+                case Stored() if event.medium in (None, _DEVICE):
+                    translated += self._stored(event)
+                case Removed() if event.medium in (None, _DEVICE):
+                    translated += self._removed(event)
+        return translated
+
+    def clear(self) -> AllBlocksCleared:
+        """Nothing is known to be held."""
+        return self._hashes.cleared()
+
+    def _stored(self, event: Stored) -> list[BlockStored]:
+        if event.group_idx or event.block_size != self._block_size or event.lookahead_token_ids:
+            self.complaint = _complaint(event, self._block_size)
+            return []
+        storer = self._storers.get(event.session_id or "")
+        try:
+            stored = self._hashes.stored(
+                [_as_bytes(theirs) for theirs in event.block_hashes],
+                parent=None if event.parent_block_hash is None else _as_bytes(event.parent_block_hash),
+                roots=[root_in(keys) for keys in event.extra_keys or ()],
+                token_ids=event.token_ids,
+                num_prompt_tokens=None if storer is None else storer.num_prompt_tokens,
+            )
+        except UnknownBlock:
+            self.num_unnamed += len(event.block_hashes)
+            return []
+        for run in stored:
+            self._writers.wrote(run.block_hashes, NO_USER if storer is None else storer.user)
+        return stored
+
+    def _removed(self, event: Removed) -> list[BlockRemoved]:
+        gone: list[BlockHash] = []
+        for theirs in event.block_hashes:
+            try:
+                block_hash = self._hashes.removed(_as_bytes(theirs))
+            except UnknownBlock:
+                continue  # it had no name
+            if block_hash is not None:
+                gone.append(block_hash)
+        return [BlockRemoved(tuple(gone))] if gone else []
+
+
+def _complaint(event: Stored, block_size: int) -> str:
+    if event.group_idx:
+        return "its layers keep different caches, which is not followed over events yet"
+    if event.lookahead_token_ids:
+        return "a draft model's tokens are part of its hashes: start it with disable_lookahead_block_hashes"
+    return f"its blocks have {event.block_size} tokens, and its configuration says {block_size}"
+
+
+def _as_bytes(theirs: Hash) -> bytes:
+    return theirs if isinstance(theirs, bytes) else (theirs % 2**64).to_bytes(8)

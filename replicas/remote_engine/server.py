@@ -1,0 +1,243 @@
+"""Server: HTTP with one server, from a thread of its own.
+
+Owns the connections. Requests stream in tasks of the thread's event loop; what comes is handed to `tell`, in
+that thread. Redirects are never followed, and the environment's proxies are not used.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import msgspec
+
+from replicas.errors import StartupError
+from replicas.process.settings import SettingsError
+from replicas.protocol.frames import Refusal, RefusalCode
+from replicas.remote_engine.facts import ServerLoad, read_load
+from replicas.remote_engine.requests import CHUNKS, Chunk
+
+logger = logging.getLogger(__name__)
+
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
+
+LOOK_SECONDS = 0.5
+"""Time between looks at the server's load."""
+
+CONNECT_SECONDS = 5.0
+MOST_ERROR_BYTES = 4096
+MOST_LINE_BYTES = 2**20
+"""Longest event of a stream, beside its prompt, which servers repeat in the first."""
+
+_TOKEN_BYTES = 12
+"""Length of one token id of the prompt, as text."""
+
+
+class Piece(NamedTuple):
+    """`at` is when it came, by the monotonic clock."""
+
+    name: str
+    chunk: Chunk
+    at: float
+
+
+class Ended(NamedTuple):
+    """A stream is over; `refusal` if not by its own end."""
+
+    name: str
+    refusal: Refusal | None = None
+
+
+class Looked(NamedTuple):
+    load: ServerLoad
+
+
+class Unreachable(NamedTuple):
+    """The server does not answer; `is_refused` if its address refuses connections."""
+
+    reason: str
+    is_refused: bool
+
+
+Tell = Callable[[Piece | Ended | Looked | Unreachable], None]
+
+
+class Server:
+    """`key` goes with every request. `rank` is named only if it was chosen."""
+
+    def __init__(self, url: str, *, key: str | None, rank: int | None, tell: Tell) -> None:
+        self.url = url.rstrip("/")
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        if rank is not None:
+            headers["x-data-parallel-rank"] = str(rank)
+        self._rank = rank or 0
+        self._headers = headers
+        self._tell = tell
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
+
+    # Before it runs: one question after the other.
+
+    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """GET, or POST with a body. Raises StartupError for anything but an answer."""
+        try:
+            with self._client(httpx.Client) as client:
+                answer = client.get(path) if body is None else client.post(path, json=body)
+        except httpx.HTTPError as error:
+            raise StartupError(f"{self.url} does not answer: {error!r}") from error
+        if answer.status_code != 200:
+            raise StartupError(
+                f"{self.url}{path} answers {answer.status_code}: {_said(answer.content)}"
+                + (f" (to {answer.headers['location']})" if answer.has_redirect_location else "")
+            )
+        content: bytes = answer.content
+        return content
+
+    def wait(self, deadline: float) -> None:
+        """Return when the server answers. Raises StartupError at the deadline of the monotonic clock."""
+        has_said = False
+        while True:
+            try:
+                self.ask("/health")
+                return
+            except StartupError as error:
+                if time.monotonic() > deadline:
+                    raise
+                if not has_said:
+                    logger.info("waits for the server: %s", error)
+                    has_said = True
+            time.sleep(LOOK_SECONDS)
+
+    # From then on.
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, name: str, body: Mapping[str, Any]) -> None:
+        self._loop.call_soon_threadsafe(self._begin, name, body)
+
+    def abort(self, name: str) -> None:
+        """Close its connection, by which the server ends it; nothing follows but what is on its way."""
+        self._loop.call_soon_threadsafe(self._cancel, name)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        elif not self._loop.is_closed():
+            self._loop.close()
+
+    def _client(self, kind: Any) -> Any:
+        return kind(
+            base_url=self.url,
+            headers=self._headers,
+            timeout=httpx.Timeout(30.0, connect=CONNECT_SECONDS),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            follow_redirects=False,
+            trust_env=False,
+        )
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._http: httpx.AsyncClient = self._client(httpx.AsyncClient)
+        look = self._loop.create_task(self._look())
+        try:
+            self._loop.run_forever()
+        finally:
+            tasks = [look, *self._tasks.values()]
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self._loop.run_until_complete(self._http.aclose())
+            self._loop.close()
+
+    def _begin(self, name: str, body: Mapping[str, Any]) -> None:
+        task = self._tasks[name] = self._loop.create_task(self._stream(name, body))
+        task.add_done_callback(lambda _: self._tasks.pop(name, None))
+
+    def _cancel(self, name: str) -> None:
+        task = self._tasks.get(name)
+        if task is not None:
+            task.cancel()
+
+    async def _look(self) -> None:
+        while True:
+            try:
+                answer = await self._http.get("/metrics", timeout=CONNECT_SECONDS)
+                self._tell(Looked(read_load(answer.text, self._rank)))
+            except httpx.ConnectError as error:
+                self._tell(Unreachable(repr(error), is_refused=True))
+            except (httpx.HTTPError, ValueError) as error:
+                self._tell(Unreachable(repr(error), is_refused=False))
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _stream(self, name: str, body: Mapping[str, Any]) -> None:
+        refusal: Refusal | None = None
+        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS, write=30.0)
+        longest = MOST_LINE_BYTES + _TOKEN_BYTES * len(body["prompt"])
+        try:
+            async with self._http.stream("POST", "/v1/completions", json=body, timeout=timeout) as answer:
+                refusal = await self._refusal(answer)
+                if refusal is None:
+                    async for event in _events(answer.aiter_raw(), longest):
+                        self._tell(Piece(name, CHUNKS.decode(event), time.monotonic()))
+        except asyncio.CancelledError:
+            return
+        except (httpx.HTTPError, msgspec.MsgspecError, ValueError) as error:
+            refusal = Refusal(RefusalCode.INTERNAL, f"the server's answer breaks off: {error!r}")
+        self._tell(Ended(name, refusal))
+
+    async def _refusal(self, answer: httpx.Response) -> Refusal | None:
+        kind = answer.headers.get("content-type", "")
+        if answer.status_code == 200 and kind.startswith("text/event-stream"):
+            return None
+        content = b""
+        with suppress(httpx.HTTPError):
+            async for piece in answer.aiter_bytes():
+                content += piece
+                if len(content) > MOST_ERROR_BYTES:
+                    break
+        sentence = f"the server answers {answer.status_code}: {_said(content)}"
+        if answer.status_code == 400:
+            return Refusal(RefusalCode.INVALID_REQUEST, sentence)
+        is_full = answer.status_code in (429, 503)
+        return Refusal(RefusalCode.OVERLOADED if is_full else RefusalCode.INTERNAL, sentence)
+
+
+def _said(content: bytes) -> str:
+    """The message of an error in OpenAI's form, else the beginning of what came."""
+    try:
+        return str(msgspec.json.decode(content)["error"]["message"])[:MOST_ERROR_BYTES]
+    except (msgspec.MsgspecError, LookupError, TypeError):
+        return repr(content[:200])
+
+
+async def _events(pieces: AsyncIterator[bytes], longest: int) -> AsyncIterator[bytes]:
+    """Yield the data of each server-sent event but the last, `[DONE]`. Raises ValueError for a longer one."""
+    buffered = b""
+    async for piece in pieces:
+        *lines, buffered = (buffered + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                yield line[6:]
+        if len(buffered) > longest:
+            raise ValueError(f"an event of more than {longest} bytes")
+
+
+def read_key(file: str | None) -> str | None:
+    """Read a server's API key; None without a file. Raises SettingsError."""
+    if file is None:
+        return None
+    try:
+        key = Path(file).expanduser().read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"setting engine_key_file: {file} cannot be read: {error}") from error
+    if not key or not key.isprintable():
+        raise SettingsError(f"setting engine_key_file: {file} holds no key")
+    return key

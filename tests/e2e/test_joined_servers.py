@@ -1,0 +1,89 @@
+"""`kvasir up --join` in front of two servers: prompts meet their cache, and one may die and come back."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from replicas.toy_model import checkpoint_directory
+from tests.cluster.kvasir_command import KvasirCommand, wait_until
+from tests.replicas.remote_engine.stand_in import StandIn
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+LONG = "one river, two stones, three lamps and seven gardens " * 12
+
+
+@pytest.fixture
+def servers() -> Iterator[list[StandIn]]:
+    servers = [StandIn(), StandIn()]
+    yield servers
+    for server in servers:
+        server.close()
+
+
+def ask(url: str, text: str) -> dict[str, Any]:
+    body = {"model": "served", "messages": [{"role": "user", "content": text}], "max_tokens": 3}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    usage: dict[str, Any] = answer.json()["usage"]
+    return {"replica": answer.headers["x-kvasir-replica"], **usage["prompt_tokens_details"]}
+
+
+def foretold(url: str, text: str) -> int:
+    """Tokens that the router believes to be cached where the prompt would go."""
+    body = {"model": "served", "messages": [{"role": "user", "content": text}]}
+    explained = httpx.post(f"{url}/explain/v1/chat/completions", json=body, timeout=60).json()
+    overlap: int = explained["prompts"][0]["decision"]["overlap_tokens"]
+    return overlap
+
+
+def ready_epochs(kvasir: KvasirCommand) -> set[str | None]:
+    return {replica.epoch for replica in kvasir.state().replicas if replica.state == "ready"}
+
+
+def test_two_servers_behind_one_router(servers: list[StandIn], tmp_path: Path) -> None:
+    kvasir = KvasirCommand(tmp_path / "run")
+    words = [word for server in servers for word in ("--join", server.url)]
+    model = str(checkpoint_directory(None))
+    with kvasir.up(*words, "--model", model, "--set", "index_stride=16"):
+        url = kvasir.state().router_url
+        first = ask(url, LONG)
+        assert first["cached_tokens"] == 0
+        wait_until(lambda: ask(url, LONG)["cached_tokens"] > 100, lambda: "the prompt is not found again")
+        assert ask(url, LONG)["replica"] == first["replica"]
+        shown = kvasir.run("status")
+        for server in servers:
+            assert f"127.0.0.1-{server.port}-0" in shown.stdout
+
+        its_port = int(first["replica"].split("-")[1])
+        (dying,) = [server for server in servers if server.port == its_port]
+        epochs = {replica.epoch for replica in kvasir.state().replicas}
+        dying.started_at += 1
+        wait_until(
+            lambda: len(epochs | ready_epochs(kvasir)) == 3 and len(ready_epochs(kvasir)) == 2,
+            lambda: str(kvasir.state().replicas),
+        )
+        # What a warm server holds is known from its replay, before anything is sent to it.
+        wait_until(lambda: foretold(url, LONG) > 100, lambda: "the replay is not believed")
+        assert ask(url, LONG)["cached_tokens"] > 100
+
+
+def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
+    kvasir = KvasirCommand(tmp_path / "run")
+    ended = kvasir.run("up", "--join", "http://127.0.0.1:1")
+    assert ended.returncode != 0
+    assert "http://127.0.0.1:1 cannot be joined" in ended.stderr
+
+
+def test_servers_that_differ_are_not_joined(servers: list[StandIn], tmp_path: Path) -> None:
+    kvasir = KvasirCommand(tmp_path / "run")
+    servers[1].served_name = "other"
+    ended = kvasir.run("up", "--join", servers[0].url, "--join", servers[1].url)
+    assert "they cannot share a name" in ended.stderr
+    again = kvasir.run("up", "--join", servers[0].url, "--join", servers[0].url)
+    assert "joined twice" in again.stderr
+    alone = kvasir.run("up", "--join", servers[0].url)
+    assert "give --model DIR" in alone.stderr

@@ -1,0 +1,305 @@
+"""A server as an engine: what it serves, and what becomes of each of its faults."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicas.config import ReplicaConfig
+from replicas.engine import RequestRefused
+from replicas.errors import EngineDied, StartupError
+from replicas.process.settings import SettingsError
+from replicas.proof import prove_hashes
+from replicas.protocol.blocks import hash_blocks
+from replicas.protocol.events import BlockStored, CacheEvent
+from replicas.protocol.frames import FinishReason, RefusalCode, RequestKey, StepFrame, TokenDelta, UserTag
+from replicas.protocol.prefix_leases import PrefixLease
+from replicas.remote_engine.engine import RemoteEngine
+from tests.replicas.builders import ROOT, EventBalance, engine_request
+from tests.replicas.remote_engine.stand_in import BLOCK_SIZE, NUM_BLOCKS, StandIn, token_of
+
+WAIT_SECONDS = 60.0
+"""For one thing, on a busy machine."""
+
+PROMPT = list(range(100, 100 + 3 * BLOCK_SIZE + 1))
+
+
+def config(server: StandIn, **settings: Any) -> ReplicaConfig:
+    defaults = {"engine_url": server.url, "engine_hang_seconds": 1.0, "build_seconds": 20.0}
+    return ReplicaConfig(engine="remote", **{**defaults, **settings})
+
+
+class Driven:
+    """An engine that was proven and has begun, and what it has said."""
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self.engine = engine
+        self.deltas: dict[RequestKey, list[TokenDelta]] = {}
+        self.events: list[CacheEvent] = []
+        self.balance = EventBalance()
+        self.frame = StepFrame()
+        self._serial = 100
+
+    def add(self, token_ids: list[int], **fields: Any) -> RequestKey:
+        self._serial += 1
+        request = engine_request(token_ids, serial=self._serial, **{"ignore_eos": True, **fields})
+        self.engine.add(request)
+        self.deltas[request.key] = []
+        return request.key
+
+    def step(self) -> None:
+        self.frame = self.engine.step()
+        self.events += self.frame.events
+        self.balance.apply(self.frame.events)
+        for delta in self.frame.deltas:
+            self.deltas[delta.key].append(delta)
+
+    def finish(self, key: RequestKey) -> TokenDelta:
+        ends_at = time.monotonic() + WAIT_SECONDS
+        while not (self.deltas[key] and self.deltas[key][-1].finish_reason):
+            assert time.monotonic() < ends_at, "the request does not end"
+            time.sleep(0.002)
+            self.step()
+        return self.deltas[key][-1]
+
+    def tokens(self, key: RequestKey) -> list[int]:
+        return [token for delta in self.deltas[key] for token in delta.token_ids]
+
+    def step_until(self, condition: Callable[[], bool]) -> None:
+        ends_at = time.monotonic() + WAIT_SECONDS
+        while not condition():
+            assert time.monotonic() < ends_at, "it does not come about"
+            time.sleep(0.002)
+            self.step()
+
+    def dies(self, match: str) -> None:
+        with pytest.raises(EngineDied, match=match):
+            ends_at = time.monotonic() + WAIT_SECONDS
+            while time.monotonic() < ends_at:
+                time.sleep(0.01)
+                self.step()
+
+
+@pytest.fixture
+def driven(server: StandIn) -> Iterator[Driven]:
+    engine = RemoteEngine(config(server))
+    prove_hashes(engine, random.Random(1))
+    engine.begin(lambda: None)
+    yield Driven(engine)
+    engine.close()
+
+
+def test_the_card_is_what_the_server_says(driven: Driven) -> None:
+    card = driven.engine.card
+    assert (card.name, card.engine, card.block_size, card.num_blocks) == ("served", "remote", 16, NUM_BLOCKS)
+    assert (card.context_length, card.takes_published, card.image_rule) == (512, False, "")
+    assert [adapter.name for adapter in card.adapters] == ["tuned"]
+
+
+def test_a_prompt_is_served_and_found_again(driven: Driven, server: StandIn) -> None:
+    key = driven.add(PROMPT, max_tokens=3, num_logprobs=1, user=UserTag(b"u"))
+    last = driven.finish(key)
+    assert driven.tokens(key) == [token_of(PROMPT, number) for number in range(3)]
+    assert last.finish_reason is FinishReason.LENGTH and last.usage is not None
+    assert (last.usage.num_cached_tokens, last.usage.num_written_tokens) == (0, 48)
+    logprobs = [entry for delta in driven.deltas[key] for entry in delta.logprobs or ()]
+    assert [entry.token_id for entry in logprobs] == driven.tokens(key)
+
+    again = driven.finish(driven.add(PROMPT, max_tokens=1, user=UserTag(b"v")))
+    assert again.usage is not None
+    assert (again.usage.num_cached_tokens, again.usage.num_cross_user_tokens) == (48, 48)
+    driven.step_until(lambda: bool(driven.events))
+    stored = [event for event in driven.events if isinstance(event, BlockStored)]
+    assert [each for event in stored for each in event.block_hashes] == hash_blocks(ROOT, PROMPT, BLOCK_SIZE)
+    assert server.bodies[-1]["cache_salt"] == ROOT.hex()
+
+
+def test_an_engine_that_only_steps_when_woken_misses_nothing(server: StandIn) -> None:
+    engine, woken = RemoteEngine(config(server)), threading.Event()
+    engine.begin(woken.set)
+    driven = Driven(engine)
+    for number in range(60):
+        key = driven.add([number + 3] * 20, max_tokens=8)
+        while not (driven.deltas[key] and driven.deltas[key][-1].finish_reason):
+            assert woken.wait(10), "something has come, and nobody was woken"
+            woken.clear()
+            driven.step()
+    engine.close()
+
+
+def test_evictions_balance(driven: Driven) -> None:
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, 900) for _ in range(rng.randrange(20, 150))] for _ in range(12)]
+    for _ in range(40):
+        assert driven.finish(driven.add(rng.choice(prompts), max_tokens=1)).refusal is None
+    driven.step_until(lambda: not driven.engine.has_work())
+    assert 0 < driven.balance.held.total() <= NUM_BLOCKS
+
+
+def test_a_warm_server_is_known_from_its_replay(server: StandIn) -> None:
+    first = Driven(RemoteEngine(config(server)))
+    first.engine.begin(lambda: None)
+    first.finish(first.add(PROMPT, max_tokens=1))
+    first.engine.close()
+    second = RemoteEngine(config(server))
+    prove_hashes(second, random.Random(2))
+    second.begin(lambda: None)
+    driven = Driven(second)
+    driven.step_until(lambda: bool(driven.events))
+    stored = [event for event in driven.events if isinstance(event, BlockStored)]
+    assert [each for event in stored for each in event.block_hashes] == hash_blocks(ROOT, PROMPT, BLOCK_SIZE)
+    second.close()
+
+
+def test_others_at_the_server_count_as_load(driven: Driven) -> None:
+    driven.step_until(lambda: driven.frame.load.num_running == 2)
+    assert driven.frame.load.num_waiting == 1
+    assert driven.frame.load.num_used_blocks == round(0.25 * NUM_BLOCKS)
+
+
+def test_an_abort_closes_the_connection(driven: Driven, server: StandIn) -> None:
+    server.fault = "never ends"
+    key = driven.add(PROMPT, max_tokens=5)
+    driven.step_until(lambda: bool(driven.deltas[key]))
+    assert server.num_open == 1
+    driven.engine.abort(key)
+    driven.step_until(lambda: server.num_open == 0)
+    driven.step()
+    assert len(driven.deltas[key]) == 1
+
+
+def test_leases_are_refused_in_the_answer(driven: Driven) -> None:
+    last = driven.finish(driven.add(PROMPT, max_tokens=1, leases=(PrefixLease(3, 60.0),)))
+    assert last.usage is not None and last.usage.leases[0].refusal is not None
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "sentence"),
+    [
+        ("full", RefusalCode.OVERLOADED, "answers 503: too many requests"),
+        ("refuses", RefusalCode.INVALID_REQUEST, "temperature is too high"),
+        ("fails", RefusalCode.INTERNAL, "answers 500"),
+        ("redirects", RefusalCode.INTERNAL, "answers 307"),
+        ("html", RefusalCode.INTERNAL, "a proxy"),
+        ("breaks off", RefusalCode.INTERNAL, "breaks off"),
+        ("nonsense", RefusalCode.INTERNAL, "breaks off"),
+        ("endless line", RefusalCode.INTERNAL, "an event of more than"),
+        ("error inside", RefusalCode.INTERNAL, "out of memory"),
+        ("too many", RefusalCode.INTERNAL, "more tokens than were asked for"),
+        ("no end", RefusalCode.INTERNAL, "has no end"),
+    ],
+)
+def test_a_fault_ends_one_request_and_no_other(
+    driven: Driven, server: StandIn, fault: str, code: RefusalCode, sentence: str
+) -> None:
+    server.fault = fault
+    key = driven.add(PROMPT, max_tokens=3)
+    last = driven.finish(key)
+    assert last.finish_reason is FinishReason.ERROR and last.refusal is not None
+    assert last.refusal.code is code
+    assert sentence in last.refusal.message
+    server.fault = ""
+    assert driven.finish(driven.add(PROMPT, max_tokens=3)).finish_reason is FinishReason.LENGTH
+    assert len([delta for delta in driven.deltas[key] if delta.finish_reason]) == 1
+
+
+def test_a_server_that_does_not_tell_what_was_cached_is_not_guessed_at(
+    driven: Driven, server: StandIn
+) -> None:
+    server.cached_in_usage = False
+    last = driven.finish(driven.add(PROMPT, max_tokens=1))
+    assert last.refusal is not None and "--enable-prompt-tokens-details" in last.refusal.message
+
+
+def test_what_cannot_be_sent_is_refused_at_once(driven: Driven) -> None:
+    for fields, word in (({"adapter": "untuned"}, "no adapter"), ({"temperature": -1.0}, "temperature")):
+        with pytest.raises(RequestRefused, match=word):
+            driven.add(PROMPT, **fields)
+    with pytest.raises(RequestRefused, match="context length"):
+        driven.add([5] * 600)
+
+
+def test_a_server_that_was_started_anew_is_another_epoch(driven: Driven, server: StandIn) -> None:
+    server.started_at += 1
+    driven.dies("started anew")
+
+
+def test_events_that_begin_anew_are_another_epoch(driven: Driven, server: StandIn) -> None:
+    driven.finish(driven.add(PROMPT, max_tokens=1))
+    server.restart_events()
+    server.publish({"type": "AllBlocksCleared"})
+    driven.dies("started anew")
+
+
+def test_a_server_that_hangs_is_given_up(driven: Driven, server: StandIn) -> None:
+    server.fault = "hangs"
+    driven.dies("has not answered for 1 s")
+
+
+def test_a_server_that_is_gone_is_given_up(driven: Driven, server: StandIn) -> None:
+    server._http.should_exit = server._http.force_exit = True
+    driven.dies("is gone")
+
+
+def test_groups_of_layers_are_said_not_to_be_followed(driven: Driven, server: StandIn) -> None:
+    server.publish(
+        {"type": "BlockStored", "block_hashes": [1], "token_ids": [1] * 16, "block_size": 16, "group_idx": 1}
+    )
+    driven.dies("different caches")
+
+
+def test_the_key_goes_with_every_request(server: StandIn, tmp_path: Path) -> None:
+    server.key = "sesame"
+    with pytest.raises(StartupError, match="answers 401: Unauthorized"):
+        RemoteEngine(config(server))
+    file = tmp_path / "key"
+    file.write_text("sesame\n")
+    RemoteEngine(config(server, engine_key_file=str(file), engine_rank=0)).close()
+    assert server.headers[-1]["x-data-parallel-rank"] == "0"
+    with pytest.raises(SettingsError, match="cannot be read"):
+        RemoteEngine(config(server, engine_key_file=str(tmp_path / "none")))
+
+
+def test_another_tokenizer_is_refused_with_the_first_difference(server: StandIn) -> None:
+    server.shift_tokens = 1
+    with pytest.raises(
+        StartupError, match=r"token \d+ of 'The quick brown fox .*' is \d+ there and \d+ here"
+    ):
+        RemoteEngine(config(server))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"engine_model": "another"}, "no model another; it has served"),
+        ({"block_size": 32}, "blocks have 16 tokens, and setting block_size is 32"),
+        ({"engine_rank": 3}, "no vllm:cache_config_info for rank 3"),
+    ],
+)
+def test_settings_that_the_server_contradicts(server: StandIn, settings: Any, sentence: str) -> None:
+    with pytest.raises(StartupError, match=sentence):
+        RemoteEngine(config(server, **settings))
+
+
+def test_a_server_without_events_is_refused_with_the_flag(server: StandIn) -> None:
+    server.has_events = False
+    with pytest.raises(StartupError, match="--kv-events-config"):
+        RemoteEngine(config(server))
+
+
+@pytest.mark.parametrize("fault", ["redirects", "html"])
+def test_what_is_no_server_of_models_is_refused(server: StandIn, fault: str) -> None:
+    server.fault = fault
+    with pytest.raises(
+        StartupError, match="307.*to http://127.0.0.1:1" if fault == "redirects" else "models"
+    ):
+        RemoteEngine(config(server))
+
+
+def test_it_is_waited_for_a_server_that_is_not_there_yet() -> None:
+    with pytest.raises(StartupError, match="does not answer"):
+        RemoteEngine(ReplicaConfig(engine="remote", engine_url="http://127.0.0.1:1", build_seconds=1.0))

@@ -1,0 +1,156 @@
+"""Events of a server over real sockets: replays, gaps, restarts and nonsense."""
+
+import queue
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from replicas.errors import StartupError
+from replicas.remote_engine.event_feed import EventFeed, Events, Restarted
+from replicas.remote_engine.facts import EventSource
+from replicas.remote_engine.residency import Cleared, Removed
+from tests.replicas.remote_engine.stand_in import StandIn
+
+CLEARED = {"type": "AllBlocksCleared"}
+
+
+def removed(number: int) -> dict[str, object]:
+    return {"type": "BlockRemoved", "block_hashes": [number], "medium": "GPU", "group_idx": 0}
+
+
+class Heard:
+    """A feed and what it has delivered."""
+
+    def __init__(self, server: StandIn, *, replays: bool = True) -> None:
+        self._news: queue.SimpleQueue[Events | Restarted] = queue.SimpleQueue()
+        source = EventSource(
+            f"tcp://127.0.0.1:{server.event_port}",
+            f"tcp://127.0.0.1:{server.replay_port}" if replays else None,
+            "",
+            binds=True,
+        )
+        self.feed = EventFeed(source, self._news.put)
+
+    def next(self) -> Events | Restarted:
+        return self._news.get(timeout=10)
+
+    def number(self) -> int | bytes:
+        """Of the removal that comes next, without a gap before it."""
+        news = self.next()
+        assert isinstance(news, Events) and not news.after_gap
+        (event,) = news.events
+        assert isinstance(event, Removed)
+        return event.block_hashes[0]
+
+
+@pytest.fixture
+def heard(server: StandIn) -> Iterator[Heard]:
+    """Has heard batch 0, by replay."""
+    server.publish(removed(0))
+    heard = Heard(server)
+    assert heard.number() == 0
+    yield heard
+    heard.feed.close()
+
+
+def listening(server: StandIn, heard: Heard) -> int:
+    """Publish until something arrives live; the next number."""
+    for _ in range(100):
+        server.publish(removed(server.next_number))
+        try:
+            heard._news.get(timeout=0.1)
+            break
+        except queue.Empty:
+            continue
+    while True:
+        try:
+            heard._news.get(timeout=0.3)
+        except queue.Empty:
+            return server.next_number
+
+
+def test_what_was_before_is_replayed(server: StandIn) -> None:
+    for number in range(3):
+        server.publish(removed(number))
+    heard = Heard(server)
+    assert [heard.number() for _ in range(3)] == [0, 1, 2]
+    heard.feed.close()
+
+
+def test_a_gap_is_filled_by_a_replay(server: StandIn, heard: Heard) -> None:
+    first = listening(server, heard)
+    server.num_lost = 2
+    for number in range(first, first + 4):
+        server.publish(removed(number))
+    assert [heard.number() for _ in range(4)] == list(range(first, first + 4))
+
+
+def test_a_gap_that_no_replay_fills_is_said(server: StandIn, heard: Heard) -> None:
+    first = listening(server, heard)
+    server.num_lost = 2
+    server.publish(removed(first))
+    server.publish(removed(first + 1))
+    server.kept.clear()
+    server.publish(removed(first + 2))
+    news = heard.next()
+    assert isinstance(news, Events) and news.after_gap
+    server.publish(removed(first + 3))
+    assert heard.number() == first + 3
+
+
+def test_without_a_replay_a_gap_is_a_gap(server: StandIn) -> None:
+    heard = Heard(server, replays=False)
+    first = listening(server, heard)
+    server.num_lost = 1
+    server.publish(removed(first))
+    server.publish(removed(first + 1))
+    news = heard.next()
+    assert isinstance(news, Events) and news.after_gap
+    heard.feed.close()
+
+
+def test_numbers_that_begin_anew_are_a_restart(server: StandIn, heard: Heard) -> None:
+    listening(server, heard)
+    server.restart_events()
+    server.publish(removed(0))
+    assert heard.next() == Restarted()
+
+
+def test_nonsense_costs_only_itself(server: StandIn, heard: Heard) -> None:
+    first = listening(server, heard)
+    server.publish_raw(b"\xc1 no batch")
+    news = heard.next()
+    assert isinstance(news, Events) and news.events == [] and not news.after_gap
+    server.publish({"type": "Unheard"}, {"type": "BlockRemoved", "block_hashes": "x"}, CLEARED)
+    news = heard.next()
+    assert isinstance(news, Events) and news.events == [Cleared()]
+    server.publish_raw(msgspec.msgpack.encode([0.0, [{**removed(first), "to_come": {"a": 1}}], None]))
+    assert heard.number() == first
+
+
+def test_a_server_that_connects_is_listened_to(server: StandIn) -> None:
+    """vLLM connects its events to an endpoint without a wildcard."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    news: queue.SimpleQueue[Events | Restarted] = queue.SimpleQueue()
+    feed = EventFeed(EventSource(endpoint, None, "", binds=False), news.put)
+    server._publisher.connect(endpoint)
+    for _ in range(50):
+        server.publish(CLEARED)
+        try:
+            assert isinstance(news.get(timeout=0.1), Events)
+            break
+        except queue.Empty:
+            continue
+    else:
+        raise AssertionError("nothing was heard")
+    feed.close()
+
+
+def test_an_endpoint_elsewhere_is_named() -> None:
+    source = EventSource("tcp://192.0.2.77:5557", None, "", binds=False)
+    with pytest.raises(StartupError, match=r"tcp://192\.0\.2\.77:5557.*tcp://\*:5557"):
+        EventFeed(source, lambda _: None)

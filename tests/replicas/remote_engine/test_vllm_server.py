@@ -1,0 +1,150 @@
+"""An ordinary `vllm serve` as an engine: every hit is foretold by its events, and its death is noticed."""
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from replicas.config import ReplicaConfig
+from replicas.proof import prove_hashes
+from replicas.protocol.blocks import BlockHash, hash_blocks
+from replicas.protocol.frames import FinishReason, UserTag
+from replicas.remote_engine.engine import RemoteEngine
+from replicas.toy_model import checkpoint_directory
+from tests.replicas.builders import OTHER_ROOT, ROOT
+from tests.replicas.remote_engine.test_engine import Driven
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(700),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None,
+        reason="vLLM is not installed: ./kvasir test --all installs it",
+    ),
+]
+
+NUM_PROMPTS = 80
+GRAMMAR = json.dumps(
+    {
+        "grammars": [
+            {"name": "answer", "lark_grammar": 'start: "x" @text\n'},
+            {"name": "text", "json_schema": {"enum": ["yes", "no"]}},
+        ]
+    }
+)
+
+
+def _free_ports(number: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(number)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    port, events, replays = _free_ports(3)
+    publishing = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"tcp://*:{events}",
+        "replay_endpoint": f"tcp://*:{replays}",
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
+    command += ["--model", str(checkpoint_directory(None)), "--served-model-name", "toy", "--port", str(port)]
+    command += ["--enforce-eager", "--block-size", "32", "--num-gpu-blocks-override", "64"]
+    command += ["--max-model-len", "1024", "--enable-prompt-tokens-details"]
+    command += ["--kv-events-config", json.dumps(publishing)]
+    environment = {
+        **os.environ,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    log = Path(tmp_path_factory.mktemp("vllm")) / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
+    yield f"http://127.0.0.1:{port}", process
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.fixture
+def driven(server: tuple[str, "subprocess.Popen[bytes]"]) -> Iterator[Driven]:
+    config = ReplicaConfig(engine="remote", engine_url=server[0], build_seconds=500.0)
+    engine = RemoteEngine(config)
+    prove_hashes(engine, random.SystemRandom())
+    engine.begin(lambda: None)
+    yield Driven(engine)
+    engine.close()
+
+
+def _foretold(driven: Driven, root: BlockHash, prompt: list[int]) -> int:
+    """By the events alone: the leading blocks that are held, less the one token that is always computed."""
+    size = driven.engine.card.block_size
+    num_held = 0
+    for block_hash in hash_blocks(root, prompt, size):
+        if not driven.balance.held[block_hash]:
+            break
+        num_held += 1
+    return min(num_held, (len(prompt) - 1) // size) * size
+
+
+def _settle(driven: Driven) -> None:
+    """Events of a step may come after its answer."""
+    ends_at = time.monotonic() + 0.15
+    while time.monotonic() < ends_at:
+        driven.step()
+        time.sleep(0.01)
+
+
+def test_every_hit_is_foretold(driven: Driven) -> None:
+    rng = random.Random(3)
+    shared = [[rng.randrange(3, 2000) for _ in range(rng.randrange(100, 400))] for _ in range(8)]
+    num_cached, differing = 0, []
+    for number in range(NUM_PROMPTS):
+        head = rng.choice(shared)
+        prompt = head[: rng.randrange(40, len(head))] if rng.random() < 0.5 else [*head, number, 7]
+        root = rng.choice([ROOT, ROOT, OTHER_ROOT])
+        foretold = _foretold(driven, root, prompt)
+        key = driven.add(prompt, root=root, max_tokens=rng.randrange(1, 40), user=UserTag(b"u"))
+        usage = driven.finish(key).usage
+        assert usage is not None
+        num_cached += usage.num_cached_tokens
+        if usage.num_cached_tokens != foretold:
+            differing.append((number, foretold, usage.num_cached_tokens))
+        _settle(driven)
+    assert not differing
+    assert num_cached > 1000
+    assert driven.balance.removed.total() > 50, "nothing was evicted, so little was tried"
+
+
+def test_logprobs_grammars_and_stops_pass_through(driven: Driven) -> None:
+    key = driven.add([5, 6, 7], max_tokens=12, grammar=GRAMMAR, num_logprobs=2, ignore_eos=False)
+    assert driven.finish(key).finish_reason is FinishReason.STOP
+    logprobs = [entry for delta in driven.deltas[key] for entry in delta.logprobs or ()]
+    assert [entry.token_id for entry in logprobs] == driven.tokens(key)
+    assert all(len(entry.top) == 2 for entry in logprobs)
+    whole = driven.add([5, 6, 7], max_tokens=4, temperature=0.0)
+    driven.finish(whole)
+    first = driven.tokens(whole)
+    resumed = driven.add([5, 6, 7, *first[:2]], max_tokens=4, temperature=0.0, num_output_tokens=2)
+    driven.finish(resumed)
+    assert driven.tokens(resumed) == first[2:]
+
+
+def test_its_death_is_noticed(driven: Driven, server: tuple[str, "subprocess.Popen[bytes]"]) -> None:
+    os.killpg(server[1].pid, signal.SIGKILL)
+    driven.dies("is gone|breaks off|not answered")
