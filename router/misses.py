@@ -32,6 +32,8 @@ class Cause(enum.StrEnum):
     """The replica had it below its device, and computing it was expected to be sooner."""
     LOST_IN_TRANSFER = "lost_in_transfer"
     """It was to be loaded or pulled, and that failed."""
+    NOT_RESUMABLE = "not_resumable"
+    """Some layers of a sparse model had it, and no request had left a point there that all can resume at."""
     EVICTED = "evicted"
     """It had to make room."""
     EXPIRED = "expired"

@@ -51,6 +51,8 @@ class Past(NamedTuple):
     repeated: Sequence[Run] = ()
     repeated_by: Cause = Cause.PREFIX_CHANGED
     stride_tokens: int = 0
+    departed_points: Sequence[Departed] = ()
+    """Resume points of a sparse model."""
 
 
 class _Fact(NamedTuple):
@@ -89,7 +91,10 @@ def _facts(
     usage: PromptUsage, decision: Decision | None, past: Past, block_size: int, num_reusable: int
 ) -> Iterator[_Fact]:
     """The strongest first."""
-    yield from _of_replica(usage, None if decision is None else decision.replica_id)
+    replica_id = None if decision is None else decision.replica_id
+    if usage.num_unresumable_tokens:
+        yield from _of_sparse(usage, replica_id, past.departed_points)
+    yield from _of_replica(usage, replica_id)
     if decision is not None:
         yield from _of_chosen(usage, decision, block_size)
         if decision.held is not None:
@@ -104,7 +109,7 @@ def _facts(
 
 def _of_replica(usage: PromptUsage, replica_id: ReplicaId | None) -> Iterator[_Fact]:
     """Yield the replica's own facts: first what it has but did not move, then what it lacks."""
-    end = usage.num_cached_tokens
+    end = usage.num_cached_tokens + usage.num_unresumable_tokens
     for num_tokens, cause in (
         (usage.num_lost_tokens, Cause.LOST_IN_TRANSFER),
         (usage.num_unmoved_tokens, Cause.NOT_WORTH_MOVING),
@@ -113,6 +118,18 @@ def _of_replica(usage: PromptUsage, replica_id: ReplicaId | None) -> Iterator[_F
     ):
         end += num_tokens
         yield _Fact(end, cause, replica_id)
+
+
+def _of_sparse(
+    usage: PromptUsage, replica_id: ReplicaId | None, departed_points: Sequence[Departed]
+) -> Iterator[_Fact]:
+    """Yield what some of its layers have: up to a point that it could be resumed at before that was evicted,
+    and behind it."""
+    end = usage.num_cached_tokens + usage.num_unresumable_tokens
+    for gone in departed_points:
+        if gone.replica_id == replica_id and not gone.is_replica_gone and gone.end <= end:
+            yield _Fact(gone.end, Cause.EVICTED, replica_id, gone.at)
+    yield _Fact(end, Cause.NOT_RESUMABLE, replica_id)
 
 
 def _of_chosen(usage: PromptUsage, decision: Decision, block_size: int) -> Iterator[_Fact]:

@@ -64,6 +64,10 @@ _SENTENCES: Mapping[Cause, Callable[[str], str]] = {
         f"lay below a device at {at}; computing them was expected to be sooner."
     ),
     Cause.LOST_IN_TRANSFER: lambda at: f"were to be moved to the device of {at}, and did not come in time.",
+    Cause.NOT_RESUMABLE: lambda at: (
+        f"were in the cache of some layers at {at}; the others keep what a prompt can be resumed from at its"
+        " end and where a beginning is shared, and not here."
+    ),
     Cause.EVICTED: lambda at: f"had been cached at {at}, and had to make room there.",
     Cause.EXPIRED: lambda at: f"had been leased at {at}; the lease ran out, and then they went.",
     Cause.LEASE_BROKEN: lambda at: f"had been leased at {at}, and went before their time.",

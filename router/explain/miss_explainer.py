@@ -21,6 +21,7 @@ from router.explain.sightings import Known, Sighting, Sightings, short_key
 from router.generation import Generation
 from router.misses import Cause, Misses
 from router.routing.decision import Decision
+from router.routing.departures import Departure
 from router.routing.overlap import PrefixIndex
 from router.served import ServedPrompt, ServedRequest
 
@@ -74,6 +75,9 @@ class MissExplainer:
             beginning=beginning_of(generation),
         )
         past = Past(known, _departed(index, generation.block_hashes, first, block_size))
+        if index is not None and usage.num_unresumable_tokens:
+            gone = index.departed_points(generation.block_hashes, first)
+            past = past._replace(departed_points=_in_tokens(gone, block_size))
         if known.model not in (None, generation.model):  # two names of it: their replicas share nothing
             elsewhere: Sequence[Run] = ((0, known.num_tokens),)
             known = Known(0)
@@ -149,7 +153,11 @@ def _departed(
 ) -> list[Departed]:
     if index is None:
         return []
+    return _in_tokens(index.departed(block_hashes, first), block_size)
+
+
+def _in_tokens(departures: Sequence[tuple[int, Departure]], block_size: int) -> list[Departed]:
     return [
         Departed((block + 1) * block_size, left.replica_id, left.is_replica_gone, left.at, left.reason)
-        for block, left in index.departed(block_hashes, first)
+        for block, left in departures
     ]

@@ -380,6 +380,12 @@ class PrefixIndex:
         end = found[-1][0] + 1
         return found + self._departed_at(block_hashes, range(end, min(end + stride - 1, len(block_hashes))))
 
+    def departed_points(self, block_hashes: Sequence[BlockHash], first: int) -> list[tuple[int, Departure]]:
+        """Return the latest known departures of this chain's resume points from `first` on, each with the
+        position of its last block."""
+        left = self.departures.of(as_points(block_hashes[first:]))
+        return [(position, one) for position, one in enumerate(left, start=first) if one is not None]
+
     def _departed_at(
         self, block_hashes: Sequence[BlockHash], positions: Sequence[int]
     ) -> list[tuple[int, Departure]]:

@@ -189,6 +189,27 @@ def test_causes_follow_from_facts(
     assert told(found)[len(spans) :] in ([], [("below_a_block", 8)])
 
 
+@pytest.mark.parametrize(
+    ("departed", "spans"),
+    [
+        ([], [("not_resumable", 256), ("never_cached", 608)]),
+        ([Departed(256, A, False, 5.0)], [("evicted", 128), ("not_resumable", 128), ("never_cached", 608)]),
+        ([Departed(384, A, False, 5.0)], [("evicted", 256), ("never_cached", 608)]),
+        ([Departed(256, B, False, 5.0)], [("not_resumable", 256), ("never_cached", 608)]),
+        ([Departed(256, A, True, 5.0)], [("not_resumable", 256), ("never_cached", 608)]),
+        ([Departed(512, A, False, 5.0)], [("not_resumable", 256), ("never_cached", 608)]),
+    ],
+)
+def test_what_some_layers_have_was_never_kept_for_all_or_was_evicted(
+    departed: list[Departed], spans: list[tuple[str, int]]
+) -> None:
+    usage = PromptUsage(1000, 128, 0, num_unresumable_tokens=256)
+    past = Past(Known(0), departed_points=departed)
+    found = misses(usage, decision(a=128, b=0), past, BLOCK_SIZE)
+    assert told(found) == [*spans, ("below_a_block", 8)]
+    assert found.spans[0].replica_id == A
+
+
 def test_a_short_prompt_has_no_block() -> None:
     assert misses(PromptUsage(16, 0, 0), decision(a=0), NEW, BLOCK_SIZE).cause is Cause.BELOW_A_BLOCK
     assert misses(PromptUsage(17, 0, 0), decision(a=0), NEW, BLOCK_SIZE).cause is Cause.NEVER_CACHED

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from replicas.index.residency import Residency
-from replicas.protocol.blocks import BlockHash, hash_blocks
+from replicas.protocol.blocks import BlockHash, hash_blocks, pack_token_ids
 from replicas.protocol.keys import Announcement, IndexChange
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
 from router.routing.bucket import bucket_of
@@ -59,6 +59,19 @@ def test_a_block_and_a_point_of_one_hash_come_and_go_apart() -> None:
     change(index, A, added=(hashes[2],), points_removed=(hashes[2],))
     assert index.num_stored(A) == 3
     assert dict(index.overlaps(hashes)) == {}
+
+
+def test_points_that_went_are_remembered_apart_from_blocks() -> None:
+    index, hashes = index_of(A), chain("abcd")
+    index.departures.now = 7.0
+    change(index, A, added=tuple(hashes), points=(hashes[1], hashes[3]))
+    change(index, A, points_removed=(hashes[1],))
+    assert [(at, left.replica_id, left.at) for at, left in index.departed_points(hashes, 0)] == [(1, A, 7.0)]
+    assert index.departed_points(hashes, 2) == []
+    assert index.departed(hashes, 0) == []
+    change(index, A, removed=(hashes[3],))
+    assert [at for at, _ in index.departed(hashes, 0)] == [3]
+    assert [at for at, _ in index.departed_points(hashes, 0)] == [1]
 
 
 def test_without_full_attention_points_are_found_anywhere() -> None:
@@ -190,7 +203,7 @@ def sparse_table(size: int = 2, card: ModelCard = CARD) -> RoutingTable:
 
 
 def route(table: RoutingTable, tokens: Sequence[int]) -> RoutedRequest:
-    request = RoutingRequest(bucket_of(ROOT, None, tokens, None, BLOCK), len(tokens), BLOCK)
+    request = RoutingRequest(bucket_of(ROOT, None, pack_token_ids(tokens), None, BLOCK), len(tokens), BLOCK)
     return table.route("m", request, hash_blocks(ROOT, tokens, BLOCK))
 
 

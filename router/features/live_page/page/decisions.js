@@ -13,6 +13,7 @@ const REMARKS = {
   held_elsewhere: "held by another replica",
   not_worth_moving: "sooner computed than moved",
   lost_in_transfer: "lost on its way to the device",
+  not_resumable: "no layer state to resume from",
   evicted: "evicted",
   expired: "lease ran out",
   lease_broken: "lease broken",
