@@ -45,7 +45,7 @@ from router.fleet.index_mirror import IndexMirror, mirror_instruments
 from router.fleet.membership import Membership
 from router.fleet.registry_source import RegistrySource
 from router.large_bodies.jobs import Bounds
-from router.observation.access_log import log_request
+from router.observation.access_log import AccessLog
 from router.observation.loop_lag import LoopLag
 from router.observation.metrics import RouterMetrics
 from router.observation.trace_points import Tracing
@@ -110,8 +110,6 @@ class Router:
             tracing=self._tracing,
             bounds=bounds or Bounds(),
         )
-        if config.log_requests:
-            context.observers.append(log_request)
         self._context, self.connections = context, context.connections
         for feature in self._open_features(secret, common_secret):
             context.add(feature)
@@ -127,6 +125,8 @@ class Router:
         """Raises SettingsError."""
         config, context = self._config, self._context
         yield ApiKeys(context, secret)
+        if config.log_requests:
+            yield AccessLog()
         yield RequestRates(context)
         yield ChatHistory.open(context, common_secret if self._has_common_secret else None)
         yield Usage.open(context, secret)

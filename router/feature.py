@@ -12,6 +12,7 @@ from starlette.routing import Route
 from router.shared.instruments import Instrument
 
 if TYPE_CHECKING:
+    from replicas.protocol.blocks import PublishedBeginning
     from router.api.api_request import ApiRequest, Prepare, Prompt
     from router.api.prepare import PreparedChat
     from router.edge.http import Header
@@ -55,6 +56,10 @@ class Feature:
     def arrived(self, request: "ApiRequest") -> None:
         """Hook: its head is there, and nothing of its body is read. Raises a RouterError to refuse it."""
 
+    def beginning(self, model: "ServedModel", packed_tokens: bytes) -> "PublishedBeginning | None":
+        """Hook: the beginning of a prompt that it shares with every tenant, if any."""
+        return None
+
     async def encoded(
         self, request: "ApiRequest", model: "ServedModel", chat: "PreparedChat"
     ) -> "PreparedChat":
@@ -87,6 +92,7 @@ class Hooks:
 
     def __init__(self) -> None:
         self.arrived: list[Callable[[ApiRequest], None]] = []
+        self.beginning: list[Callable[[ServedModel, bytes], PublishedBeginning | None]] = []
         self.encoded: list[Callable[[ApiRequest, ServedModel, PreparedChat], Awaitable[PreparedChat]]] = []
         self.prepared: list[Callable[[ApiRequest, bytes], None]] = []
         self.admitted: list[Callable[[ApiRequest], AbstractContextManager[None] | None]] = []

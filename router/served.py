@@ -5,7 +5,6 @@ not know who watches.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
 
 import msgspec
 
@@ -95,7 +94,3 @@ class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):
     caller: Caller = OPEN_CALLER
     answer_id: str | None = None
     """The id in the answer's body."""
-
-
-Observer = Callable[[ServedRequest], None]
-"""Quick, and never raises: it runs on the event loop, in the request's own task."""

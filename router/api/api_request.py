@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 from starlette.types import Scope
 
-from replicas.protocol.blocks import ImageTokens, pack_token_ids
+from replicas.protocol.blocks import ImageTokens, PublishedBeginning, pack_token_ids
 from replicas.protocol.frames import PromptUsage, SamplingParams, Submit, TokenLogprobs
 from replicas.protocol.images import named_media
 from replicas.protocol.prefix_leases import MAX_LEASES, PrefixLease
@@ -268,7 +268,7 @@ def make_prompt(
     card = model.card
     root = model.root(caller.namespace, request.cache_salt)
     packed_tokens = packed_tokens or pack_token_ids(token_ids)
-    published = context.published_beginning(model, packed_tokens) if request.cache_salt is None else None
+    published = _beginning(context, model, packed_tokens) if request.cache_salt is None else None
     key = request.prompt_cache_key
     spans = [ImageTokens(named_media(root, each.digest), each.start, each.length) for each in images]
     bucket = bucket_of(root, key, packed_tokens, num_stable_tokens, card.block_size, spans)
@@ -309,6 +309,14 @@ def make_prompt(
     )
     outputs = [_output(model, request, sampling, wishes) for _ in range(generation.num_choices)]
     return Prompt(generation, first_index, outputs)
+
+
+def _beginning(context: ApiContext, model: ServedModel, packed_tokens: bytes) -> PublishedBeginning | None:
+    for hook in context.hooks.beginning:
+        found = hook(model, packed_tokens)
+        if found is not None:
+            return found
+    return None
 
 
 def tenant_label(caller: Caller, model: ServedModel, salt: str | None) -> str:

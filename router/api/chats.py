@@ -5,7 +5,6 @@ and an answer is written is given.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from router.answers.parser import AnswerParser, new_parser
 from router.answers.wishes import ToolMode
@@ -23,17 +22,7 @@ from router.prepared import EncodedPrompt
 from router.prompt.catalog import ServedModel
 from router.prompt.engines import TooMuchWork
 
-
-class Chat(NamedTuple):
-    """A conversation as the writer of its answer sees it."""
-
-    context: ApiContext
-    request: ChatRequest
-    model: ServedModel
-    prompt: Prompt
-
-
-NewWriter = Callable[[Chat], AnswerWriter]
+NewWriter = Callable[[ApiContext, ChatRequest, ServedModel, Prompt], AnswerWriter]
 
 
 def prepare_chats(kind: str, new_writer: NewWriter) -> Prepare:
@@ -98,7 +87,7 @@ def _fill(
         grammar_seconds=encoded.grammar.seconds,
     )
     prompt.outline = encoded.outline
-    asked.writer, asked.compared_id = new_writer(Chat(context, request, model, prompt)), request.compared_id
+    asked.writer, asked.compared_id = new_writer(context, request, model, prompt), request.compared_id
     asked.model, asked.prompts, asked.stream = model, [prompt], bool(request.stream)
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from starlette.types import Receive, Scope
 
-from replicas.protocol.blocks import PublishedBeginning
 from replicas.protocol.frames import TokenDelta
 from replicas.protocol.status import ReplicaId
 from router.api.authenticator import FindsCallers
@@ -35,11 +34,11 @@ from router.limits.tenant_turns import TenantTurns
 from router.observation.metrics import RouterMetrics
 from router.observation.trace_points import Trace, Tracing
 from router.observation.unknown_fields import UnknownFields
-from router.prompt.catalog import ModelCatalog, ServedModel
+from router.prompt.catalog import ModelCatalog
 from router.routing.decision import Decision
 from router.routing.overlap import PrefixIndex
 from router.routing.table import Preview
-from router.served import Observer, ServedRequest
+from router.served import ServedRequest
 from router.shared.instruments import Instrument
 from router.turns import Turns
 
@@ -93,14 +92,8 @@ class ApiContext:
     """Index of a served model."""
     wall_clock: Callable[[], float] = time.time
     clock: Callable[[], float] = time.perf_counter
-    observers: list[Observer] = field(default_factory=list)
-    """Told of each request to a route that generates, at its end."""
     keys: FindsCallers | None = None
     """The API keys in force; None where everybody is one tenant."""
-    published_beginning: Callable[[ServedModel, bytes], PublishedBeginning | None] = lambda model, tokens: (
-        None
-    )
-    """Finds how much of a prompt, as packed tokens, every tenant shares."""
     features: list[Feature] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
     tracing: Tracing = field(default_factory=Tracing)
@@ -141,7 +134,6 @@ class ApiContext:
         self.connections = Connections.of(self.config)
         self.bodies = BodyBudget(self.config.body_memory_bytes, address_share=self.config.address_share)
         self.images = BodyBudget(self.config.image_memory_bytes, address_share=self.config.address_share)
-        self.observers.append(self.metrics.observe)
         self.metrics.add(self._instruments())
 
     def _instruments(self) -> Iterator[Instrument]:
@@ -156,8 +148,7 @@ class ApiContext:
             self.catalog,
         )
         for part in parts:
-            if part is not None:
-                yield from part.instruments()
+            yield from part.instruments()
 
     def add(self, feature: Feature) -> None:
         self.features.append(feature)
@@ -219,8 +210,7 @@ class ApiContext:
         return asked if asked is not None and counts else 0
 
     def has_ended(self, request: "ApiRequest", served: ServedRequest) -> None:
-        for observe in self.observers:
-            observe(served)
+        self.metrics.observe(served)
         for hook in self.hooks.ended:
             hook(request, served)
 

@@ -5,6 +5,7 @@ Owns the line's content: ids, our own names, times and numbers; never a client's
 
 import logging
 
+from router.feature import Feature
 from router.served import ServedRequest
 
 logger = logging.getLogger(__name__)
@@ -15,6 +16,11 @@ LINE = (
     " prompt_tokens=%s cached_tokens=%s cross_user_tokens=%s"
     " host_tokens=%s disk_tokens=%s output_tokens=%d replica=%s reason=%s"
 )
+
+
+class AccessLog(Feature):
+    def ended(self, request: object, served: ServedRequest) -> None:
+        log_request(served)
 
 
 def log_request(served: ServedRequest) -> None:

@@ -17,10 +17,13 @@ from router.api.answer_usage import AnswerUsage
 from router.api.anthropic.body import ShownAnswer
 from router.api.anthropic.caching import MessageUsage, ThinkingTokens, usage_of
 from router.api.api_request import Prompt
-from router.api.chats import Chat, prepare_chats
+from router.api.chat_request import ChatRequest
+from router.api.chats import prepare_chats
 from router.api.choice_output import TOOL_CALLS, ChoiceOutput, Said, ToolCall
+from router.api.context import ApiContext
 from router.api.json_body import encode_json
 from router.explain.diagnosis import MessageDiagnostics, anthropic_diagnostics
+from router.prompt.catalog import ServedModel
 
 
 class TextBlock(Struct, tag="text"):
@@ -70,14 +73,14 @@ class _MessageWriter:
 
     keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-    def __init__(self, chat: Chat) -> None:
-        self._context = chat.context
-        self._request = chat.request
-        self._prompt = chat.prompt
-        self._block_size = chat.model.card.block_size
-        self._shown = msgspec.convert(chat.request.answers, ShownAnswer)
-        self.answer_id = chat.context.new_id("msg_")
-        self._model = chat.model.name
+    def __init__(self, context: ApiContext, request: ChatRequest, model: ServedModel, prompt: Prompt) -> None:
+        self._context = context
+        self._request = request
+        self._prompt = prompt
+        self._block_size = model.card.block_size
+        self._shown = msgspec.convert(request.answers, ShownAnswer)
+        self.answer_id = context.new_id("msg_")
+        self._model = model.name
         self._block = -1
         self._kind: type[Said] | None = None
         self._head = b""

@@ -15,7 +15,8 @@ from replicas.protocol.frames import FinishReason, TokenLogprobs
 from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 from router.api.answer_usage import AnswerUsage
 from router.api.api_request import ApiRequest, Prompt
-from router.api.chats import Chat, prepare_chats
+from router.api.chat_request import ChatRequest
+from router.api.chats import prepare_chats
 from router.api.choice_output import ChoiceOutput, Said, ToolCall
 from router.api.context import ApiContext
 from router.api.gemini.modalities import ModalityTokens, details
@@ -23,6 +24,7 @@ from router.api.gemini.paths import STREAM, model_method, with_path_fields
 from router.api.json_body import encode_json
 from router.api.openai.logprobs import finite
 from router.errors import InvalidRequest
+from router.prompt.catalog import ServedModel
 from router.prompt.tokenizer import Tokenizer
 from router.shared.answer_types import Count
 
@@ -120,21 +122,20 @@ class _GeminiWriter:
     keep_alive = b"\n\n"
     """Gemini's clients take a comment for an answer."""
 
-    def __init__(self, chat: Chat) -> None:
-        context, request, model = chat.context, chat.request, chat.model
+    def __init__(self, context: ApiContext, request: ChatRequest, model: ServedModel, prompt: Prompt) -> None:
         self._context = context
         self._tokenizer = model.tokenizer
-        self._prompt = chat.prompt
+        self._prompt = prompt
         self._with_thoughts = bool((request.answers or {}).get("thoughts"))
         self._with_logprobs = request.num_logprobs is not None
         self.answer_id = context.new_id("gen-")
         self._model = model.name
-        self._candidates = [_Candidate() for _ in chat.prompt.outputs]
+        self._candidates = [_Candidate() for _ in prompt.outputs]
         tail = {"modelVersion": model.name, "responseId": self.answer_id}
         self._closing = b"]," + encode_json(tail)[1:] + b"\n\n"
         self._text_closing = [
             b'}],"role":"model"},"index":%d}%b' % (index, self._closing)
-            for index in range(len(chat.prompt.outputs))
+            for index in range(len(prompt.outputs))
         ]
 
     def open(self, prompt: Prompt, choice: int) -> bytes:

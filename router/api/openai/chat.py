@@ -12,14 +12,17 @@ from replicas.protocol.frames import TokenLogprobs
 from router.answers.parts import CallArguments, CallStart, Part, Reasoning, Text
 from router.api.answer_usage import AnswerUsage
 from router.api.api_request import Prompt
-from router.api.chats import Chat, prepare_chats
+from router.api.chat_request import ChatRequest
+from router.api.chats import prepare_chats
 from router.api.choice_output import TOOL_CALLS, ChoiceOutput, ToolCall
+from router.api.context import ApiContext
 from router.api.json_body import encode_json
 from router.api.openai.choice import AnswerHead, Stop, TokenIds, stop_fields, usage_so_far
 from router.api.openai.logprobs import TokenLogprob, logprobs_of
 from router.api.openai.usage import OpenAiUsage, TokensSoFar, usage_of
 from router.api.sse import COMMENT, DONE, ChunkWriter
 from router.explain.diagnosis import CacheDiagnostics, openai_diagnostics
+from router.prompt.catalog import ServedModel
 from router.shared.answer_types import Count
 
 FUNCTION_CALL = "function_call"
@@ -72,12 +75,11 @@ class ChatCompletion(AnswerHead, kw_only=True):
 class _ChatWriter:
     keep_alive = COMMENT
 
-    def __init__(self, chat: Chat) -> None:
-        context, request, model = chat.context, chat.request, chat.model
+    def __init__(self, context: ApiContext, request: ChatRequest, model: ServedModel, prompt: Prompt) -> None:
         self._context = context
         self._request = request
         self._tokenizer = model.tokenizer
-        self._prompt = chat.prompt
+        self._prompt = prompt
         self._with_logprobs = request.num_logprobs is not None
         self._with_reasoning = bool(request.answers["reasoning"])
         self._with_functions = bool(request.answers["functions"])
@@ -96,7 +98,7 @@ class _ChatWriter:
                 self._head, text_open=b'"delta":{"content":', text_close=b"}", with_usage=self._with_usage
             )
             self._counts = self._with_usage and options is not None and bool(options.continuous_usage_stats)
-            num_choices = len(chat.prompt.outputs)
+            num_choices = len(prompt.outputs)
             self._prefixes = [self._writer.prefix(choice) for choice in range(num_choices)]
             self._token_ids = TokenIds(num_choices) if request.return_token_ids else None
             self._is_plain = not (self._with_logprobs or self._counts or request.return_token_ids)

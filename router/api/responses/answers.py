@@ -16,7 +16,8 @@ from replicas.protocol.frames import FinishReason, TokenLogprobs
 from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Text
 from router.api.answer_usage import AnswerUsage
 from router.api.api_request import ApiRequest, Prompt
-from router.api.chats import Chat, prepare_chats
+from router.api.chat_request import ChatRequest
+from router.api.chats import prepare_chats
 from router.api.choice_output import ChoiceOutput, ToolCall
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
@@ -36,6 +37,7 @@ from router.api.responses.items import (
 from router.api.sse import COMMENT
 from router.edge.http_error import HttpError
 from router.explain.diagnosis import CacheDiagnostics, openai_diagnostics
+from router.prompt.catalog import ServedModel
 from router.shared.answer_types import Count
 
 FAILED: Final = "failed"
@@ -81,15 +83,15 @@ class Response(Struct, kw_only=True):
 class ResponseWriter:
     keep_alive = COMMENT
 
-    def __init__(self, chat: Chat) -> None:
-        context, request, answers = chat.context, chat.request, chat.request.answers
+    def __init__(self, context: ApiContext, request: ChatRequest, model: ServedModel, prompt: Prompt) -> None:
+        answers = request.answers
         self._echo = answers if isinstance(answers, Echo) else msgspec.convert(answers, Echo)
         self._context = context
-        self._prompt = chat.prompt
+        self._prompt = prompt
         self._only_prompt = request.only_prompt
         self._created = int(context.wall_clock())
         self.answer_id = context.new_id("resp_")
-        tokenizer = chat.model.tokenizer
+        tokenizer = model.tokenizer
         wants_logprobs = request.num_logprobs is not None
         self._items = AnswerItems(
             self.answer_id,
@@ -98,7 +100,7 @@ class ResponseWriter:
             packs_reasoning=self._echo.packs_reasoning,
             write_logprobs=(lambda logprobs: logprobs_of(tokenizer, logprobs)) if wants_logprobs else None,
         )
-        self._model = chat.model.name
+        self._model = model.name
         self.wants_storing = self._echo.is_stored
         self.keep: Callable[[bytes], None] | None = None
         """Told of the response, if it is to be stored."""

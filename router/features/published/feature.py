@@ -76,8 +76,7 @@ class Published(Feature):
     def __init__(self, context: ApiContext, store: PublishedStore | None) -> None:
         self._context = context
         self.store = store
-        if store is not None:
-            context.published_beginning = self._beginning
+        self.is_on = store is not None
 
     @classmethod
     def open(cls, context: ApiContext, secret: ClusterSecret | None) -> "Published":
@@ -86,7 +85,7 @@ class Published(Feature):
             return cls(context, None)
         return cls(context, PublishedStore(config.redis_url, secret))
 
-    def _beginning(self, model: ServedModel, packed_tokens: bytes) -> PublishedBeginning | None:
+    def beginning(self, model: ServedModel, packed_tokens: bytes) -> PublishedBeginning | None:
         assert self.store is not None
         if not model.card.takes_published:
             return None

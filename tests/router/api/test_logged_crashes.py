@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from replicas.process.logs import TEXT_FORMAT, JsonFormatter, TextFormatter
-from router.observation.access_log import log_request
+from router.observation.access_log import AccessLog
 from router.prompt.tokenizer import Tokenizer
 from tests.router.http_server import HttpServer
 
@@ -56,7 +56,7 @@ def crash(*_: object, **__: object) -> None:
 async def test_a_crash_while_an_answer_is_made_is_logged_with_its_request_and_its_place(
     server: HttpServer, http: httpx.AsyncClient, log: Log
 ) -> None:
-    server.context.observers.append(log_request)
+    server.context.add(AccessLog())
     server.dispatcher.script = lambda generation: [RuntimeError(MARKER)]
     answer = await http.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "the-one"})
     assert answer.status_code == 500
@@ -102,7 +102,7 @@ async def test_the_line_of_a_request_says_what_became_of_it(
     logger = logging.getLogger("router.observation.access_log")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    server.context.observers.append(log_request)
+    server.context.add(AccessLog())
     parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     await http.post("/v1/chat/completions", json={**CHAT, "model": MARKER}, headers={"traceparent": parent})
     logger.removeHandler(handler)

@@ -34,7 +34,7 @@ class Watched:
     def __init__(self, server: HttpServer) -> None:
         self.server = server
         self.told: list[ServedRequest] = []
-        server.context.observers.append(self.told.append)
+        server.context.hooks.ended.append(lambda request, served: self.told.append(served))
 
     async def one(self) -> ServedRequest:
         """The only one that was told, a while after the request's end."""

@@ -368,7 +368,7 @@ async def test_openais_client_hears_of_a_mistake(http: httpx.AsyncClient, openai
 async def served(server: HttpServer) -> list[ServedRequest]:
     """What those who watch were told."""
     told: list[ServedRequest] = []
-    server.context.observers += (told.append,)
+    server.context.hooks.ended.append(lambda request, served: told.append(served))
     return told
 
 
