@@ -19,7 +19,7 @@ from router.api.prepare import text_grammar
 from router.api.prepare_in_worker import prepare_in_worker
 from router.errors import InvalidRequest, RouterBusy
 from router.large_bodies import worker as worker_module
-from router.large_bodies.jobs import Bounds
+from router.large_bodies.jobs import Bounds, PreparedRequest
 from router.large_bodies.worker import Worker
 from router.prompt.catalog import ModelCatalog, bundle_digest
 from router.prompt.template import TemplateTrial
@@ -141,6 +141,16 @@ async def test_a_body_that_takes_more_memory_than_it_may_is_refused(quick: Worke
     assert refused.value.code == "too_much_work"
     assert quick.num_ended == 1
     await quick.prepare("chat", json.dumps(CHAT).encode())
+
+
+async def test_a_key_with_less_context_gets_prompts_that_fit_it(quick: Worker) -> None:
+    body = json.dumps(
+        {"model": "tiny", "prompt": [72] * 50, "truncate_prompt_tokens": -1, "max_tokens": 4}
+    ).encode()
+    for max_context, num_tokens in ((20, 16), (None, 50)):
+        prepared = await quick.prepare("completion", body, max_context=max_context)
+        assert isinstance(prepared, PreparedRequest)
+        assert len(prepared.prompts[0].ids()) == num_tokens
 
 
 async def test_a_client_that_leaves_takes_the_work_with_it(quick: Worker) -> None:
