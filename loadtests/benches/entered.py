@@ -43,12 +43,17 @@ def main(arguments: Sequence[str]) -> None:
         entered = _entered_by_a_chat(stack)
     files = {name.partition(":")[0] for name in entered}
     print(f"{len(entered)} functions in {len(files)} files, {sum(entered.values())} calls")
-    rooms = Counter("/".join(name.partition(":")[0].split("/")[:2]) for name in entered)
+    rooms = Counter(_room_of(name) for name in entered)
+    files_of = Counter(_room_of(file) for file in files)
     for room, number in rooms.most_common():
-        print(f"{number:5} {room}")
+        print(f"{number:5} in {files_of[room]:2} files of {room}")
     for name in sorted(entered) if options.under else ():
         if name.startswith(options.under):
             print(f"{entered[name]:5} {name}")
+
+
+def _room_of(name: str) -> str:
+    return "/".join(name.partition(":")[0].split("/")[:2])
 
 
 def _entered_by_a_chat(stack: LocalStack) -> Mapping[str, int]:

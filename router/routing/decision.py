@@ -219,7 +219,8 @@ Considered: TypeAlias = tuple[int, ReplicaId, ReplicaLoad]
 
 def everybody(request: RoutingRequest, replicas: Replicas) -> list[Considered]:
     """All replicas, by affinity order."""
-    order = replicas.ranking.of(request.bucket).whole()
+    everyone = replicas.ranking.replica_ids
+    order = everyone if len(everyone) == 1 else replicas.ranking.of(request.bucket).whole()
     return list(zip(range(len(order)), order, map(replicas.load_of, order), strict=True))
 
 

@@ -144,6 +144,7 @@ class RoutingTable:
         self._first_id = rng.getrandbits(64)  # so that no two routers use the same ids
         self._lingering: deque[tuple[float, PrefixIndex, int]] = deque()
         self.loads = LoadBook()
+        self.load: Callable[[ReplicaId], ReplicaLoad] = self.loads.view
         self.on_change: Callable[[str, ReplicaId], None] = _ignore
         """Called with model and replica when one arrives or reports its load."""
         self.on_absence: Callable[[str, ReplicaId], None] = _ignore
@@ -292,9 +293,6 @@ class RoutingTable:
     def block_size(self, model: str) -> int:
         """Tokens per block. Raises UnknownModel."""
         return self._model(model).card.block_size
-
-    def load(self, replica_id: ReplicaId) -> ReplicaLoad:
-        return self.loads.view(replica_id)
 
     def index(self, model: str) -> PrefixIndex:
         """The same object for as long as the table lives. Raises UnknownModel."""
