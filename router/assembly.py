@@ -171,7 +171,7 @@ class Router:
                 self._tasks = tasks
                 tasks.create_task(self._membership.run(), name="membership")
                 tasks.create_task(self._lag.run(), name="loop lag")
-                watch = OverdueWatch(self._dispatcher.state, self._config.overdue_seconds)
+                watch = OverdueWatch(self._dispatcher, self._config.overdue_seconds)
                 tasks.create_task(watch.run(), name="overdue requests")
                 for feature in self._context.features:
                     tasks.create_task(feature.run(), name=type(feature).__name__)

@@ -1,16 +1,22 @@
-"""Dispatcher: makes runs, and reports their outcomes.
+"""Dispatcher: makes runs, and has what all runs of a router share.
 
-Knows no HTTP, no text, no gRPC, and not how a replica is chosen.
+Owns the requests in flight by replica, the suspects, the waiting requests, and the counts of outcomes.
+`generation_run.py` knows single generations. Knows no HTTP, no text, no gRPC, and not how a replica is
+chosen.
 """
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from replicas.protocol.status import ReplicaId
-from router.dispatch.dispatch_state import DispatchState
+from router.dispatch.attempt import Attempt, PromptOf
 from router.dispatch.generation_run import GenerationRun
-from router.dispatch.retries import RetryPolicy
+from router.dispatch.retries import RetryBudget, RetryPolicy
+from router.dispatch.suspects import Presence, Suspects, blamed
 from router.dispatch.waiting_room import WaitingRoom
 from router.fleet.fleet_health import NOTHING_COMING, FleetHealth
 from router.fleet.replica_client import ReplicaClient
@@ -20,15 +26,49 @@ from router.queue.held import QueueRules
 from router.queue.holding import Holding
 from router.routing.decision import RoutingRequest
 from router.routing.table import Preview, RoutingTable
-from router.shared.instruments import Instrument
+from router.shared.instruments import Instrument, counter, gauge
 
 DEFAULT_RETRY = RetryPolicy()
 MAX_WAITING = 2048
 MAX_WAITING_BYTES = 256 << 20
 
+MAX_LEFT = 64
+LEFT_SECONDS = 5.0
+
+MIN_RETRY_AFTER_SECONDS = 1.0
+MAX_RETRY_AFTER_SECONDS = 60.0
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """Requests over one stream, in order of submission."""
+
+    max_step_tokens: int
+    attempts: dict[Attempt, None] = field(default_factory=dict)
+    left: deque[tuple[float, Presence, PromptOf]] = field(default_factory=lambda: deque(maxlen=MAX_LEFT))
+    """Prompts whose client left before they made progress: their work may still end a replica."""
+    is_dead: bool = False
+
+
+class _Prompts:
+    """A set of prompts, without a hash of all their tokens."""
+
+    def __init__(self, prompts: Iterable[PromptOf]) -> None:
+        self._prompts: dict[tuple[str, str | None, int, int], list[PromptOf]] = {}
+        for prompt in prompts:
+            self._prompts.setdefault(_key(prompt), []).append(prompt)
+
+    def __contains__(self, prompt: PromptOf) -> bool:
+        return prompt in self._prompts.get(_key(prompt), ())
+
+
+def _key(prompt: PromptOf) -> tuple[str, str | None, int, int]:
+    model, token_ids, owner = prompt
+    return model, owner, len(token_ids), token_ids[-1]
+
 
 class Dispatcher:
-    """Makes runs. `clients` returns the open client of a replica, or None."""
+    """`clients` returns the open client of a replica, or None."""
 
     def __init__(
         self,
@@ -43,20 +83,29 @@ class Dispatcher:
         holding: Holding | None = None,
     ) -> None:
         self.table = table
-        self.state = DispatchState(
-            table,
-            clients,
-            rng=rng,
-            clock=clock,
-            retry=retry,
-            room=room or WaitingRoom(max_waiting=MAX_WAITING, max_bytes=MAX_WAITING_BYTES),
-            outlook=outlook,
-            holding=holding or Holding(table, QueueRules()),
-        )
+        self.clients = clients
+        self.rng = rng
+        self.clock = clock
+        self.retry = retry
+        self.room = room or WaitingRoom(max_waiting=MAX_WAITING, max_bytes=MAX_WAITING_BYTES)
+        self.outlook = outlook
+        self.holding = holding or Holding(table, QueueRules())
+        self.budget = RetryBudget()
+        self.suspects = Suspects(rng.randbytes(32))
+        self.num_running = 0
+        self.num_retries = 0
+        self.num_resumes = 0
+        self.num_lost = 0
+        self.num_overdue = 0
+        self.num_late = 0
+        self._num_runs = 0
+        self._in_flight: WeakKeyDictionary[ReplicaClient, _InFlight] = WeakKeyDictionary()
+        table.on_change = self._changed
+        table.on_absence = self.holding.absent
 
     def run(self, generation: Generation, trace: Trace = NO_TRACE) -> GenerationRun:
         """Return an async context manager; leaving it stops what still runs and returns everything."""
-        return GenerationRun(self.state, generation, trace)
+        return GenerationRun(self, generation, trace)
 
     def preview(self, generation: Generation) -> Preview:
         """Return where it would go now, without sending it. Raises UnknownModel or NoReplicaAvailable."""
@@ -70,9 +119,148 @@ class Dispatcher:
             generation.model, request, generation.block_hashes, adapter=generation.adapter
         )
 
+    def _changed(self, model: str, replica_id: ReplicaId) -> None:
+        if self.room.num_waiting:
+            self.room.call(model)
+        if self.holding.num_waiting_for(model):
+            self.holding.changed(model, replica_id, self.clock())
+
+    def next_order(self) -> int:
+        """Runs are numbered as they come."""
+        self._num_runs += 1
+        return self._num_runs
+
+    # Who is in flight where.
+
+    def begin(self, attempt: Attempt) -> None:
+        there = self._in_flight.get(attempt.client)
+        if there is None:
+            card = self.table.card(attempt.replica_id)
+            there = _InFlight(0 if card is None else card.max_batched_tokens)
+            self._in_flight[attempt.client] = there
+        there.attempts[attempt] = None
+
+    def end(self, attempt: Attempt) -> None:
+        """Return an attempt's resources. Once per attempt."""
+        there = self._in_flight[attempt.client]
+        there.attempts.pop(attempt, None)
+        had_trial = attempt.trial is not None
+        if attempt.num_open and not attempt.has_survived:
+            there.left.append((self.clock(), attempt.presence(), attempt.prompt))
+        attempt.release()
+        model = attempt.prompt[0]
+        if self.holding.num_waiting_for(model):
+            self.holding.changed(model, attempt.replica_id, self.clock())
+        if had_trial:
+            self.room.call(attempt.prompt.model)
+
+    def replica_died(self, client: ReplicaClient) -> None:
+        """Judge the requests in flight at a dead replica, once even if called repeatedly."""
+        there = self._in_flight.get(client)
+        if there is None or there.is_dead:
+            return
+        there.is_dead = True
+        if self.clients(client.replica_id) is client:
+            self.table.set_dead(client.replica_id)  # and its stream will end
+        if not client.is_draining:  # else it was told to leave, and has not waited for its last requests
+            self._blame(there)
+
+    def blame_those_at(self, client: ReplicaClient) -> None:
+        """Blame the requests at a replica that lives but no longer works."""
+        self._blame(self._in_flight[client])
+
+    def streams(self) -> list[ReplicaClient]:
+        """Over which something was ever sent."""
+        return list(self._in_flight)
+
+    def attempts_at(self, client: ReplicaClient) -> list[Attempt]:
+        return list(self._in_flight[client].attempts)
+
+    def _blame(self, there: _InFlight) -> None:
+        now = self.clock()
+        present = [(presence, prompt) for left, presence, prompt in there.left if now - left < LEFT_SECONDS]
+        present += [(attempt.presence(), attempt.prompt) for attempt in there.attempts]
+        found = blamed([presence for presence, _ in present], there.max_step_tokens)
+        innocent = self._surviving_prompts()
+        self.suspects.blame(
+            [
+                (self.suspects.digest(*prompt), presence.is_heard)
+                for presence, prompt in (present[position] for position in found)
+                if prompt not in innocent
+            ],
+            now,
+        )
+
+    def _surviving_prompts(self) -> "_Prompts":
+        """Return the prompts that a living replica has just computed: no replica dies of them."""
+        living = (there for there in self._in_flight.values() if not there.is_dead)
+        return _Prompts(
+            attempt.prompt for there in living for attempt in there.attempts if attempt.has_survived
+        )
+
+    # Suspects.
+
+    def survived(self, attempt: Attempt) -> None:
+        """A suspect that has got this far is none."""
+        assert attempt.trial is not None
+        self.suspects.survived(attempt.trial.digest)
+        attempt.trial.close()
+        attempt.trial = None
+        self.room.call(attempt.prompt.model)
+
+    # What is told.
+
     def retry_after_seconds(self, model: str) -> float:
-        """Return the seconds until a refused client should retry."""
-        return self.state.retry_after_seconds(model)
+        """Return the seconds until a retry makes sense: until the idlest replica has computed its prompts.
+
+        Without replicas, as long again as there have been none.
+        """
+        return min(
+            MAX_RETRY_AFTER_SECONDS,
+            max(
+                MIN_RETRY_AFTER_SECONDS,
+                self.table.backlog_seconds(model),
+                self.outlook(model).away_seconds,
+            ),
+        )
 
     def instruments(self) -> Iterator[Instrument]:
-        return self.state.instruments()
+        yield counter(
+            "router_retries_total",
+            "Attempts that were repeated on another replica before the first token",
+            lambda: self.num_retries,
+        )
+        yield counter(
+            "router_resumes_total",
+            "Answers that were continued on another replica",
+            lambda: self.num_resumes,
+        )
+        yield counter(
+            "router_lost_attempts_total",
+            "Attempts that ended because the replica or its stream was lost",
+            lambda: self.num_lost,
+        )
+        yield counter(
+            "router_overdue_attempts_total",
+            "Attempts that moved to another replica because theirs made no progress",
+            lambda: self.num_overdue,
+        )
+        yield counter(
+            "router_late_requests_total",
+            "Generations that were stopped because their deadline passed before the first token",
+            lambda: self.num_late,
+        )
+        yield gauge("router_runs", "Generations that are being dispatched", lambda: self.num_running)
+        yield gauge(
+            "router_retry_budget",
+            "Retries that the retry budget allows now",
+            lambda: self.budget.left(self.clock()),
+        )
+        yield counter(
+            "router_retries_refused_total",
+            "Retries that were not made because the retry budget was used up",
+            lambda: self.budget.num_refused,
+        )
+        yield from self.suspects.instruments()
+        yield from self.room.instruments(self.clock)
+        yield from self.holding.instruments(self.clock)

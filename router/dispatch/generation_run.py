@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -24,7 +25,6 @@ from replicas.protocol.frames import FinishReason, Refusal, RefusalCode, Request
 from replicas.protocol.pulls import PullHint
 from replicas.protocol.status import ReplicaId
 from router.dispatch.attempt import Attempt, ChoiceProgress
-from router.dispatch.dispatch_state import DispatchState
 from router.dispatch.placement import Obstacle, Placement
 from router.dispatch.upload import Upload
 from router.errors import (
@@ -39,6 +39,9 @@ from router.generation import Generation
 from router.observation.trace_points import Trace
 from router.routing.decision import Decision
 from router.routing.table import RoutedRequest
+
+if TYPE_CHECKING:
+    from router.dispatch.dispatcher import Dispatcher
 
 LOOK_SECONDS = 1.0
 """Interval at which a run that waits for an upload checks by itself."""
@@ -57,7 +60,7 @@ class GenerationRun:
     decision_seconds: float
     """How long the table took for it."""
 
-    def __init__(self, state: DispatchState, generation: Generation, trace: Trace) -> None:
+    def __init__(self, state: "Dispatcher", generation: Generation, trace: Trace) -> None:
         assert generation.num_choices >= 1
         self._state = state
         self._generation = generation

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from weakref import WeakKeyDictionary
 
-from router.dispatch.dispatch_state import DispatchState
+from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.progress_monitor import ProgressMonitor
 from router.fleet.inflight import ReplicaLost
 from router.fleet.replica_client import ReplicaClient
@@ -22,7 +22,7 @@ LOOKS = 12
 class OverdueWatch:
     """`run()` as a task of the owner's."""
 
-    def __init__(self, state: DispatchState, seconds: float) -> None:
+    def __init__(self, state: Dispatcher, seconds: float) -> None:
         self._state = state
         self._seconds = seconds
         self._pulses: WeakKeyDictionary[ReplicaClient, ProgressMonitor] = WeakKeyDictionary()

@@ -14,11 +14,11 @@ import enum
 import math
 import time
 from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 from replicas.protocol.frames import RefusalCode
 from replicas.protocol.status import ReplicaId
 from router.dispatch.attempt import ChoiceProgress
-from router.dispatch.dispatch_state import DispatchState
 from router.dispatch.retries import Patience
 from router.dispatch.suspects import PromptDigest, Standing
 from router.dispatch.waiting_room import Lane, Ticket
@@ -29,6 +29,9 @@ from router.queue.held import Asking, Held
 from router.queue.work import Charge
 from router.routing.decision import RoutingRequest
 from router.routing.table import RoutedRequest
+
+if TYPE_CHECKING:
+    from router.dispatch.dispatcher import Dispatcher
 
 BYTES_PER_TOKEN = 40
 """Per token of a waiting prompt: a Python list of integers."""
@@ -58,7 +61,7 @@ class Placement:
     """`call` wakes the run that this belongs to: it is worth another try."""
 
     def __init__(
-        self, state: DispatchState, generation: Generation, trace: Trace, call: Callable[[], None]
+        self, state: "Dispatcher", generation: Generation, trace: Trace, call: Callable[[], None]
     ) -> None:
         self.patience = Patience(state.retry)
         self.num_attempts = 0

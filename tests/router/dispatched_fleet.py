@@ -109,7 +109,7 @@ class DispatchedFleet:
     def assert_nothing_reserved(self) -> None:
         assert self.table.loads.num_reserved == 0
         assert self.table.num_predictions == 0
-        statistics = self.dispatcher.state
+        statistics = self.dispatcher
         assert statistics.num_running == statistics.room.num_waiting == statistics.room.num_bytes == 0
         assert statistics.suspects.num_on_trial == 0
         assert statistics.holding.num_waiting == statistics.holding.num_bytes == 0

@@ -86,7 +86,7 @@ class Router:
         return (
             self.table.loads.num_reserved == 0
             and self.index.num_predictions == 0
-            and self.dispatcher.state.num_running == 0
+            and self.dispatcher.num_running == 0
             and all(
                 (load.num_requests, load.num_pending_tokens, load.num_context_tokens) == (0, 0, 0)
                 for load in loads

@@ -102,7 +102,7 @@ async def test_a_run_says_who_serves_it(fleet: DispatchedFleet) -> None:
     await fleet.add("r0")
     async with fleet.dispatcher.run(GENERATION) as run:
         assert (run.replica_id, run.decision.replica_id, run.num_attempts) == ("r0", "r0", 1)
-        assert fleet.dispatcher.state.num_running == 1
+        assert fleet.dispatcher.num_running == 1
 
 
 async def test_the_prefill_reservation_ends_with_the_first_token(fleet: DispatchedFleet) -> None:
@@ -199,10 +199,10 @@ async def test_a_run_cancelled_while_it_waits_for_a_replica_gives_everything_bac
     fleet: DispatchedFleet,
 ) -> None:
     replica = await fleet.add("r0")
-    fleet.dispatcher.state.retry = RetryPolicy(first_wait_seconds=60)
+    fleet.dispatcher.retry = RetryPolicy(first_wait_seconds=60)
     fleet.table.set_draining(replica.replica_id)
     task = asyncio.create_task(generate(fleet))
-    await eventually(lambda: fleet.dispatcher.state.num_running == 1)
+    await eventually(lambda: fleet.dispatcher.num_running == 1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -214,11 +214,11 @@ async def test_a_run_cancelled_while_it_waits_for_a_place_to_resume_gives_everyt
 ) -> None:
     replica = await fleet.add("r0")
     replica.script.step_seconds = 0.005
-    fleet.dispatcher.state.retry = RetryPolicy(first_wait_seconds=60)
+    fleet.dispatcher.retry = RetryPolicy(first_wait_seconds=60)
     task = asyncio.create_task(generate(fleet, long_generation()))
     await eventually(lambda: replica.num_tokens_sent > 2)
     await replica.kill()
-    await eventually(lambda: fleet.dispatcher.state.num_lost == 1)
+    await eventually(lambda: fleet.dispatcher.num_lost == 1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

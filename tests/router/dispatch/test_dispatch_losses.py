@@ -50,7 +50,7 @@ async def test_a_replica_lost_before_the_first_token_is_invisible(fleet: Dispatc
     assert_complete(await task, num_choices=2)
     other = next(replica for replica in fleet.replicas.values() if replica is not dying)
     assert [(submit.num_choices, submit.num_output_tokens) for submit in other.submits] == [(2, 0)]
-    statistics = fleet.dispatcher.state
+    statistics = fleet.dispatcher
     assert (statistics.num_retries, statistics.num_resumes, statistics.num_lost) == (1, 0, 1)
 
 
@@ -73,7 +73,7 @@ async def test_a_replica_lost_in_mid_stream_is_resumed_elsewhere(
     generation = changed(GENERATION, num_choices=num_choices)
     deltas = await generate(fleet, generation, after_first=die, heard=[] if listens else None)
     assert_complete(deltas, num_choices)
-    statistics = fleet.dispatcher.state
+    statistics = fleet.dispatcher
     assert (statistics.num_retries, statistics.num_resumes, statistics.num_lost) == (0, num_choices, 1)
 
 
@@ -169,7 +169,7 @@ async def test_a_replica_that_refuses_is_passed_over(fleet: DispatchedFleet, cod
         replica.script.holding = False
     deltas = await generate(fleet, changed(GENERATION, num_choices=2))
     assert_complete(deltas, 2)
-    assert fleet.dispatcher.state.num_lost == 0
+    assert fleet.dispatcher.num_lost == 0
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ async def test_an_invalid_request_is_not_tried_elsewhere(fleet: DispatchedFleet)
 async def test_a_request_waits_a_little_for_a_model_whose_first_replica_is_just_joining(
     fleet: DispatchedFleet,
 ) -> None:
-    fleet.dispatcher.state.retry = RetryPolicy(first_wait_seconds=0.2)
+    fleet.dispatcher.retry = RetryPolicy(first_wait_seconds=0.2)
     task = asyncio.create_task(generate(fleet))
-    await eventually(lambda: fleet.dispatcher.state.num_running == 1)
+    await eventually(lambda: fleet.dispatcher.num_running == 1)
     await fleet.add("r0")
     assert_complete(await task, 1)
 
@@ -224,9 +224,9 @@ async def test_a_request_waits_a_little_for_a_replica_that_is_just_reconnecting(
 ) -> None:
     replica = await fleet.add("r0")
     await fleet.clients[replica.replica_id].close()
-    fleet.dispatcher.state.retry = RetryPolicy(first_wait_seconds=0.2)
+    fleet.dispatcher.retry = RetryPolicy(first_wait_seconds=0.2)
     task = asyncio.create_task(generate(fleet))
-    await eventually(lambda: fleet.dispatcher.state.num_running == 1)
+    await eventually(lambda: fleet.dispatcher.num_running == 1)
     fleet.connect(replica)
     assert_complete(await task, 1)
 
@@ -236,12 +236,12 @@ async def test_after_a_storm_of_losses_and_cancellations_every_counter_is_zero(
     fleet: DispatchedFleet,
 ) -> None:
     rng = random.Random(4)
-    fleet.dispatcher.state.retry = RetryPolicy(max_attempts=10, first_wait_seconds=0.05)
+    fleet.dispatcher.retry = RetryPolicy(max_attempts=10, first_wait_seconds=0.05)
     for n in range(3):
         (await fleet.add(f"r{n}")).script.step_seconds = 0.002
     answers: list[tuple[int, list[TokenDelta]]] = []
     for _ in range(STORM_DEATHS):  # replicas have died before, of something else
-        fleet.dispatcher.state.suspects.blame([], time.monotonic())
+        fleet.dispatcher.suspects.blame([], time.monotonic())
 
     async def one_request(seed: int) -> None:
         num_choices = seed % 3 + 1
@@ -273,6 +273,6 @@ async def test_after_a_storm_of_losses_and_cancellations_every_counter_is_zero(
     assert len(answers) >= 20
     for num_choices, deltas in answers:
         assert_complete(deltas, num_choices)
-    assert fleet.dispatcher.state.num_resumes > 0
+    assert fleet.dispatcher.num_resumes > 0
     fleet.assert_nothing_reserved()
     await eventually(lambda: all(replica.num_live == 0 for replica in fleet.replicas.values()))

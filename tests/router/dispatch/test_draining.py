@@ -121,7 +121,7 @@ async def test_replicas_that_drain_under_load_cost_no_request_a_second_attempt_a
                 await eventually(lambda router=router, host=host: has_drained(router, host))  # type: ignore[misc]
     assert [router.membership.num_lost_streams for router in routers] == [0] * 2
     assert [item.getMessage() for item in own_records(caplog, logging.WARNING)] == []
-    counted = [router.dispatcher.state for router in routers]
+    counted = [router.dispatcher for router in routers]
     assert [(c.num_running, c.num_retries, c.num_resumes, c.num_lost) for c in counted] == [NOTHING_LOST] * 2
 
 

@@ -62,7 +62,7 @@ def of(tenant: str, number: int = 0, **more: object) -> Generation:
 
 
 def num_held(fleet: DispatchedFleet) -> int:
-    return fleet.dispatcher.state.holding.num_waiting
+    return fleet.dispatcher.holding.num_waiting
 
 
 async def begin(fleet: DispatchedFleet, generations: Sequence[Generation]) -> list[asyncio.Task[None]]:
@@ -278,7 +278,7 @@ async def test_one_whose_time_is_over_at_its_replica_is_stopped_there_and_pays_f
         await asking
     await eventually(lambda: replica.num_live == 0)
     assert replica.num_aborts == 1 and counters.counter_of_waiting("red") == charged
-    statistics = fleet.dispatcher.state
+    statistics = fleet.dispatcher
     assert statistics.num_running == 0 and statistics.num_late == 1
     assert fleet.table.load(ReplicaId("slow")).num_requests == 0
 

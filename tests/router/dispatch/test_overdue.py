@@ -86,14 +86,14 @@ async def test_requests_leave_a_replica_that_hangs_and_go_on_elsewhere(fleet: Di
         changed(GENERATION, token_ids=[*GENERATION.token_ids, number], num_choices=2) for number in range(10)
     ]
     async with asyncio.TaskGroup() as tasks:
-        watch = tasks.create_task(OverdueWatch(fleet.dispatcher.state, 0.5).run())
+        watch = tasks.create_task(OverdueWatch(fleet.dispatcher, 0.5).run())
         answers = [tasks.create_task(generate(fleet, generation)) for generation in generations]
         await eventually(lambda: hanging.num_tokens_sent >= 40)
         hanging.script.holding = True
         await fleet.add("r1")
         for answer in answers:
             assert_complete(await answer, 2)
-        assert fleet.dispatcher.state.num_overdue > 0
+        assert fleet.dispatcher.num_overdue > 0
         assert not fleet.table.has_ready("toy", exclude=["r1"])
         hanging.script.holding = False
         await eventually(lambda: fleet.table.has_ready("toy", exclude=["r1"]))
@@ -105,9 +105,9 @@ async def test_honest_work_is_left_where_it_is(fleet: DispatchedFleet) -> None:
     replica.script.load = MEASURED
     replica.script.step_seconds = 0.05
     await fleet.add("r1")
-    watch = OverdueWatch(fleet.dispatcher.state, 10.0)
+    watch = OverdueWatch(fleet.dispatcher, 10.0)
     async with fleet.dispatcher.run(long_generation()) as run:
         for _ in range(10):
             await anext(run)
             watch.look()
-    assert fleet.dispatcher.state.num_overdue == 0
+    assert fleet.dispatcher.num_overdue == 0

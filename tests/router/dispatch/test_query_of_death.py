@@ -47,7 +47,7 @@ async def test_a_prompt_that_kills_is_tried_once_more_and_then_refused(mortals: 
     with pytest.raises(GenerationFailed, match="Replicas have died"):
         await generate(mortals, DEADLY_GENERATION)
     assert num_killed(mortals) == 2
-    assert mortals.dispatcher.state.suspects.num_condemned == 1
+    assert mortals.dispatcher.suspects.num_condemned == 1
 
 
 @pytest.mark.parametrize("num_choices", [1, 4])
@@ -64,7 +64,7 @@ async def test_a_client_that_leaves_after_a_death_and_comes_back_kills_no_third_
     mortals: DispatchedFleet,
 ) -> None:
     leaving = asyncio.create_task(generate(mortals, DEADLY_GENERATION))
-    await eventually(lambda: mortals.dispatcher.state.suspects.has_any)
+    await eventually(lambda: mortals.dispatcher.suspects.has_any)
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
     for _ in range(3):
@@ -124,7 +124,7 @@ async def test_a_replica_lost_with_a_thousand_requests_costs_none_of_them(
     await dying.kill()
     for deltas in await asyncio.gather(*answers):
         assert_complete(deltas, 1)
-    suspects = fleet.dispatcher.state.suspects
+    suspects = fleet.dispatcher.suspects
     assert (suspects.num_remembered, suspects.num_on_trial, suspects.num_condemned) == (0, 0, 0)
 
 
@@ -178,7 +178,7 @@ async def test_a_suspect_that_survives_is_suspected_no_more(fleet: DispatchedFle
     deltas: list[TokenDelta] = await generate(fleet, after_first=kill)
     assert_complete(deltas, 1)
     assert tokens_of(deltas)
-    suspects = fleet.dispatcher.state.suspects
+    suspects = fleet.dispatcher.suspects
     assert (suspects.num_remembered, suspects.num_on_trial, suspects.num_condemned) == (0, 0, 0)
 
 
@@ -196,4 +196,4 @@ async def test_a_replica_that_was_told_to_leave_and_did_not_wait_blames_nobody(
     other: ScriptedReplica = staying if serving is leaving else leaving
     other.script.holding = False
     assert_complete(await task, 1)
-    assert not fleet.dispatcher.state.suspects.has_any
+    assert not fleet.dispatcher.suspects.has_any

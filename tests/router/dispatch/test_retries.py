@@ -52,7 +52,7 @@ def test_who_waits_in_line_has_so_many_seconds_until_it_is_placed() -> None:
 async def test_retries_at_living_replicas_are_bounded_by_the_budget(fleet: DispatchedFleet) -> None:
     for number in range(4):
         (await fleet.add(f"r{number}")).script.refusal = RefusalCode.OVERLOADED
-    fleet.dispatcher.state.budget = RetryBudget(share=0.1, per_second=0.0, max_retries=20.0)
+    fleet.dispatcher.budget = RetryBudget(share=0.1, per_second=0.0, max_retries=20.0)
     tasks = [
         asyncio.create_task(generate(fleet, changed(GENERATION, bucket=str(number).encode())))
         for number in range(200)
@@ -60,7 +60,7 @@ async def test_retries_at_living_replicas_are_bounded_by_the_budget(fleet: Dispa
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert {type(outcome) for outcome in outcomes} == {Overloaded}
     assert 200 < sum(len(replica.submits) for replica in fleet.replicas.values()) <= 200 + 20 + 200 // 10
-    assert fleet.dispatcher.state.budget.num_refused > 0
+    assert fleet.dispatcher.budget.num_refused > 0
 
 
 async def test_what_a_death_has_interrupted_is_tried_again_with_an_empty_budget(
@@ -68,7 +68,7 @@ async def test_what_a_death_has_interrupted_is_tried_again_with_an_empty_budget(
 ) -> None:
     dying = await fleet.add("r0")
     dying.script.holding = True
-    fleet.dispatcher.state.budget = RetryBudget(share=0.0, per_second=0.0, max_retries=0.0)
+    fleet.dispatcher.budget = RetryBudget(share=0.0, per_second=0.0, max_retries=0.0)
     tasks = [
         asyncio.create_task(generate(fleet, changed(GENERATION, token_ids=[*GENERATION.token_ids, number])))
         for number in range(20)

@@ -216,7 +216,7 @@ async def test_a_tenant_is_charged_once_however_often_an_image_is_not_taken(flee
     replica = await fleet.add("r0")
     replica.script.upload_error = grpc.StatusCode.RESOURCE_EXHAUSTED
     charges: list[Charge] = []
-    holding = fleet.dispatcher.state.holding
+    holding = fleet.dispatcher.holding
     charge = holding.charge
 
     def noted(*arguments: Any) -> Charge:
@@ -295,7 +295,7 @@ async def test_a_picture_that_kills_replicas_condemns_no_other_of_its_size(fleet
 
 async def test_a_suspect_is_tried_alone_though_its_image_is_on_its_way(fleet: DispatchedFleet) -> None:
     replica = await fleet.add("r0", holding=True)
-    suspect, state = showing(b"suspect"), fleet.dispatcher.state
+    suspect, state = showing(b"suspect"), fleet.dispatcher
     digest = state.suspects.digest(suspect.model, suspect.token_ids_with_images(), suspect.caller.owner)
     state.suspects.blame([(digest, True)], state.clock())
     replica.script.holds_uploads = True

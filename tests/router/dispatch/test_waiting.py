@@ -55,7 +55,7 @@ def numbered(number: int) -> Generation:
 
 def num_waiting(fleet: DispatchedFleet) -> int:
     """For a replica to come, or for room at one."""
-    statistics = fleet.dispatcher.state
+    statistics = fleet.dispatcher
     return statistics.room.num_waiting + statistics.holding.num_waiting
 
 
@@ -75,7 +75,7 @@ async def ask(fleet: DispatchedFleet, numbers: Sequence[int]) -> list[asyncio.Ta
 
 async def test_who_asks_while_all_are_away_is_answered_when_one_is_back(emptied: DispatchedFleet) -> None:
     tasks = await ask(emptied, range(50))
-    assert emptied.dispatcher.state.room.num_bytes > 50 * len(PROMPT)
+    assert emptied.dispatcher.room.num_bytes > 50 * len(PROMPT)
     await emptied.add("back")
     await asyncio.gather(*tasks)
 
@@ -85,7 +85,7 @@ async def test_they_are_called_at_once_and_in_the_order_in_which_they_came(empti
     back = await emptied.add("back")
     await asyncio.gather(*tasks)
     assert [submit.token_ids()[-1] for submit in back.submits] == list(range(20))
-    assert emptied.dispatcher.state.num_retries == 0
+    assert emptied.dispatcher.num_retries == 0
 
 
 async def test_the_first_that_comes_back_gets_no_more_than_it_can_begin_soon(
@@ -136,7 +136,7 @@ async def test_beyond_the_bounds_nobody_waits(emptied: DispatchedFleet, bound: d
     tasks = await ask(emptied, range(3))
     with pytest.raises(NoReplicaAvailable):
         await generate(emptied, numbered(3))
-    assert emptied.dispatcher.state.room.num_refused == 1
+    assert emptied.dispatcher.room.num_refused == 1
     await emptied.add("back")
     await asyncio.gather(*tasks)
 
@@ -193,5 +193,5 @@ async def test_nobody_waits_where_nothing_is_coming(fleet: DispatchedFleet) -> N
     use(fleet, wait_seconds=50)
     with pytest.raises(NoReplicaAvailable):
         await generate(fleet)
-    room = fleet.dispatcher.state.room
+    room = fleet.dispatcher.room
     assert (room.num_waiting, room.num_bytes, room.num_refused) == (0, 0, 0)
