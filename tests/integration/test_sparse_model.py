@@ -1,0 +1,41 @@
+"""A sparse model, end to end: what a router expects of two simulated replicas is what they have."""
+
+from pathlib import Path
+
+import pytest
+
+from loadtests.benches.cause_asker import MODEL, Asker
+from loadtests.stacks.key_file import write_key_file
+from loadtests.stacks.local_stack import local_stack
+from router.caller import Tenant
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+REPLICA = {
+    "engine": "simulated",
+    "model_name": MODEL,
+    "context_length": 2048,
+    "num_blocks": 4000,
+    "simulated_groups": "window:16:64 full:16",
+    "simulated_hardware": "instant",
+}
+
+
+def test_hits_are_expected_and_what_cannot_be_resumed_is_explained(tmp_path: Path) -> None:
+    key = write_key_file(tmp_path / "keys.json", [Tenant(name="asker")], operators=["asker"])["asker"]
+    routers = {"keys_file": tmp_path / "keys.json"}
+    with local_stack(replica_settings=[REPLICA] * 2, router_settings=routers) as stack:
+        asker = Asker(stack, key, 16, seed=1)
+        shared = asker.tokens(400)
+        told = []
+        for _ in range(4):
+            explanation = asker.ask(shared + asker.tokens(50))
+            assert explanation is not None
+            told.append(explanation)
+            asker.settle()
+        asker.close()
+    assert [each["cached_tokens"] for each in told] == [0, 0, 400, 400]
+    assert len({each["replica"] for each in told}) == 1
+    assert [each["cause"] for each in told[:2]] == ["never_cached", "not_resumable"]
+    assert told[1]["spans"][0]["cause"] == "not_resumable" and told[1]["spans"][0]["end"] == 400
+    assert all(each["cause"] in ("hit", "never_cached") for each in told[2:])
