@@ -42,6 +42,7 @@ from replicas.toy_model import toy_model_path
 from replicas.vllm_engine.cache_shape import read_cache_shape
 from replicas.vllm_engine.core_view import CoreView
 from replicas.vllm_engine.sparse_translation import SparseTranslator
+from tests.replicas.vllm_engine.hit_rule import HitRule
 from tests.replicas.vllm_engine.sparse_router import ROOT
 
 _HEADS: Any = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
@@ -182,11 +183,16 @@ class SchedulerRun:
                 self.cache.forget(request.session_id)
         return events
 
-    def num_held(self) -> int:
-        """The hashes of vLLM's blocks, by its own word."""
+    def held(self) -> HitRule:
+        """The slow rule over what vLLM's blocks hold, by its own word."""
+        rule = HitRule(self.shape.groups, self.shape.hash_block, self.shape.alignment)
         pool = self.scheduler.kv_cache_manager.block_pool
-        more = sum(len(each) for each in pool.cached_block_hashes_by_block.values())
-        return more + sum(block.block_hash is not None for block in pool.blocks)
+        for block in pool.blocks:
+            more = pool.cached_block_hashes_by_block.get(block.block_id, ())
+            for named in [*([] if block.block_hash is None else [block.block_hash]), *more]:
+                theirs, group = bytes(named)[:-4], int.from_bytes(bytes(named)[-4:], "big")
+                rule.copies[group][theirs] += 1
+        return rule
 
 
 class _Llm:

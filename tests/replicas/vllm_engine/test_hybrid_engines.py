@@ -11,15 +11,16 @@ from replicas.engine import expand
 from replicas.engine_process.build import build_engine
 from replicas.process.settings import SettingsError
 from replicas.proof import prove_hashes
-from replicas.protocol.blocks import pack_token_ids
-from replicas.protocol.frames import NO_USER, PromptUsage, SamplingParams, Submit, UserTag
+from replicas.protocol.blocks import HASH_BYTES, BlockHash, PublishedBeginning, pack_token_ids
+from replicas.protocol.frames import PromptUsage, SamplingParams, Submit, UserTag
 from replicas.protocol.prefix_leases import PrefixLease
+from tests.examples import examples
 from tests.replicas.vllm_engine.conftest import vllm_config
 from tests.replicas.vllm_engine.sparse_router import ROOT, Prompts, SparseRouter
 
 pytestmark = pytest.mark.vllm
 
-NUM_PROMPTS = 25
+NUM_PROMPTS = examples(100)
 LONGEST = 900
 BLOCKS = {"gpt_oss": 90, "gemma3": 220, "gemma4": 150, "llama4": 150, "mistral": 80, "lfm2": 110}
 
@@ -45,12 +46,12 @@ class Run:
         self.serial = 0
 
     def prompt(
-        self, prompt: list[int], num_output_tokens: int, user: UserTag = NO_USER, lease: int = 0
+        self, prompt: list[int], num_output_tokens: int, root: BlockHash = ROOT, **fields: Any
     ) -> tuple[PromptUsage, list[int]]:
+        """`fields` are those of the submit."""
         self.serial += 1
         sampling = SamplingParams(max_tokens=num_output_tokens, ignore_eos=True, temperature=0.0)
-        leases = (PrefixLease(lease, 60),) if lease else ()
-        submit = Submit(self.serial, pack_token_ids(prompt), sampling, ROOT, user=user, leases=leases)
+        submit = Submit(self.serial, pack_token_ids(prompt), sampling, root, **fields)
         (request,) = expand(submit, self.serial)
         self.engine.add(request)
         usage: PromptUsage | None = None
@@ -91,6 +92,7 @@ def test_every_hit_of_the_engine_is_foretold(family: str, environment: None, tmp
         figures = replay(engine, NUM_PROMPTS)
         assert not figures["wrong"] and figures["hit tokens"] > 0.1 * figures["tokens"], figures
         assert_shares(engine)
+        assert_published(engine)
     finally:
         engine.close()
 
@@ -102,7 +104,7 @@ def assert_shares(engine: Any) -> None:
     shared = [each % 1000 + 10 for each in range(8 * size)]
     users = [UserTag(each * 16) for each in (b"a", b"b", b"c")]
     usages = [
-        run.prompt(shared + [1100 + place] * (2 * size + 5), 2, user, lease=4)[0]
+        run.prompt(shared + [1100 + place] * (2 * size + 5), 2, user=user, leases=(PrefixLease(4, 60),))[0]
         for place, user in enumerate(users)
     ]
     first, second, third = usages
@@ -111,6 +113,18 @@ def assert_shares(engine: Any) -> None:
     assert third.num_cached_tokens == 8 * size and third.num_unresumable_tokens == 0
     assert (third.num_cross_user_tokens, third.num_own_tokens) == (8 * size, 0)
     assert all(answer.refusal is not None for usage in usages for answer in usage.leases)
+
+
+def assert_published(engine: Any) -> None:
+    """Tenants share the published beginning of a prompt, in our blocks whatever vLLM's are, and no more."""
+    run, size = Run(engine), engine.card.block_size
+    assert engine.reset_prefix_cache()
+    prompt = [each % 900 + 20 for each in range(10 * size + 5)]
+    published = PublishedBeginning(BlockHash(bytes(HASH_BYTES)), 4)
+    roots = [BlockHash(bytes([tenant]) * HASH_BYTES) for tenant in range(1, 4)]
+    found = [run.prompt(prompt, 2, root, published=published)[0].num_cached_tokens for root in roots]
+    assert found == [0, 0, 4 * size]
+    assert run.prompt(prompt, 2, roots[0], published=published)[0].num_cached_tokens == 10 * size
 
 
 def test_a_tier_below_the_device_is_refused_and_it_says_that_the_model_is_served_without(

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from replicas.protocol.hits import points_left
+from tests.examples import examples
 from tests.replicas.vllm_engine.sparse_router import Prompts, SparseRouter
 
 pytestmark = pytest.mark.vllm
 
-NUM_PROMPTS = 60
+NUM_PROMPTS = examples(240)
 LONGEST = 980
 NAMES = (
     *("gpt-oss", "gpt-oss, a tail every 256 tokens", "gpt-oss, dense", "gemma 3", "gemma 4", "two windows"),
@@ -51,7 +52,7 @@ def replay(name: str, num_prompts: int, seed: int = 1) -> Counter[str]:
         )
         figures["points promised"] += len(left)
         prompts.ran(prompt, request.output_token_ids)
-    assert run.cache.num_copies == run.num_held()
+    assert run.cache.num_copies == sum(copies.total() for copies in run.held().copies)
     figures["points"], figures["blocks"] = len(router.points), run.cache.num_copies
     figures["steps with points"] = router.num_steps_with_points
     return figures
@@ -63,3 +64,29 @@ def test_every_hit_of_vllm_is_foretold_by_the_points(name: str, environment: Non
     assert figures["wrong"] == figures["wrong in the replica"] == 0, figures
     assert figures["hit tokens"] > 0.1 * figures["tokens"], figures
     assert figures["points"] <= figures["blocks"], figures
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma 4", "llama 4", "gpt-oss, drafts"])
+def test_requests_at_once_and_preempted_leave_the_points_of_what_is_held(
+    name: str, environment: None
+) -> None:
+    from tests.replicas.vllm_engine.scheduler_run import SHAPES, SchedulerRun
+
+    run = SchedulerRun(SHAPES[name])
+    router, prompts = SparseRouter(run.card), Prompts(2, run.shape.hash_block, LONGEST // 2)
+    requests: list[Any] = []
+    num_preempted = num_hits = 0
+    for number in range(NUM_PROMPTS):
+        prompt = prompts.next()
+        requests.append(run.add(str(number), prompt, LONGEST // 2))
+        prompts.ran(prompt, [])
+        while run.scheduler.has_requests() and (len(run.scheduler.requests) > 5 or number == NUM_PROMPTS - 1):
+            router.hear(run.step())
+            num_preempted += run.core.take_num_preemptions()
+    rule = run.held()
+    assert run.cache.num_copies == sum(copies.total() for copies in rule.copies)
+    for request in requests:
+        hit = rule.hit(request.block_hashes, request.num_tokens)
+        assert run.cache.num_leading_tokens(request) == router.hit(list(request.all_token_ids)) == hit
+        num_hits += hit > 0
+    assert num_preempted and num_hits
