@@ -6,7 +6,7 @@ positions, never text.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Literal
 
 import msgspec
 
@@ -25,6 +25,9 @@ SETTINGS_PATHS = {
     "template_arguments": "chat_template_kwargs",
 }
 """Paths in a client's body of settings that change a prompt's namespace or its template."""
+
+
+Outcome = Literal["hit", "miss", "partial"]
 
 
 class Earlier(msgspec.Struct, frozen=True, array_like=True):
@@ -57,7 +60,7 @@ class PromptExplanation(msgspec.Struct, frozen=True, array_like=True):
     sentence: str | None = None
 
     @property
-    def outcome(self) -> str:
+    def outcome(self) -> Outcome:
         if not self.num_cached_tokens:
             return "miss"
         return "hit" if self.cause == Cause.HIT else "partial"
@@ -168,59 +171,6 @@ def header_of(explanations: Sequence[PromptExplanation]) -> bytes:
     cause: str = next(iter(lost), None) or next(missed, Cause.HIT)
     parts = "".join(f"; {name}={num_tokens}" for name, num_tokens in lost.items()) if len(lost) > 1 else ""
     return f"{outcome}; cached={num_cached}; lost={num_lost}; cause={cause}{parts}".encode()
-
-
-def as_plain(explanation: Explanation) -> dict[str, Any]:
-    """Convert an explanation for JSON."""
-    return {
-        "object": "cache.explanation",
-        "request_id": explanation.request_id,
-        "answer_id": explanation.answer_id,
-        "created_at": round(explanation.at, 3),
-        "model": explanation.model,
-        "route": explanation.route,
-        "error": explanation.error,
-        "prompts": [_prompt_data(explanation, prompt) for prompt in explanation.prompts],
-    }
-
-
-def _prompt_data(explanation: Explanation, prompt: PromptExplanation) -> dict[str, Any]:
-    device, host, disk = prompt.num_tier_tokens
-    return {
-        "outcome": prompt.outcome,
-        "cause": prompt.cause,
-        "replica": prompt.replica_id,
-        "prompt_tokens": prompt.num_prompt_tokens,
-        "cached_tokens": prompt.num_cached_tokens,
-        "cached_tokens_by_tier": {"device": device, "host": host, "disk": disk},
-        "lost_tokens": prompt.num_lost_tokens,
-        "lost_ms": prompt.lost_ms,
-        "spans": [
-            {"cause": cause, "start": start, "end": end, "replica": replica_id, "at": at}
-            for cause, start, end, replica_id, at in prompt.spans
-        ],
-        "nearest": None if prompt.earlier is None else _earlier_data(explanation, prompt.earlier),
-        "place": None
-        if prompt.path is None
-        else {
-            "path": prompt.path or None,
-            "kind": prompt.place_kind,
-            "is_certain": prompt.is_certain,
-            "sentence": prompt.sentence,
-        },
-    }
-
-
-def _earlier_data(explanation: Explanation, earlier: Earlier) -> dict[str, Any]:
-    return {
-        "request_id": earlier.ids[0] if earlier.ids else None,
-        "answer_id": earlier.ids[1] if len(earlier.ids) > 1 else None,
-        "seconds_before": round(explanation.at - earlier.at, 3),
-        "prompt_tokens": earlier.num_tokens,
-        "common_tokens": earlier.num_common_tokens,
-        "diverges_at": earlier.diverges_at,
-        "changed": list(earlier.changed),
-    }
 
 
 def _earlier(facts: PromptFacts, nearest: Nearest) -> Earlier:

@@ -32,16 +32,17 @@ from router.api.responses.answers import Response
 from router.api.responses.body import Repeated, ResponsesBody
 from router.api.token_counts import DetokenizedTokens, PlainText, TokenizedText, Tokens
 from router.edge.http_error import OpenAiError
+from router.features.explanations.answer import CacheExplanation
 from router.features.named_caches.body import CacheChange, NewCache
 from router.features.named_caches.gemini_routes import CachedContent, CachedContents, Nothing
 from router.features.named_caches.routes import Cache, Caches, DeletedCache
 from router.features.published.feature import DeletedPublished, NewPrefix, PublishedList, PublishedObject
 from router.features.responses.feature import DeletedResponse, ResponseItems, ResponseTokens
 from router.features.usage.feature import UsageAnswer
-from router.openapi.answers import ANSWERS, Schema, ref
 
 OPENAI, ANTHROPIC, GEMINI, CACHES, CONTROL = "OpenAI", "Anthropic", "Gemini", "Named caches", "Control"
 
+Schema = Mapping[str, Any]
 Kind = Any
 """A Struct; one of those in a list; those in a tuple, together in one object."""
 
@@ -184,7 +185,7 @@ OPERATIONS: Mapping[str, Sequence[Operation]] = {
         Operation(
             "get /v1/cache/explain/{id}",
             "Why the prompt of a request was, or was not, read from cache",
-            "CacheExplanation",
+            CacheExplanation,
         ),
         Operation("get /health", "Whether the process lives", Health),
         Operation("get /ready", "Whether there is a replica to send requests to", Readiness, refusals=(503,)),
@@ -207,7 +208,6 @@ def _document() -> OpenApi:
     assert not bodies.keys() & answers.keys()
     schemas = {name: _as_sent(name, schema) for name, schema in bodies.items()}
     schemas |= {name: _as_written(schema) for name, schema in answers.items()}
-    schemas |= ANSWERS
     paths: dict[str, dict[str, Any]] = {}
     for group, operation in operations:
         method, path = operation.asked.split()
@@ -232,14 +232,14 @@ def _components(kinds: Iterable[Kind]) -> dict[str, Any]:
 def _structs(kind: Kind) -> list[type[msgspec.Struct]]:
     if isinstance(kind, list | tuple):
         return [each for part in kind for each in _structs(part)]
-    return [kind] if isinstance(kind, type) else []
+    return [] if kind is None else [kind]
 
 
 def _schema(kind: Kind) -> Schema:
     if isinstance(kind, list | tuple):
         parts = [_schema(part) for part in kind]
         return {"allOf" if isinstance(kind, tuple) else "anyOf": parts}
-    return ref(kind if isinstance(kind, str) else kind.__name__)
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}
 
 
 def _as_written(schema: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from router.api.context import ApiContext
 from router.api.json_body import encode_json
 from router.caller import Right, caller_of
 from router.errors import ExplanationGone, NotAllowed
-from router.explain.explanation import as_plain
+from router.features.explanations.answer import answer_of
 from router.features.explanations.exchange import ExplanationExchange
 from router.features.explanations.store import ExplanationStore
 
@@ -62,5 +62,5 @@ class ExplanationRoutes:
             found = await exchange.ask(tenant, asked) if exchange else self._store.find(tenant, asked)
         if found is None:
             raise ExplanationGone(f"Nothing is known of a request or answer '{asked[:60]}'.")
-        content = encode_json(as_plain(found))
+        content = encode_json(answer_of(found))
         return Response(content, headers={"cache-control": "no-store"}, media_type="application/json")

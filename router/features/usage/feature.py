@@ -39,7 +39,7 @@ from router.features.usage.metrics import UsageMetrics
 from router.features.usage.ratios import NO_COST, Cost, RatioTable, cost_of
 from router.features.usage.store import UsageStore
 from router.features.usage.sums import BUCKET_SECONDS, Bucket, Group, TooManyGroups, UsageQuery
-from router.shared.answer_types import Count
+from router.shared.answer_types import Count, TierTokens
 from router.shared.instruments import Instrument
 
 DEFAULT_HOURS = 24
@@ -48,12 +48,6 @@ BUCKETS: Mapping[str, Bucket] = {"hour": "hour", "day": "day"}
 MAX_NAME = 256
 MAX_MOMENT = 10**11
 """Seconds since 1970."""
-
-
-class TierTokens(msgspec.Struct):
-    device: Count
-    host: Count
-    disk: Count
 
 
 class TtlTokens(msgspec.Struct, rename=lambda name: name.removeprefix("for_")):

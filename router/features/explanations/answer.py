@@ -1,0 +1,107 @@
+"""CacheExplanation: an explanation as clients read it.
+
+Owns its shape in JSON.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from router.explain.explanation import Earlier, Explanation, Outcome, PromptExplanation
+from router.shared.answer_types import Count, TierTokens
+
+
+class CauseSpan(Struct):
+    cause: str
+    start: Count
+    end: Count
+    replica: str | None
+    at: float | None
+
+
+class NearestPrompt(Struct):
+    request_id: str | None
+    answer_id: str | None
+    seconds_before: float
+    prompt_tokens: Count
+    common_tokens: Count | None
+    diverges_at: Count | None
+    changed: Sequence[str]
+
+
+class PlaceOfCause(Struct):
+    path: str | None
+    kind: str
+    is_certain: bool
+    sentence: str | None
+
+
+class ExplainedPrompt(Struct):
+    outcome: Outcome
+    cause: str
+    replica: str | None
+    prompt_tokens: Count
+    cached_tokens: Count
+    cached_tokens_by_tier: TierTokens
+    lost_tokens: Count
+    lost_ms: float | None
+    spans: list[CauseSpan]
+    nearest: NearestPrompt | None
+    place: PlaceOfCause | None
+
+
+class CacheExplanation(Struct, kw_only=True):
+    object: Literal["cache.explanation"] = "cache.explanation"
+    request_id: str
+    answer_id: str | None
+    created_at: float
+    model: str | None
+    route: str
+    error: str | None
+    prompts: list[ExplainedPrompt]
+
+
+def answer_of(explanation: Explanation) -> CacheExplanation:
+    return CacheExplanation(
+        request_id=explanation.request_id,
+        answer_id=explanation.answer_id,
+        created_at=round(explanation.at, 3),
+        model=explanation.model,
+        route=explanation.route,
+        error=explanation.error,
+        prompts=[_prompt(prompt, explanation.at) for prompt in explanation.prompts],
+    )
+
+
+def _prompt(prompt: PromptExplanation, at: float) -> ExplainedPrompt:
+    return ExplainedPrompt(
+        prompt.outcome,
+        prompt.cause,
+        prompt.replica_id,
+        prompt.num_prompt_tokens,
+        prompt.num_cached_tokens,
+        TierTokens(*prompt.num_tier_tokens),
+        prompt.num_lost_tokens,
+        prompt.lost_ms,
+        [CauseSpan(*span) for span in prompt.spans],
+        None if prompt.earlier is None else _nearest(prompt.earlier, at),
+        None if prompt.path is None else _place(prompt),
+    )
+
+
+def _place(prompt: PromptExplanation) -> PlaceOfCause:
+    return PlaceOfCause(prompt.path or None, prompt.place_kind or "", prompt.is_certain, prompt.sentence)
+
+
+def _nearest(earlier: Earlier, at: float) -> NearestPrompt:
+    request_id, answer_id, *_ = *earlier.ids, None, None
+    return NearestPrompt(
+        request_id,
+        answer_id,
+        round(at - earlier.at, 3),
+        earlier.num_tokens,
+        earlier.num_common_tokens,
+        earlier.diverges_at,
+        earlier.changed,
+    )
