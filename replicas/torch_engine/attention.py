@@ -139,7 +139,7 @@ def _choose(wanted: str, blocks: KVBlocks) -> tuple[str, CachedAttention]:
     gathered = GatheredAttention(blocks)
     if wanted == "gather" or (wanted == "auto" and blocks.device.type not in KERNEL_DEVICES):
         return "gather", gathered
-    kernel = KernelAttention(blocks)
+    kernel = KernelAttention(blocks, gathered)
     reason = complaint(kernel, gathered, blocks)
     if reason is None:
         return "kernel", kernel

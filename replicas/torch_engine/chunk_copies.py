@@ -8,8 +8,10 @@ memory. KV that leaves the pool is first gathered on the computing stream, so th
 the blocks at once; KV that arrives is written to blocks without readers.
 """
 
+import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,7 +83,10 @@ class ChunkCopier:
         self._stream: Any = None
         if self._pool.device.type == "cuda":
             self._stream = torch.cuda.Stream(self._pool.device)  # type: ignore[no-untyped-call]
-            _pin(arena)
+            address = _pin(arena, self._pool.device)
+            if address is not None:
+                # Before the memory goes: CUDA would refuse what comes to lie in its place.
+                weakref.finalize(self, _unpin, address).atexit = False
 
     def copy_out(self, block_ids: Sequence[int], slot: int) -> Copy:
         """Copy a chunk's present blocks into its slot."""
@@ -131,12 +136,23 @@ class ChunkCopier:
             first_block = 0
 
 
-def _pin(arena: Arena) -> None:
-    """Page-locked memory, without which copies to and from CUDA are slower and not beside the computing."""
+def _pin(arena: Arena, device: torch.device) -> int | None:
+    """Page-locked memory, without which copies to and from CUDA are slower and not beside the computing.
+
+    Returns its address, or None if it cannot be had.
+    """
     address = torch.frombuffer(arena.memory, dtype=torch.uint8).data_ptr()
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = cudart.cudaHostRegister(address, arena.num_slots * arena.slot_bytes, 0)
-    if int(error) != 0:
-        logger.warning(
-            "host memory for KV cannot be page-locked (CUDA error %d): copies are slower", int(error)
-        )
+    error = int(cudart.cudaHostRegister(address, arena.num_slots * arena.slot_bytes, 0))
+    if error == 0:
+        return address
+    logger.warning("host memory for KV cannot be page-locked (CUDA error %d): copies are slower", error)
+    # CUDA keeps the error for whoever asks next, which would be a step.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
+    return None
+
+
+def _unpin(address: int) -> None:
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    cudart.cudaHostUnregister(address)

@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from replicas.torch_engine.rows import CachedAttend, KVBlocks, Rows
@@ -16,7 +17,8 @@ from replicas.torch_engine.rows import CachedAttend, KVBlocks, Rows
 _MAX_GATHERED_TOKENS = 32_768
 """Most tokens (padding included) whose keys one decode group gathers: bounds the scratch memory."""
 _QUERIES_PER_PIECE = 256
-"""A chunk behind a prefix attends in pieces, each over the keys up to its own end: half the work."""
+"""On a CPU a chunk behind a prefix attends in pieces, each over the keys up to its own end: half the work.
+CUDA's kernels leave out by themselves what is masked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class _Piece:
 
     rows: slice
     num_keys: int
-    mask: torch.Tensor
+    mask: torch.Tensor | CausalBias
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +141,16 @@ class GatheredAttention:
         )
 
     def _span(self, span: Rows) -> _Span:
-        pieces = [
-            _Piece(
-                piece.place, piece.start + piece.num_tokens, self._causal_mask(piece.num_tokens, piece.start)
-            )
-            for piece in span.pieces(_QUERIES_PER_PIECE)
-        ]
+        device = self._blocks.device
+        pieces = span.pieces(span.num_tokens if device.type == "cuda" else _QUERIES_PER_PIECE)
         block_ids = span.block_ids[: span.num_blocks(self._blocks.block_size)]
-        return _Span(torch.tensor(block_ids, device=self._blocks.device), tuple(pieces))
+        return _Span(torch.tensor(block_ids, device=device), tuple(map(self._piece, pieces)))
+
+    def _piece(self, piece: Rows) -> _Piece:
+        num_keys = piece.start + piece.num_tokens
+        if self._blocks.device.type == "cuda":
+            return _Piece(piece.place, num_keys, causal_lower_right(piece.num_tokens, num_keys))
+        return _Piece(piece.place, num_keys, self._causal_mask(piece.num_tokens, piece.start))
 
     def _causal_mask(self, num_queries: int, num_before: int) -> torch.Tensor:
         """Query i sees the `num_before` keys before the first query, and queries 0 to i.
@@ -157,21 +161,18 @@ class GatheredAttention:
             . . . . . . x x        num_before 3: the columns from the third one on
             . . . . . . . x
         """
-        dtype, device = self._blocks.dtype, self._blocks.device
         if self._ramp.shape[1] < num_before + _QUERIES_PER_PIECE:
             reach = 2 * num_before
             full = torch.full((_QUERIES_PER_PIECE, reach + _QUERIES_PER_PIECE), -torch.inf)
-            self._ramp = full.triu_(reach + 1).to(device=device, dtype=dtype)
+            self._ramp = full.triu_(reach + 1).to(self._blocks.dtype)
         skip = self._ramp.shape[1] - _QUERIES_PER_PIECE - num_before
-        window = self._ramp[:num_queries, skip : skip + num_before + num_queries]
-        # CUDA kernels want aligned masks; on a CPU the window will do as it is.
-        return window.contiguous() if device.type == "cuda" else window
+        return self._ramp[:num_queries, skip : skip + num_before + num_queries]
 
 
 def as_key_heads(tensor: torch.Tensor, blocks: KVBlocks) -> torch.Tensor:
-    """`[tokens, kv_heads, head_dim]` as a batch of one. On CUDA keys are repeated for each query head,
-    because the kernels that take a mask do not share them and the fallback holds all scores at once."""
+    """`[tokens, kv_heads, head_dim]` as a batch of one. In float32 on CUDA keys are repeated for each query
+    head, because no kernel shares them there and the fallback holds all scores at once."""
     heads = tensor.transpose(0, 1).unsqueeze(0)
-    if blocks.device.type == "cuda" and blocks.queries_per_kv_head > 1:
+    if blocks.device.type == "cuda" and blocks.dtype == torch.float32:
         return heads.repeat_interleave(blocks.queries_per_kv_head, dim=1)
     return heads

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from replicas.torch_engine.kernel_attention import SINGLES, TILE_TOKENS, TILES
+from replicas.torch_engine.kernel_attention import SINGLES
 from replicas.torch_engine.rows import CachedAttention, KVBlocks, Rows
 
 logger = logging.getLogger(__name__)
@@ -45,16 +45,9 @@ def _batches(block_ids: list[int], block_size: int, generator: torch.Generator) 
     """Yield a batch per kernel. All sequences have the same blocks, as if they shared a prefix."""
     num_tokens = len(block_ids) * block_size
 
-    def start(reach: int) -> int:
-        return int(torch.randint(num_tokens - reach + 1, (), generator=generator))
-
     for size in SINGLES:
-        singles = (Rows(0, start(1), 1, block_ids) for _ in range(size))
-        falling = sorted(singles, key=lambda single: -single.start)
-        yield [single._replace(first=row) for row, single in enumerate(falling)]
-    for size in TILES:
-        length = min(TILE_TOKENS - 1, num_tokens // 2)
-        yield [Rows(row * length, start(length), length, block_ids) for row in range(size)]
+        starts = torch.randint(num_tokens, (size,), generator=generator).sort(descending=True).values
+        yield [Rows(row, start, 1, block_ids) for row, start in enumerate(starts.tolist())]
 
 
 def _difference(

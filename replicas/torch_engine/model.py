@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from replicas.checkpoints.model_config import ModelConfig
 from replicas.checkpoints.weights import Checkpoint
@@ -149,6 +149,4 @@ def _read_layer(reader: _Reader, config: ModelConfig, index: int) -> _Layer:
 
 def _rms_norm(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Normalised in float32, then scaled in the model's dtype: the order of roundings that models expect."""
-    wide = inputs.float()
-    normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
-    return weight * normed.to(inputs.dtype)
+    return weight * rms_norm(inputs, inputs.shape[-1:], eps=epsilon)

@@ -1,5 +1,6 @@
 """Running a TorchEngine to the end of its requests, and keeping the logits that it computed."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ from replicas.scheduling.request import Chunk
 from replicas.torch_engine.engine import TorchEngine
 
 ROOT = BlockHash(bytes(16))
+DEVICE = torch.device(os.environ.get("KVASIR_TEST_DEVICE", "cpu"))
+"""`cuda` runs the tests of this engine on a GPU."""
 
 
 @dataclass
@@ -34,10 +37,12 @@ class Outcome:
 
 
 class Driver:
-    """An engine on the CPU whose logits are recorded. Settings are those of ReplicaConfig."""
+    """An engine whose logits are recorded. Settings are those of ReplicaConfig."""
 
     def __init__(self, model: Path, **settings: Any) -> None:
-        settings = {"block_size": 8, "num_blocks": 256, "context_length": 400, "device": "cpu", **settings}
+        sizes = {"block_size": 8, "num_blocks": 256, "context_length": 400}
+        way = {"device": str(DEVICE), "dtype": "float32", "attention": "gather"}
+        settings = {**sizes, **way, **settings}
         self.engine = TorchEngine(ReplicaConfig(model=str(model), **settings))
         self.outcomes: dict[RequestKey, Outcome] = {}
         self.num_computed_tokens = 0
@@ -59,7 +64,7 @@ class Driver:
         self.largest_batch = max(self.largest_batch, len(chunks))
         self.num_restarts = max([self.num_restarts, *(chunk.request.num_preemptions for chunk in chunks)])
         for chunk, row in zip([chunk for chunk in chunks if chunk.samples], logits, strict=True):
-            self.outcomes[chunk.request.key].logits.append(row.clone())
+            self.outcomes[chunk.request.key].logits.append(row.to("cpu", copy=True))
         return logits
 
     def add(self, prompt: Sequence[int], sampling: SamplingParams, **fields: Any) -> RequestKey:

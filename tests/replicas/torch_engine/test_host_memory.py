@@ -1,7 +1,9 @@
 """A torch engine with host memory below its cache: real KV goes out and comes back, and nothing shows it."""
 
 import random
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,11 +11,12 @@ import torch
 from replicas.config import ReplicaConfig
 from replicas.kvstore.arena import Arena, available_bytes
 from replicas.process.settings import SettingsError
-from replicas.torch_engine.chunk_copies import ChunkCopier, payload_bytes
+from replicas.scheduling.lower_tiers import Copy
+from replicas.torch_engine.chunk_copies import ChunkCopier, _pin, payload_bytes
 from replicas.torch_engine.engine import TorchEngine
 from replicas.torch_engine.rows import KVBlocks
 from tests.replicas.torch_engine.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.replicas.torch_engine.driving import Driver, greedy
+from tests.replicas.torch_engine.driving import DEVICE, Driver, greedy
 
 MIB = 2**20
 
@@ -23,24 +26,42 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("random-llama"), "llama")
 
 
+def wait_for(copy: Copy) -> None:
+    assert copy.is_done() or DEVICE.type == "cuda"
+    while not copy.is_done():
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_copied_out_comes_back_bit_by_bit_wherever_it_goes(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
-    tensor = torch.randn((2, 3, 20, 4 * 2 * 8), dtype=torch.float32).to(dtype)
+    tensor = torch.randn((2, 3, 20, 4 * 2 * 8), dtype=torch.float32).to(DEVICE, dtype)
     blocks = KVBlocks(tensor, block_size=4, num_heads=4, num_kv_heads=2, head_dim=8)
     arena = Arena(3, payload_bytes(blocks, 4))
     copier = ChunkCopier(blocks, arena, 4)
     chains = [[7, 2, 19, 5], [1, 11, 3, 12]]
     before = tensor.clone()
     for slot, ids in ((2, chains[0]), (0, chains[1])):
-        assert copier.copy_out(ids, slot).is_done()
+        wait_for(copier.copy_out(ids, slot))
     tensor.zero_()
     # From the third block of the first chunk to the second of the next.
-    assert copier.copy_in([2, 0], 2, [4, 6, 8, 9]).is_done()
+    wait_for(copier.copy_in([2, 0], 2, [4, 6, 8, 9]))
     for place, source in zip([4, 6, 8, 9], [19, 5, 1, 11], strict=True):
         assert torch.equal(tensor[:, :, place], before[:, :, source])
     untouched = [block for block in range(20) if block not in (4, 6, 8, 9)]
     assert not tensor[:, :, untouched].any()
+
+
+def test_memory_that_cannot_be_page_locked_is_used_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = [712, 0]
+    cuda = SimpleNamespace(cudaHostRegister=lambda *_: answers.pop(0))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    arena = Arena(2, 100)
+    assert _pin(arena, DEVICE) is None
+    assert "cannot be page-locked (CUDA error 712)" in caplog.text
+    assert _pin(arena, DEVICE) == torch.frombuffer(arena.memory, dtype=torch.uint8).data_ptr()
 
 
 def test_answers_are_the_same_with_and_without_host_memory_in_a_storm(checkpoint: Path) -> None:

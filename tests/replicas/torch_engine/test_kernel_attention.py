@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from replicas.process.settings import SettingsError
 from replicas.torch_engine import attention as attention_module
 from replicas.torch_engine.gathered_attention import GatheredAttention
-from replicas.torch_engine.kernel_attention import TILE_TOKENS, KernelAttention
+from replicas.torch_engine.kernel_attention import KernelAttention
 from replicas.torch_engine.kernel_proof import complaint
 from replicas.torch_engine.rows import CachedAttend, CachedAttention, KVBlocks, Rows
 from tests.examples import examples
 from tests.replicas.torch_engine.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.replicas.torch_engine.driving import Driver, greedy
+from tests.replicas.torch_engine.driving import DEVICE, Driver, greedy
 
 pytestmark = [
     pytest.mark.usefixtures("compiling"),
@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
 BLOCK_SIZE, NUM_BLOCKS = 16, 129
-CPU = torch.device("cpu")
 
 
 def blocks_of(
@@ -34,7 +33,7 @@ def blocks_of(
     """Two layers of random keys and values, so that a wrong layer is a wrong answer."""
     shape = (2, 2, NUM_BLOCKS, block_size * heads[1] * head_dim)
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(3))
-    return KVBlocks(drawn.to(dtype), block_size, *heads, head_dim)
+    return KVBlocks(drawn.to(DEVICE, dtype), block_size, *heads, head_dim)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +44,7 @@ def blocks() -> KVBlocks:
 
 @pytest.fixture(scope="module")
 def kernel(blocks: KVBlocks) -> KernelAttention:
-    return KernelAttention(blocks)
+    return KernelAttention(blocks, GatheredAttention(blocks))
 
 
 @st.composite
@@ -58,7 +57,7 @@ def batches(draw: st.DrawFn, block_size: int = BLOCK_SIZE) -> list[Rows]:
         st.lists(
             st.tuples(
                 st.integers(0, longest),
-                st.one_of(st.just(1), st.integers(2, 40), st.integers(TILE_TOKENS - 1, TILE_TOKENS + 2)),
+                st.one_of(st.just(1), st.integers(2, 130)),
             ),
             min_size=1,
             max_size=7,
@@ -90,7 +89,9 @@ def attended(attention: CachedAttention, rows: Sequence[Rows], queries: torch.Te
 
 def slowly_attended(blocks: KVBlocks, rows: Sequence[Rows], queries: torch.Tensor) -> torch.Tensor:
     """One query and one head at a time, in float64."""
-    keys, values = (store[1].view(-1, blocks.num_kv_heads, blocks.head_dim) for store in blocks.tensor)
+    shape = (-1, blocks.num_kv_heads, blocks.head_dim)
+    keys, values = (store[1].cpu().view(shape) for store in blocks.tensor)
+    queries = queries.cpu()
     outputs = torch.zeros(queries.shape, dtype=torch.float64)
     for first, start, num_tokens, block_ids in rows:
         for offset in range(num_tokens):
@@ -103,12 +104,12 @@ def slowly_attended(blocks: KVBlocks, rows: Sequence[Rows], queries: torch.Tenso
                 scores = keys[slots, kv_head].double() @ queries[first + offset, head].double()
                 weights = torch.softmax(scores / blocks.head_dim**0.5, dim=0)
                 outputs[first + offset, head] = weights @ values[slots, kv_head].double()
-    return outputs.float()
+    return outputs.float().to(DEVICE)
 
 
 def queries_for(blocks: KVBlocks, rows: Sequence[Rows], seed: int) -> torch.Tensor:
     shape = (rows[-1].first + rows[-1].num_tokens, blocks.num_heads, blocks.head_dim)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(blocks.dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, blocks.dtype)
 
 
 @pytest.mark.slow
@@ -153,7 +154,8 @@ def test_shapes_and_dtypes(
 ) -> None:
     """Many batches in one test: what costs is the compiler."""
     blocks = blocks_of(dtype, heads, head_dim, block_size)
-    kernel, gathered = KernelAttention(blocks), GatheredAttention(blocks)
+    gathered = GatheredAttention(blocks)
+    kernel = KernelAttention(blocks, gathered)
 
     @settings(max_examples=examples(30))
     @given(rows=batches(block_size))
@@ -171,10 +173,10 @@ def test_shapes_and_dtypes(
 
 @pytest.mark.slow
 def test_many_sequences_take_several_calls(blocks: KVBlocks, kernel: KernelAttention) -> None:
-    """150 of one token, 64 to a call, and six tiles, four to a call."""
+    """150 of one token, 64 to a call, and one of many."""
     table = list(range(1, NUM_BLOCKS))
     singles = [Rows(row, 1500 - 7 * row, 1, table) for row in range(150)]
-    rows = [*singles, Rows(150, 200, 6 * TILE_TOKENS - 5, table)]
+    rows = [*singles, Rows(150, 200, 700, table)]
     queries = queries_for(blocks, rows, 2)
     torch.testing.assert_close(
         attended(kernel, rows, queries),
@@ -254,10 +256,12 @@ def test_an_engine_says_the_same_with_either_and_compiles_nothing_while_it_serve
     assert answers[0] == answers[1]
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="it is about a CPU")
 def test_on_a_cpu_keys_are_gathered_unless_the_kernel_is_asked_for(checkpoint: Path) -> None:
     assert driver_of(checkpoint, "auto").engine.attention == "gather"
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="takes the C++ compiler away")
 def test_a_kernel_that_cannot_be_compiled_is_said_once_and_done_without(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from replicas.scheduling.request import Request
 from replicas.torch_engine.sampler import Sampler, uniform
 from tests.replicas.builders import engine_request
+from tests.replicas.torch_engine.driving import DEVICE
 
 EOS = (3, 7)
 GOLDEN = [0.7385175919370364, 0.9921657131138244, 0.7204581523588903]
@@ -30,7 +31,8 @@ def sample(request: Request, logits: torch.Tensor) -> int:
 
 
 def logits_of(vocab_size: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
-    return torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
+    drawn = torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
+    return drawn.to(DEVICE)
 
 
 def adjusted(request: Request, logits: torch.Tensor) -> list[float]:
@@ -275,6 +277,6 @@ def test_parameters_at_the_edge_of_sense_still_yield_a_token(sampling: dict[str,
 def test_a_row_that_is_not_a_number_yields_a_token_and_leaves_its_neighbour_alone(temperature: float) -> None:
     logits = logits_of(40)
     broken, sound = request_of(0, temperature=temperature), request_of(1, temperature=temperature, top_k=5)
-    sampled = Sampler(EOS).sample([broken, sound], torch.stack((torch.full((40,), torch.nan), logits)))
+    sampled = Sampler(EOS).sample([broken, sound], torch.stack((torch.full_like(logits, torch.nan), logits)))
     assert 0 <= sampled[broken.key].token_id < 40
     assert sampled[sound.key].token_id == sample(sound, logits)
