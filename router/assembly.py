@@ -136,7 +136,7 @@ class Router:
         name = f"{socket.gethostname()}, process {os.getpid()}"
         explanations = Explanations(context, config.redis_url, common_secret)
         fleet = FleetSource(name, self._membership, self._table, self._mirrors)
-        yield LivePage(context, fleet, explanations.explainer.sightings)
+        yield LivePage(context, fleet, explanations.memory)
         yield explanations
         if config.record_bodies is not None:
             logger.warning(

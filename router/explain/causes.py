@@ -19,8 +19,8 @@ from typing import NamedTuple
 from replicas.protocol.events import Removal
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.status import ReplicaId
+from router.explain.prefix_tree import Known
 from router.explain.repeats import Run
-from router.explain.sightings import Known
 from router.misses import Cause, MissedSpan, Misses, losses
 from router.routing.decision import Decision
 from router.routing.levels import Held
@@ -97,10 +97,16 @@ def _facts(
     yield from _of_replica(usage, replica_id)
     if decision is not None:
         yield from _of_chosen(usage, decision, block_size)
-        if decision.held is not None:
-            yield from _of_others(decision, decision.held, block_size)
-    yield from _of_departed(past.departed)
-    yield from _of_known(past, decision, block_size)
+        held = decision.held
+        if held is not None and any(
+            levels and levels[0][0] * block_size > usage.num_cached_tokens
+            for levels in (held.levels, held.stored)
+        ):
+            yield from _of_others(decision, held, block_size)
+    if past.departed:
+        yield from _of_departed(past.departed)
+    if past.known.num_tokens > usage.num_cached_tokens:
+        yield from _of_known(past, decision, block_size)
     for start, end in past.repeated:
         yield _Fact(start, Cause.NEVER_CACHED)
         yield _Fact(end, past.repeated_by)
@@ -116,8 +122,9 @@ def _of_replica(usage: PromptUsage, replica_id: ReplicaId | None) -> Iterator[_F
         (usage.num_evicted_early_tokens, Cause.LEASE_BROKEN),
         (usage.num_expired_tokens, Cause.EXPIRED),
     ):
-        end += num_tokens
-        yield _Fact(end, cause, replica_id)
+        if num_tokens:
+            end += num_tokens
+            yield _Fact(end, cause, replica_id)
 
 
 def _of_sparse(

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from msgspec import UNSET, Struct, UnsetType
 
 from router.explain.explanation import changes
-from router.explain.remembered_prompts import Nearest, PromptFacts, RememberedPrompt
+from router.explain.nearest import Nearest, PromptFacts, RememberedPrompt
 from router.shared.answer_types import Count
 
 OPENAI_REASONS = {

@@ -5,16 +5,15 @@ the memory's, the place is `places.py`'s. An explanation has ids of the own tena
 positions, never text.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from replicas.protocol.frames import PromptUsage
-from replicas.protocol.status import ReplicaId
+from router.explain.nearest import Nearest, PromptFacts
 from router.explain.places import Place, PlaceKind
-from router.explain.remembered_prompts import Nearest, PromptFacts
-from router.misses import Cause, MissedSpan, Misses, losses
+from router.misses import Cause, Misses, losses
 from router.routing.decision import Decision
 from router.routing.load import ReplicaLoad
 
@@ -61,15 +60,7 @@ class PromptExplanation(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def outcome(self) -> Outcome:
-        if not self.num_cached_tokens:
-            return "miss"
-        return "hit" if self.cause == Cause.HIT else "partial"
-
-    def missed_spans(self) -> Iterator[MissedSpan]:
-        """Yield the spans as `causes.py` found them."""
-        for cause, start, end, replica_id, at in self.spans:
-            holder = None if replica_id is None else ReplicaId(replica_id)
-            yield MissedSpan(Cause(cause), start, end, holder, at)
+        return outcome_of(self.num_cached_tokens, self.cause)
 
 
 class Explanation(msgspec.Struct, frozen=True, array_like=True):
@@ -148,29 +139,23 @@ def placed(explanation: PromptExplanation, place: Place | None) -> PromptExplana
     )
 
 
-def header_of(explanations: Sequence[PromptExplanation]) -> bytes:
+def header_of(prompts: Sequence[tuple[PromptUsage, Misses]]) -> bytes:
     """Write `x-kvasir-cache` for a request's prompts. The cause is the one that lost most; if there are
     several, each follows with its tokens."""
-    if len(explanations) == 1 and not explanations[0].num_lost_tokens:
-        (only,) = explanations
-        return f"{only.outcome}; cached={only.num_cached_tokens}; lost=0; cause={only.cause}".encode()
-    num_cached = sum(explanation.num_cached_tokens for explanation in explanations)
-    num_lost = sum(explanation.num_lost_tokens for explanation in explanations)
-    if len(explanations) == 1:
-        outcome = explanations[0].outcome
-    elif all(explanation.outcome == "hit" for explanation in explanations):
-        outcome = "hit"
-    else:
-        outcome = "partial" if num_cached else "miss"
-    lost = (
-        losses(span for explanation in explanations for span in explanation.missed_spans())
-        if num_lost
-        else {}
-    )
-    missed = (explanation.cause for explanation in explanations if explanation.cause != Cause.HIT)
-    cause: str = next(iter(lost), None) or next(missed, Cause.HIT)
+    lost = losses(span for _, found in prompts for span in found.spans)
+    num_cached = sum(usage.num_cached_tokens for usage, _ in prompts)
+    outcomes = {outcome_of(usage.num_cached_tokens, found.cause) for usage, found in prompts}
+    outcome = outcomes.pop() if len(outcomes) == 1 else "partial"
+    missed = (found.cause for _, found in prompts if found.cause is not Cause.HIT)
+    cause = next(iter(lost), None) or next(missed, Cause.HIT)
     parts = "".join(f"; {name}={num_tokens}" for name, num_tokens in lost.items()) if len(lost) > 1 else ""
-    return f"{outcome}; cached={num_cached}; lost={num_lost}; cause={cause}{parts}".encode()
+    return f"{outcome}; cached={num_cached}; lost={sum(lost.values())}; cause={cause}{parts}".encode()
+
+
+def outcome_of(num_cached_tokens: int, cause: str) -> Outcome:
+    if not num_cached_tokens:
+        return "miss"
+    return "hit" if cause == Cause.HIT else "partial"
 
 
 def _earlier(facts: PromptFacts, nearest: Nearest) -> Earlier:

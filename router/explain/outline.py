@@ -6,7 +6,9 @@ remembered; by outlines two prompts are known to be of one conversation whose fi
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -17,6 +19,10 @@ MAX_PIECES = 32
 """Pieces of the system's texts: lines, or sentences of long ones."""
 MAX_MESSAGES = 128
 
+MAX_SEEN = 2**12
+"""Tools and system texts whose digests are kept."""
+
+_SEEN: dict[bytes, bytes] = {}
 _SYSTEM_ROLES = ("system", "developer")
 _BREAKS = re.compile(r"[\n.!?;](?:(?<=\n)\n*|(?<!\n) )")
 """The ends of lines and sentences. That it begins with a set of characters makes it quick."""
@@ -53,9 +59,8 @@ def outline_of(
     """`digests` are those of the messages, where somebody has made them."""
     try:
         return PromptOutline(
-            tools=b"".join(_digest(_encode(tool)) for tool in tools[:MAX_TOOLS]),
-            written_tools=_digest(msgspec.json.encode(tools)) if tools else b"",
-            system=b"".join(_system_pieces(messages)),
+            *(_tools(tools) if tools else (b"", b"")),
+            system=_system(messages),
             messages=b"".join(_messages(messages, digests)),
             arguments=_digest(_encode(arguments)) if arguments else b"",
             output_format=b"" if output_format is None else _digest(msgspec.json.encode(output_format)),
@@ -64,18 +69,41 @@ def outline_of(
         return NO_OUTLINE  # half a surrogate pair, an integer beyond 64 bits
 
 
-def _system_pieces(messages: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
-    number = 0
-    for message in messages:
-        content = message.get("content")
-        if message["role"] not in _SYSTEM_ROLES or not isinstance(content, str):
-            continue
-        for piece in _pieces(content):
-            if number == MAX_PIECES:
-                return
-            if piece:
-                number += 1
-                yield _digest(b"system" + piece.encode())
+def _tools(tools: Sequence[Mapping[str, Any]]) -> tuple[bytes, bytes]:
+    """Return the digests of each tool and of all as they are written."""
+    written = msgspec.json.encode(tools)
+
+    def each() -> bytes:
+        return b"".join(_digest(_encode(tool)) for tool in tools[:MAX_TOOLS])
+
+    return _digested(b"tools", written, each), _digest(written)
+
+
+def _system(messages: Sequence[Mapping[str, Any]]) -> bytes:
+    texts = (message.get("content") for message in messages if message["role"] in _SYSTEM_ROLES)
+    each = [
+        _digested(b"system", text.encode(), partial(_digests, text))
+        for text in texts
+        if isinstance(text, str)
+    ]
+    return b"".join(each)[: MAX_PIECES * DIGEST_BYTES]
+
+
+def _digested(kind: bytes, written: bytes, digests: Callable[[], bytes]) -> bytes:
+    """Return the digests of the pieces of what is `written`: nearly all requests have tools and system texts
+    that were seen before."""
+    key = hashlib.blake2b(written, digest_size=16, person=kind).digest()
+    found = _SEEN.get(key)
+    if found is None:
+        if len(_SEEN) >= MAX_SEEN:
+            _SEEN.clear()
+        found = _SEEN[key] = digests()
+    return found
+
+
+def _digests(text: str) -> bytes:
+    pieces = islice(filter(None, _pieces(text)), MAX_PIECES)
+    return b"".join(_digest(b"system" + piece.encode()) for piece in pieces)
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -19,7 +19,7 @@ from replicas.toy_model import checkpoint_directory
 from router.api.logged_prompts import LoggedModel, logged_prompts
 from router.explain.linting.linter import Linter
 from router.explain.linting.log_lines import read_line
-from router.explain.remembered_prompts import MOST_BLOCKS
+from router.explain.nearest import MOST_BLOCKS
 from tests.integration.observe import wait_until
 from tests.router.explain.broken_prompts import TEXT_WAYS, BrokenPrompt, broken
 

@@ -108,7 +108,7 @@ async def http_server(
     explanations = Explanations(context)
     context.add(explanations)
     if fleet is not None:
-        context.add(LivePage(context, fleet, explanations.explainer.sightings))
+        context.add(LivePage(context, fleet, explanations.memory))
     apps = create_apps(context)
     try:
         async with (

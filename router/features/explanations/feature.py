@@ -12,15 +12,19 @@ from replicas.protocol.cluster_secret import ClusterSecret
 from router.api.api_request import ApiRequest, Prompt
 from router.api.context import ApiContext
 from router.edge.http import Header
-from router.explain.explanation import header_of
 from router.explain.miss_explainer import MissExplainer
+from router.explain.prompt_memory import PromptMemory
 from router.feature import Feature
 from router.features.explanations.exchange import ExplanationExchange
+from router.features.explanations.place_search import PlaceSearch
 from router.features.explanations.request_explanation import RequestExplanation
 from router.features.explanations.routes import ExplanationRoutes
 from router.features.explanations.store import ExplanationStore
 from router.served import ServedRequest
 from router.shared.instruments import Instrument
+
+BODIES_PART = 4
+"""Bodies in which a place may be searched take at most this part of the memory, beside it."""
 
 
 class Explanations(Feature):
@@ -29,19 +33,21 @@ class Explanations(Feature):
     def __init__(
         self, context: ApiContext, redis_url: str | None = None, secret: ClusterSecret | None = None
     ) -> None:
-        self.explainer = MissExplainer(
-            lambda model: context.catalog.get(model).card.block_size, context.index_of
-        )
         key = context.rng.getrandbits(128).to_bytes(16, "little")
-        self.explanations = ExplanationStore(context.config.explain_bytes, key)
+        self.memory = PromptMemory(context.config.explain_bytes, key)
+        self.explanations = ExplanationStore(self.memory)
+        self._explainer = MissExplainer(self.memory, context.index_of)
+        self._places = PlaceSearch(context.config.explain_bytes // BODIES_PART)
+        self._index_of = context.index_of
         exchange = None
-        if context.config.explain_bytes and redis_url is not None and secret is not None:
+        if self.memory.is_on and redis_url is not None and secret is not None:
             exchange = ExplanationExchange(redis_url, secret, self.explanations.find)
         self.store = exchange
         self._routes = ExplanationRoutes(context, self.explanations, exchange)
 
     def instruments(self) -> Iterable[Instrument]:
-        return self.explanations.instruments()
+        yield from self.explanations.instruments()
+        yield from self._places.instruments()
 
     def client_routes(self) -> Sequence[Route]:
         return self._routes.client_routes()
@@ -50,29 +56,28 @@ class Explanations(Feature):
         return self._routes.operator_routes()
 
     async def close(self) -> None:
-        self.explanations.close()
+        self._places.close()
 
     def prepared(self, request: ApiRequest, body: bytes) -> None:
-        if self.explanations.remembered.is_on:
-            begun = request.state[self] = RequestExplanation(self.explanations, self.explainer, request)
-            begun.begin(body)
+        if self.memory.is_on:
+            self._of(request).begin(body)
 
     def started(self, request: ApiRequest, prompt: Prompt) -> None:
-        begun: RequestExplanation | None = request.state.get(self)
-        if begun is not None:
-            begun.read(prompt)
-        elif prompt.usage is not None:
-            prompt.misses = self.explainer.misses(
-                prompt.generation, prompt.decision, prompt.usage, decided_at=request.prepared_at
-            )
+        self._of(request).read(prompt)
 
     def headers(self, request: ApiRequest) -> Sequence[Header]:
         begun: RequestExplanation | None = request.state.get(self)
-        found = [] if begun is None or request.error is not None else begun.prompts_so_far()
-        return [(b"x-kvasir-cache", header_of(found))] if found else []
+        return () if begun is None or request.error is not None else begun.headers()
 
     def ended(self, request: ApiRequest, served: ServedRequest) -> None:
         begun: RequestExplanation | None = request.state.get(self)
         if begun is not None:
-            begun.end(served.error)
-        self.explainer.observe(served)
+            begun.end(served)
+
+    def _of(self, request: ApiRequest) -> RequestExplanation:
+        found: RequestExplanation | None = request.state.get(self)
+        if found is None:
+            found = request.state[self] = RequestExplanation(
+                self.explanations, self._explainer, self._places, request, self._index_of(request.model.name)
+            )
+        return found

@@ -23,7 +23,7 @@ from router.api.context import ApiContext
 from router.api.control import ControlRoutes
 from router.api.json_body import encode_json
 from router.edge.http_error import HttpError
-from router.explain.sightings import Node, Sightings
+from router.explain.prefix_tree import PrefixNode
 from router.feature import Feature
 from router.features.live_page import live_view
 from router.features.live_page.live import Live
@@ -60,6 +60,17 @@ class LiveFleet(Protocol):
     def mirrors(self) -> Mapping[str, Mirror]: ...
 
 
+class Prefixes(Protocol):
+    """The prefixes of prompts that a router has seen."""
+
+    @property
+    def num_nodes(self) -> int: ...
+    @property
+    def num_forgotten_nodes(self) -> int: ...
+    def most_used(self, count: int, /) -> list[PrefixNode]: ...
+    def recent(self, count: int, /) -> list[PrefixNode]: ...
+
+
 class _Kept:
     """An answer that is made at most once in a while, by one asker at a time."""
 
@@ -89,7 +100,7 @@ class _Watch(Feature):
 class LivePage(Feature):
     """Records requests from now on, unless no client may see the page."""
 
-    def __init__(self, context: ApiContext, fleet: LiveFleet, sightings: Sightings) -> None:
+    def __init__(self, context: ApiContext, fleet: LiveFleet, prefixes: Prefixes) -> None:
         self._context = context
         self._fleet = fleet
         self._access = admin_access(context.config)
@@ -97,11 +108,11 @@ class LivePage(Feature):
         if self._access is not AdminAccess.NOBODY:
             self.store = _Watch(self._live)
         self._started_at = context.wall_clock()
-        self._sightings = sightings
+        self._prefixes_seen = prefixes
         self._state = _Kept(STATE_SECONDS, self._make_state)
         self._prefixes = {
-            "used": _Kept(PREFIXES_SECONDS, lambda: self._make_prefixes(sightings.most_used)),
-            "recent": _Kept(PREFIXES_SECONDS, lambda: self._make_prefixes(sightings.recent)),
+            "used": _Kept(PREFIXES_SECONDS, lambda: self._make_prefixes(prefixes.most_used)),
+            "recent": _Kept(PREFIXES_SECONDS, lambda: self._make_prefixes(prefixes.recent)),
         }
 
     def operator_routes(self) -> Sequence[Route]:
@@ -175,8 +186,7 @@ class LivePage(Feature):
             "num_decisions": self._live.recent.num_decisions,
         }
 
-    async def _make_prefixes(self, choose: Callable[[int], list[Node]]) -> dict[str, Any]:
-        sightings = self._sightings
+    async def _make_prefixes(self, choose: Callable[[int], list[PrefixNode]]) -> dict[str, Any]:
         # Taken in one turn; later ones may find the tree changed, all but a node's end and its chain.
         nodes = choose(live_view.MAX_NODES)
         rows = [live_view.node_data(node) for node in nodes]
@@ -193,8 +203,8 @@ class LivePage(Feature):
         return {
             "now": self._context.wall_clock(),
             "nodes": rows,
-            "num_nodes": sightings.num_nodes,
-            "num_forgotten": sightings.num_forgotten,
+            "num_nodes": self._prefixes_seen.num_nodes,
+            "num_forgotten": self._prefixes_seen.num_forgotten_nodes,
         }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.frames import NO_USER, PromptUsage, UserTag
-from router.explain.sightings import short_key
+from router.explain.prefix_tree import short_key
 from router.features.live_page.recent import Origins, Recent, RecentDecision, Slot
 from router.served import CLIENT_GONE, ServedPrompt, ServedRequest
 

@@ -12,9 +12,8 @@ from typing import Any
 from replicas.protocol.events import Tier
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import Epoch, ReplicaId
-from router.explain.chain_tree import ChainNode, Root
+from router.explain.prefix_tree import Counts, PrefixNode, Root
 from router.explain.preview import because, candidates_by_cost
-from router.explain.sightings import Node, Uses
 from router.features.live_page.live import user_name
 from router.features.live_page.recent import NUM_SLOTS, SLOT_SECONDS, Origins, RecentDecision, Slot
 
@@ -105,9 +104,9 @@ def slots_data(start: int, slots: Sequence[Slot]) -> dict[str, Any]:
     }
 
 
-def node_data(node: Node) -> dict[str, Any]:
+def node_data(node: PrefixNode) -> dict[str, Any]:
     """All but who holds it."""
-    uses = node.uses
+    counts = node.counts
     parent = node.parent
     return {
         "id": node.number,
@@ -116,17 +115,17 @@ def node_data(node: Node) -> dict[str, Any]:
         "start": node.start * node.block_size,
         "end": node.end * node.block_size,
         "hash": node.hashes[-4:].hex(),
-        "requests": uses.num_requests,
-        "hits": uses.num_hits,
-        "own_hits": uses.num_own_hits,
-        "cross_user_hits": uses.num_cross_user_hits,
-        "users": _users(uses),
-        "requests_of_other_users": uses.num_requests_of_others,
-        "requests_without_user": uses.num_requests_without_user,
-        "key": uses.key,
-        "several_keys": uses.num_keys > 1,
-        "first": uses.first_ended_at,
-        "last": uses.last_ended_at,
+        "requests": counts.num_requests,
+        "hits": counts.num_hits,
+        "own_hits": counts.num_own_hits,
+        "cross_user_hits": counts.num_cross_user_hits,
+        "users": _users(counts),
+        "requests_of_other_users": counts.num_requests_of_others,
+        "requests_without_user": counts.num_requests_without_user,
+        "key": counts.key,
+        "several_keys": counts.num_keys > 1,
+        "first": counts.first_ended_at,
+        "last": counts.last.ended_at if counts.last else None,
         "children": len(node.children),
     }
 
@@ -142,8 +141,8 @@ def _place(root: Root) -> dict[str, Any]:
     }
 
 
-def _users(uses: Uses) -> list[tuple[str | None, int]]:
-    by_requests = sorted(uses.users.items(), key=lambda item: -item[1])
+def _users(counts: Counts) -> list[tuple[str | None, int]]:
+    by_requests = sorted(counts.users.items(), key=lambda item: -item[1])
     return [(user_name(user), num_requests) for user, num_requests in by_requests]
 
 
@@ -163,10 +162,10 @@ def add_holders(row: dict[str, Any], depths: dict[int, dict[ReplicaId, int]]) ->
             above[replica_id] = depth
 
 
-def frontier(rows: Iterable[Node]) -> list[Node]:
+def frontier(rows: Iterable[PrefixNode]) -> list[PrefixNode]:
     """Return the nodes without a child among them."""
     nodes = list(rows)
-    parents = {node.parent.number for node in nodes if isinstance(node.parent, ChainNode)}
+    parents = {node.parent.number for node in nodes if isinstance(node.parent, PrefixNode)}
     return [node for node in nodes if node.number not in parents]
 
 

@@ -10,7 +10,7 @@ from replicas.protocol.prefix_leases import LeaseBreak
 from replicas.protocol.status import ReplicaId
 from replicas.protocol.ways import NO_MOVES, MoveSpeeds
 from router.explain.causes import Departed, Past, misses
-from router.explain.sightings import Known
+from router.explain.prefix_tree import Known
 from router.misses import Cause, Misses, losses
 from router.routing.decision import Decision
 from tests.router.explain.decisions import BLOCK_SIZE, decision

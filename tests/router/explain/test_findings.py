@@ -6,7 +6,7 @@ from replicas.protocol.frames import PromptUsage
 from replicas.protocol.status import ReplicaId
 from router.explain.causes import Departed, Past, misses
 from router.explain.findings import findings, sentence_of
-from router.explain.sightings import Known
+from router.explain.prefix_tree import Known
 from router.misses import Cause, MissedSpan
 from router.routing.decision import Decision
 from tests.router.explain.decisions import BLOCK_SIZE, decision

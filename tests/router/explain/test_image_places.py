@@ -5,10 +5,10 @@ import pytest
 
 from replicas.protocol.blocks import hash_blocks, pack_token_ids
 from replicas.protocol.frames import PromptUsage
-from router.explain.chain_tree import NamespaceName
 from router.explain.explanation import prompt_explanation
 from router.explain.image_places import image_differs
-from router.explain.remembered_prompts import PromptFacts
+from router.explain.nearest import Digests, PromptFacts
+from router.explain.prefix_tree import NamespaceName
 from router.misses import Cause, MissedSpan, Misses
 from router.routing.decision import Decision
 from tests.replicas.builders import ROOT
@@ -55,6 +55,7 @@ def test_a_path_without_a_number_is_an_image_all_the_same() -> None:
 def _facts(*media: tuple[int, int]) -> PromptFacts:
     token_ids = list(range(NUM_TOKENS))
     return PromptFacts(
+        Digests(bytes(16)),
         "ada",
         ROOT,
         NamespaceName("m", None, "ada"),

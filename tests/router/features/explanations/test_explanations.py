@@ -12,7 +12,7 @@ from cluster.commands.why import render
 from router.api.logged_prompts import LoggedModel, logged_prompts
 from router.explain.linting.linter import Linter
 from router.explain.linting.log_lines import read_line
-from router.features.explanations.store import SMALL_BYTES
+from router.features.explanations.place_search import SMALL_BYTES
 from router.prompt.catalog import ModelCatalog
 from tests.router import tiny_model
 from tests.router.explain.broken_prompts import broken
@@ -91,8 +91,8 @@ async def test_a_prompt_that_lost_nothing_is_compared_when_its_explanation_is_as
     first = (await http.post("/v1/chat/completions", json=body)).json()["id"]
     server.dispatcher.script = says([20], num_cached_tokens=10_000)
     with monkeypatch.context() as patch:
-        patch.setattr(server.explanations.explanations.remembered, "nearest", None)
-        patch.setattr(server.explanations.explanations.remembered, "repeats", None)
+        patch.setattr(server.explanations.memory, "nearest", None)
+        patch.setattr(server.explanations.memory, "repeats", None)
         asked = (await http.post("/v1/chat/completions", json=body)).json()["id"]
         patch.undo()
     server.dispatcher.script = says([20])

@@ -1,6 +1,6 @@
 """How much processor time may go to looking for places."""
 
-from router.features.explanations.store import Allowance
+from router.features.explanations.place_search import Allowance
 
 
 def test_time_is_spent_as_it_passes_and_little_of_it_is_saved_up() -> None:
