@@ -120,3 +120,16 @@ async def test_a_value_never_becomes_a_header_of_its_own(value: bytes) -> None:
 
     transport = await written(split)
     assert b"Hello." not in b"".join(transport.parts)
+
+
+@pytest.mark.parametrize(("rest", "is_timed"), [(b"", False), (b"POST / HT", True)])
+async def test_only_a_head_that_is_not_whole_has_a_deadline(rest: bytes, is_timed: bool) -> None:
+    connections = Connections(8, address_share=1.0, head_seconds=10.0, write_seconds=10.0)
+    config = uvicorn.Config(cast(Any, whole), http=protocol_of(connections), lifespan="off", log_config=None)
+    config.load()
+    make = cast(Any, config.http_protocol_class)
+    protocol = make(config=config, server_state=ServerState(), app_state={})
+    protocol.connection_made(Written())
+    protocol.data_received(REQUEST + b"\r\n" + rest)
+    assert (protocol._deadline is not None) == is_timed
+    protocol.connection_lost(None)

@@ -37,3 +37,9 @@ def test_it_is_over_when_none_was_held_back_for_a_while() -> None:
     assert not delay.is_overload(5.1 + CALM_SECONDS)
     delay.sees(LONG, 20.0)
     assert not delay.is_overload(20.0), "what was seen before counts no more"
+
+
+def test_who_sees_an_overload_begin_is_told() -> None:
+    delay = StandingDelay()
+    assert [delay.sees(LONG, second) for second in (0.0, LONG / 2, LONG + 1.0)] == [False, False, True]
+    assert delay.is_overload(LONG + 1.0)
