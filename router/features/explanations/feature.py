@@ -78,6 +78,10 @@ class Explanations(Feature):
         found: RequestExplanation | None = request.state.get(self)
         if found is None:
             found = request.state[self] = RequestExplanation(
-                self.explanations, self._explainer, self._places, request, self._index_of(request.model.name)
+                self.explanations,
+                self._explainer,
+                self._places,
+                request,
+                self._index_of(request.model.card.name),
             )
         return found
