@@ -73,7 +73,7 @@ class StandIn:
             Starlette(routes=routes),
             host="127.0.0.1",
             port=self.port,
-            log_level="critical",
+            log_config=None,  # the loggers are those of all tests
             ws="none",
             lifespan="off",
         )
