@@ -38,7 +38,7 @@ RANGES = (
     ("priority", -MAX_INTEGER, MAX_INTEGER),
     ("top_k", -1, MAX_INTEGER),
 )
-"""Fields of GenerationFields that are whole numbers, with their bounds."""
+"""Fields of GenerationFields that are numbers, with their bounds."""
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")
 

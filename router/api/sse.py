@@ -24,7 +24,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ChunkWriter:
-    """The chunks of one stream. `text_field` is what stands before the text in a choice: the only thing
+    """The chunks of one stream. `text_open` is what stands before the text in a choice: the only thing
     in which chat's chunks and those of plain completions differ."""
 
     __slots__ = ("_after_text", "_closing", "_head", "_text_close", "_text_open", "_with_usage")

@@ -1,1 +1,1 @@
-"""A router's metrics, spans, access log, and record of recent requests."""
+"""A router's metrics, spans and access log."""

@@ -83,10 +83,11 @@ def test_requests_at_once_and_preempted_leave_the_points_of_what_is_held(
         while run.scheduler.has_requests() and (len(run.scheduler.requests) > 5 or number == NUM_PROMPTS - 1):
             router.hear(run.step())
             num_preempted += run.core.take_num_preemptions()
-    rule = run.held()
-    assert run.cache.num_copies == sum(copies.total() for copies in rule.copies)
-    for request in requests:
-        hit = rule.hit(request.block_hashes, request.num_tokens)
-        assert run.cache.num_leading_tokens(request) == router.hit(list(request.all_token_ids)) == hit
-        num_hits += hit > 0
+        if number % 10 == 9:
+            rule = run.held()
+            assert run.cache.num_copies == sum(copies.total() for copies in rule.copies)
+            for request in requests:
+                hit = rule.hit(request.block_hashes, request.num_tokens)
+                assert run.cache.num_leading_tokens(request) == router.hit(list(request.all_token_ids)) == hit
+                num_hits += hit > 0
     assert num_preempted and num_hits
