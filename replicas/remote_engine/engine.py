@@ -128,7 +128,7 @@ class RemoteEngine:
             )
         self._limits = AdmissionLimits(
             self._card.context_length,
-            self._card.num_blocks * self._card.block_size,
+            self._card.num_cache_tokens,
             self._card.vocab_size,
             frozenset(adapter.name for adapter in self._card.adapters),
         )
@@ -315,7 +315,8 @@ class RemoteEngine:
             return
         live.usage = chunk.usage or live.usage
         for choice in chunk.choices:
-            self._take_choice(piece.name, live, choice, piece.at)
+            if piece.name in self._live:  # an earlier one may have ended the request
+                self._take_choice(piece.name, live, choice, piece.at)
 
     def _take_choice(self, name: str, live: _Live, choice: Choice, at: float) -> None:
         token_ids = tuple(choice.token_ids or ())

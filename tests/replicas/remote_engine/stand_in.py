@@ -203,7 +203,8 @@ class StandIn:
                 if self.fault == "never ends" and number == 1:
                     await asyncio.sleep(60)
                 is_last = number + 1 == body["max_tokens"] and self.fault != "no end"
-                yield _event(choices=[_choice(body, number, is_last)])
+                num_choices = 3 if self.fault == "three choices" else 1
+                yield _event(choices=[_choice(body, number, is_last)] * num_choices)
             details = {"cached_tokens": num_cached} if self.cached_in_usage else None
             usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": details}
             yield _event(choices=[], usage=usage)

@@ -191,6 +191,7 @@ def test_leases_are_refused_in_the_answer(driven: Driven) -> None:
         ("error inside", RefusalCode.INTERNAL, "out of memory"),
         ("too many", RefusalCode.INTERNAL, "more tokens than were asked for"),
         ("no end", RefusalCode.INTERNAL, "has no end"),
+        ("three choices", RefusalCode.INTERNAL, "more tokens than were asked for"),
     ],
 )
 def test_a_fault_ends_one_request_and_no_other(
