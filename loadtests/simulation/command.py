@@ -17,6 +17,7 @@ from loadtests.reports.report import Slo
 from loadtests.simulation.curve import BACK_POINTS, back_after, curve_table, ideal_hits_of, left_hits_of
 from loadtests.simulation.jobs import Job, Source, load, run_all
 from loadtests.simulation.options import Delays, FleetOptions, parse_kill, parse_outage
+from loadtests.simulation.perfect import PERFECT
 from loadtests.simulation.shape import ReplicaShape, TierShape
 from loadtests.simulation.summary import Summary, median, table, tenant_table
 from loadtests.simulation.sweep import SWEEPS, answer, plot
@@ -91,7 +92,12 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
 
 def _add_fleet(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--policy", default="kvasir", metavar="NAME,…", help="one, several, or all (default: kvasir)")
+    add(
+        "--policy",
+        default="kvasir",
+        metavar="NAME,…",
+        help=f"one, several, or all; {PERFECT} is kvasir knowing all caches as they are (default: kvasir)",
+    )
     prices = CostParameters()
     for name in ("room_price", "delay_price"):
         default, flag = getattr(prices, name), "--" + name.replace("_", "-")
@@ -260,7 +266,7 @@ def _add_accidents(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Simulate and report. Raises ClusterError."""
-    policies = _policies(arguments.policy)
+    policies = _policies(arguments)
     seeds = arguments.seed or [1]
     if arguments.flood > 1 and arguments.tenants is None:
         raise ClusterError("--flood needs --tenants, one of which floods")
@@ -438,11 +444,15 @@ def _check_window(seconds: float | None, workload: Workload) -> None:
 # What the words of the command line stand for.
 
 
-def _policies(text: str) -> list[str]:
+def _policies(arguments: argparse.Namespace) -> list[str]:
+    text = arguments.policy
     policies = list(POLICIES) if text == "all" else text.split(",")
+    known = {*POLICIES, PERFECT}
     for policy in policies:
-        if policy not in POLICIES:
-            raise ClusterError(f"there is no policy {policy}; there are {', '.join(sorted(POLICIES))}")
+        if policy not in known:
+            raise ClusterError(f"there is no policy {policy}; there are {', '.join(sorted(known))}")
+    if PERFECT in policies and arguments.ram is not None:
+        raise ClusterError(f"policy {PERFECT} knows the caches on devices: it goes without --ram")
     return policies
 
 

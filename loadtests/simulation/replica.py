@@ -10,16 +10,16 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from loadtests.simulation.below import Below
 from loadtests.simulation.lockstep import Lockstep
-from loadtests.simulation.request import VirtualRequest
+from loadtests.simulation.request import VirtualRequest, num_common
 from loadtests.simulation.shape import ReplicaShape
 from loadtests.simulation.step import Step, VirtualChunk
 from loadtests.simulation.store import OnDisk, VirtualStore
 from replicas.kvcache.block_pool import BlockPool
-from replicas.protocol.blocks import ImageTokens
+from replicas.protocol.blocks import BlockHash, ImageTokens
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import LoadSnapshot, StepFrame
 
@@ -45,6 +45,13 @@ class LoadReport:
 
     load: LoadSnapshot
     num_counted: int
+
+
+class Foreseen(NamedTuple):
+    """A prompt's hit at a replica. The model's full attention has `num_reached_blocks` of it."""
+
+    num_hit_blocks: int
+    num_reached_blocks: int
 
 
 @dataclass(slots=True)
@@ -111,6 +118,17 @@ class VirtualReplica:
     @property
     def num_requests(self) -> int:
         return len(self._running) + len(self._loading) + len(self._waiting) + len(self._inbox)
+
+    def foresee(self, block_hashes: Sequence[BlockHash]) -> Foreseen:
+        """Return what a prompt of these blocks finds here once all prompts before it are computed, if nothing
+        is evicted until then."""
+        stored = len(self.pool.find_prefix(block_hashes))
+        coming = max((num_common(block_hashes, each.block_hashes) for each in self._pending()), default=0)
+        return Foreseen(max(stored, coming), max(stored, coming))
+
+    def _pending(self) -> list[VirtualRequest]:
+        """Requests whose prompts are not computed whole."""
+        return self._inbox + self._waiting + self._loading + self._prefilling
 
     def accepts(self, request: VirtualRequest) -> bool:
         """Whether it can ever run: its known tokens must fit into the whole cache."""

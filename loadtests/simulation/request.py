@@ -4,6 +4,7 @@ Owns how the ids of a trace become block hashes and buckets. Knows no time, no p
 """
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,6 +74,11 @@ def _bucket(trace: TraceRequest, block_tokens: int) -> bytes:
     head_id = trace.prefix_ids[min(num_head_blocks, len(trace.prefix_ids)) - 1]
     pseudo_tokens = (head_id % 2**128).to_bytes(16, "little")
     return bucket_of(ROOT, trace.prompt_cache_key, pseudo_tokens, None, BUCKET_TOKENS)
+
+
+def num_common(chain: Sequence[BlockHash], other: Sequence[BlockHash]) -> int:
+    """Count the leading blocks that two chains share. Behind a difference none is equal."""
+    return bisect_left(range(min(len(chain), len(other))), True, key=lambda at: chain[at] != other[at])
 
 
 class VirtualRequest:

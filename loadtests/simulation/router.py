@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from loadtests.simulation.host import Feed, VirtualHost
 from loadtests.simulation.options import FleetOptions
+from loadtests.simulation.perfect import PERFECT, perfect_index
 from loadtests.simulation.request import HashedRequest
 from replicas.protocol.events import Tier
 from replicas.protocol.status import ModelCard, ReplicaId
@@ -47,7 +48,12 @@ class VirtualRouter:
         self._came: dict[ReplicaId, list[int]] = {}
         """By replica, for each of this router's requests: how many had come to it then, from anyone."""
         self.num_rereads = 0
-        self.table = RoutingTable(options.policy, options.parameters, rng, clock=clock)
+        if options.policy == PERFECT:
+            self.table = RoutingTable(
+                "kvasir", options.parameters, rng, clock=clock, new_index=perfect_index(hosts)
+            )
+        else:
+            self.table = RoutingTable(options.policy, options.parameters, rng, clock=clock)
         self.holding: Holding | None = None
         if options.queue is not None:
             self.holding = holding = Holding(self.table, options.queue)

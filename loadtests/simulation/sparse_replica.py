@@ -4,10 +4,13 @@ Owns the tables of its requests. Which KV stays, and where a prompt can be resum
 `GroupedCache`. A decode step costs what it does at a dense model of the same size.
 """
 
-from loadtests.simulation.replica import Meter, VirtualReplica
-from loadtests.simulation.request import VirtualRequest
+from collections.abc import Iterable, Sequence
+
+from loadtests.simulation.replica import Foreseen, Meter, VirtualReplica
+from loadtests.simulation.request import VirtualRequest, num_common
 from loadtests.simulation.shape import ReplicaShape
 from replicas.kvcache.block_pool import NULL_BLOCK
+from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import CacheEvent
 from replicas.simulated_engine.grouped_cache import GroupedCache, GroupTable, Hit
 
@@ -25,6 +28,24 @@ class SparseReplica(VirtualReplica):
         )
         self.pool = self._cache.pool
         self._tables: dict[VirtualRequest, GroupTable] = {}
+
+    def foresee(self, block_hashes: Sequence[BlockHash]) -> Foreseen:
+        hit = self._cache.find(block_hashes)
+        num_hit, num_reached = hit.num_tokens, max(hit)
+        for request in self._pending():
+            num_shared = num_common(block_hashes, request.block_hashes) * self.shape.block_size
+            num_reached = max(num_reached, num_shared)
+            ends = (end for end in self._leaves(request) if end <= num_shared)
+            num_hit = max(num_hit, max(ends, default=0))
+        return Foreseen(num_hit // self.shape.block_size, num_reached // self.shape.block_size)
+
+    def _leaves(self, request: VirtualRequest) -> Iterable[int]:
+        """Return where a prompt that is being computed can be resumed afterwards."""
+        table, block_size = self._tables.get(request), self.shape.block_size
+        last = (request.num_prompt_tokens - 1) // block_size * block_size
+        boundaries = (last, self._find(request).junction) if table is None else table.boundaries
+        every = self.shape.retention
+        return (*boundaries, *(range(every, last + 1, every) if every else ()))
 
     def _find_cached(self, request: VirtualRequest) -> list[int]:
         return [NULL_BLOCK] * (self._find(request).num_tokens // self.shape.block_size)

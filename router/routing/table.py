@@ -130,6 +130,7 @@ class RoutingTable:
         *,
         clock: Callable[[], float] | None = None,
         linger_seconds: float = LINGER_SECONDS,
+        new_index: Callable[..., PrefixIndex] = PrefixIndex,
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"there is no routing policy {policy!r}; there are {', '.join(POLICIES)}")
@@ -138,6 +139,7 @@ class RoutingTable:
         self._rng = rng
         self._clock = clock
         self._linger_seconds = linger_seconds
+        self._new_index = new_index
         self._models: dict[str, _Model] = {}
         self._model_of: dict[ReplicaId, str] = {}
         self._num_routed = 0
@@ -170,7 +172,7 @@ class RoutingTable:
         stride = blocks_per_stride(card.block_size, index_stride)
         model = self._models.get(card.name)
         if model is None:
-            index = PrefixIndex(card.block_size, index_stride, is_sparse=card.is_sparse)
+            index = self._new_index(card.block_size, index_stride, is_sparse=card.is_sparse)
             model = self._models[card.name] = _Model(index, card, stride)
         elif set(model.replicas) <= {replica_id}:
             model.index.thin(card.block_size, index_stride, is_sparse=card.is_sparse)

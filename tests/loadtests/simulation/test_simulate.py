@@ -141,9 +141,20 @@ def test_a_sparse_model_is_expected_what_it_has_and_full_attention_is_not(tmp_pa
     assert more["token_hit_rate"] > by_points["token_hit_rate"]
 
 
+@pytest.mark.parametrize("groups", [[], ["--groups", "window:256:1024 full:256"]])
+def test_perfect_knowledge_does_not_depend_on_what_routers_hear(groups: list[str], tmp_path: Path) -> None:
+    words = ["zipf-b2b", "--qps", "20", "--limit", "150", "--replicas", "4", "--set", "block_tokens=256"]
+    words += [*groups, "--set", "output_tokens=50", "--event-delay", "1000", "--no-announcements"]
+    deaf = figures_of(words, tmp_path)
+    perfect = figures_of([*words, "--policy", "perfect"], tmp_path)
+    assert perfect["prediction_exact"] == 1 > deaf["prediction_exact"]
+    assert perfect["token_hit_rate"] > deaf["token_hit_rate"]
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
+        (["--policy", "perfect", "--ram", "1GB"], "without --ram"),
         (["--retention", "16"], "need --groups"),
         (["--route-by-reach"], "need --groups"),
         (["--groups", "ful:16"], "cache groups are"),
