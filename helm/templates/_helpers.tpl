@@ -48,6 +48,39 @@ app.kubernetes.io/part-of: kvasir
 {{- printf "%s:%s%s" .image.repository (default .root.Chart.AppVersion .image.tag) $digest | quote -}}
 {{- end -}}
 
+{{/* Where replicas run, and why there, as YAML. What runs already stays: KubeRay that comes later replaces no fleet,
+and where the chart cannot look at the cluster it takes StatefulSets each time. */}}
+{{- define "kvasir.fleetChoice" -}}
+{{- $sets := dict -}}
+{{- if and (eq .Values.fleet.mode "auto") (.Capabilities.APIVersions.Has "ray.io/v1/RayCluster") -}}
+{{- $sets = lookup "apps/v1" "StatefulSet" .Release.Namespace "" -}}
+{{- end -}}
+{{- if ne .Values.fleet.mode "auto" -}}
+{mode: {{ .Values.fleet.mode }}, why: fleet.mode says so}
+{{- else if not (.Capabilities.APIVersions.Has "ray.io/v1/RayCluster") -}}
+{mode: statefulset, why: KubeRay's API is not there}
+{{- else if not $sets -}}
+{mode: statefulset, why: the chart was rendered without a look at the cluster}
+{{- else if include "kvasir.poolSets" (dict "root" . "sets" $sets.items) -}}
+{mode: statefulset, why: they run already; an upgrade does not replace them}
+{{- else -}}
+{mode: kuberay, why: KubeRay's API is there}
+{{- end -}}
+{{- end -}}
+
+{{/* Whether any of these StatefulSets has replicas of this release: dict "root" $ "sets" …. */}}
+{{- define "kvasir.poolSets" -}}
+{{- $wanted := include "kvasir.selector" (dict "root" .root "component" "replica") | fromYaml -}}
+{{- range $set := .sets -}}
+{{- $labels := default dict $set.metadata.labels -}}
+{{- if eq (toJson (merge (deepCopy $wanted) $labels)) (toJson $labels) -}}yes{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvasir.inRay" -}}
+{{- if eq (include "kvasir.fleetChoice" . | fromYaml).mode "kuberay" -}}yes{{- end -}}
+{{- end -}}
+
 {{/* All pools with poolDefaults filled in, and with what follows from the rest, as YAML: name → pool. */}}
 {{- define "kvasir.pools" -}}
 {{- $pools := dict -}}
@@ -56,6 +89,9 @@ app.kubernetes.io/part-of: kvasir
 {{- /* The model that ships needs no GPU, and little of the rest. */ -}}
 {{- $is_small := and (eq $whole.model.source "toy") (not $whole.gpu.count) (ne $whole.engine "vllm") -}}
 {{- $_ := set $whole "engine" (default (ternary "torch" "vllm" $is_small) $whole.engine) -}}
+{{- if kindIs "invalid" $whole.gpu.count -}}
+{{- $_ := set $whole.gpu "count" (include "kvasir.gpus" $whole | int) -}}
+{{- end -}}
 {{- $kind := ternary "cpu" "cuda" $is_small -}}
 {{- $_ := set $whole.image "repository" (default (printf "ghcr.io/kvasir/replica-%s" $kind) $whole.image.repository) -}}
 {{- $requests := ternary (dict "cpu" "250m" "memory" "512Mi") (dict "cpu" "2" "memory" "8Gi") $is_small -}}
@@ -64,6 +100,16 @@ app.kubernetes.io/part-of: kvasir
 {{- $_ := set $pools $name $whole -}}
 {{- end -}}
 {{- toYaml $pools -}}
+{{- end -}}
+
+{{/* GPUs of a replica that does not say how many: those over which vLLM divides the model. */}}
+{{- define "kvasir.gpus" -}}
+{{- $arguments := default dict .settings.engine_args -}}
+{{- if eq .engine "vllm" -}}
+{{- mul (dig "tensor_parallel_size" 1 $arguments) (dig "pipeline_parallel_size" 1 $arguments) -}}
+{{- else -}}
+0
+{{- end -}}
 {{- end -}}
 
 {{/*

@@ -119,7 +119,7 @@ resources:
 {{- end -}}
 {{- end -}}
 {{- include "kvasir.checkKV" (dict "name" $name "pool" $pool) -}}
-{{- include "kvasir.checkScaling" (dict "mode" $.Values.fleet.mode "name" $name "scaling" $pool.autoscaling) -}}
+{{- include "kvasir.checkScaling" (dict "root" $ "name" $name "scaling" $pool.autoscaling) -}}
 {{- $path := include "kvasir.modelPath" $pool -}}
 {{- $model_name := default (base $path) $model.name -}}
 {{- $block_size := default (ternary 32 16 (eq $pool.engine "vllm")) $pool.settings.block_size | int -}}
@@ -153,11 +153,11 @@ resources:
 {{- end -}}
 {{- end -}}
 
-{{/* The same for how a pool scales: dict "mode" … "name" … "scaling" …. */}}
+{{/* The same for how a pool scales: dict "root" $ "name" … "scaling" …. */}}
 {{- define "kvasir.checkScaling" -}}
 {{- $scaling := .scaling -}}
 {{- if not $scaling.enabled -}}
-{{- else if ne .mode "kuberay" -}}
+{{- else if not (include "kvasir.inRay" .root) -}}
 {{- fail (printf "pool %s: autoscaling needs fleet.mode kuberay; a StatefulSet has the size that replicas says" .name) -}}
 {{- else if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) -}}
 {{- fail (printf "pool %s: autoscaling.minReplicas is %d, more than maxReplicas, %d" .name (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}

@@ -19,7 +19,7 @@ user ray on >{{ . }} resetchannels ~RAY* ~DUMMY +@all -@admin -@dangerous -@scri
 {{- define "kvasir.redisUsers" -}}
 - router
 - replica
-{{- if and (eq .Values.fleet.mode "kuberay") .Values.ray.faultTolerance }}
+{{- if and (include "kvasir.inRay" .) .Values.ray.faultTolerance }}
 - ray
 {{- end }}
 {{- end -}}

@@ -22,6 +22,8 @@ from tests.helm.chart import DEFINED_BY_OTHERS, FOLDER, KUBERNETES, Values, char
 
 RELEASE = "kvasir"
 NAMESPACE = "llm"
+UNSAID: Values = {"fleet": {"mode": "statefulset"}}
+"""Values that would follow from the cluster."""
 
 
 class RehearsalError(Exception):
@@ -103,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("values", nargs="*", type=Path, help="files of values; later ones win")
     try:
-        for line in rehearse(read_values(parser.parse_args(arguments).values)):
+        for line in rehearse(merged(UNSAID, read_values(parser.parse_args(arguments).values))):
             print(line, flush=True)
     except (RehearsalError, helm_python.HelmError) as error:
         print(f"rehearsal: {error}", file=sys.stderr)

@@ -2,18 +2,24 @@
 
 import base64
 import copy
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import helm_python
 import pytest
 
 from tests.helm.api_server import KINDS, ApiServer, Key, Object, api_server, helm_at
-from tests.helm.chart import chart, objects_in, values_of
+from tests.helm.chart import FOLDER, chart, objects_in, values_of, with_keys
 
 pytestmark = pytest.mark.timeout(60)
 
-LAPTOP: dict[str, Any] = {**values_of("laptop"), "mtls": {"enabled": False}}
+LAPTOP: dict[str, Any] = {
+    **values_of("laptop"),
+    "mtls": {"enabled": False},
+    "fleet": {"mode": "statefulset"},
+}
 CHANGED: dict[str, Any] = {
     **LAPTOP,
     "pools": {"one": {}, "two": {"replicas": 3}},
@@ -145,3 +151,65 @@ def test_where_cert_manager_comes_later_an_upgrade_turns_tls_on_only_if_it_is_to
     assert not has_tls(server)
     helm.upgrade(chart(), "demo", {**UNSAID, "mtls": {"enabled": True}}, namespace="llm")
     assert has_tls(server)
+
+
+AUTO: dict[str, Any] = {**LAPTOP, "fleet": {"mode": "auto"}}
+
+
+def is_in_ray(server: ApiServer) -> bool:
+    kinds = {kind for kind, name in server.installed() if "redis" not in name}
+    assert ("RayCluster" in kinds) != ("StatefulSet" in kinds)
+    return "RayCluster" in kinds
+
+
+def notes_of(helm: helm_python.Config, values: dict[str, Any], **options: bool) -> str:
+    return helm.render(chart(), values, name="demo", namespace="llm", **options)["kvasir/templates/NOTES.txt"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "statefulset", "kuberay"])
+def test_where_kuberay_is_replicas_run_in_ray_unless_the_values_say_otherwise_and_stay_there(
+    server: ApiServer, helm: helm_python.Config, mode: str
+) -> None:
+    values = {**LAPTOP, "fleet": {"mode": mode}}
+    notes = notes_of(helm, values, is_install=True)
+    helm.install(chart(), "demo", values, namespace="llm")
+    assert is_in_ray(server) == (mode != "statefulset")
+    because = "KubeRay's API is there" if mode == "auto" else "fleet.mode says so"
+    where = "StatefulSets" if mode == "statefulset" else "a RayCluster"
+    assert f"Replicas run in {where}: {because}." in notes
+    helm.upgrade(chart(), "demo", {**values, "pools": {"other": {}}}, namespace="llm")
+    assert is_in_ray(server) == (mode != "statefulset")
+
+
+def test_kuberay_that_comes_later_replaces_no_fleet(
+    server: ApiServer, helm: helm_python.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = KINDS["ray.io/v1"]
+    monkeypatch.delitem(KINDS, "ray.io/v1")
+    assert "Replicas run in StatefulSets: KubeRay's API is not there." in notes_of(helm, AUTO)
+    helm.install(chart(), "demo", AUTO, namespace="llm")
+    assert not is_in_ray(server)
+    monkeypatch.setitem(KINDS, "ray.io/v1", kinds)
+    assert "StatefulSets: they run already;" in notes_of(helm, AUTO, is_upgrade=True)
+    helm.upgrade(chart(), "demo", {**AUTO, "pools": {"other": {}}}, namespace="llm")
+    assert not is_in_ray(server)
+    helm.upgrade(chart(), "demo", {**AUTO, "fleet": {"mode": "kuberay"}}, namespace="llm")
+    assert is_in_ray(server), "where the values say so"
+    helm.install(chart(), "new", {**AUTO, "fullnameOverride": "new"}, namespace="llm")
+    assert ("RayCluster", "new") in server.installed(), "another release's StatefulSets are nothing to it"
+
+
+def test_without_a_look_at_the_cluster_there_are_statefulsets_though_kubernetes_is_said_to_have_kuberay(
+    tmp_path: Path,
+) -> None:
+    """The same goes for `helm template --api-versions` and Argo CD, whose upgrades look like installs."""
+    folder = shutil.copytree(FOLDER, tmp_path / "kvasir")
+    helpers = folder / "templates" / "_helpers.tpl"
+    text = helpers.read_text(encoding="utf-8")
+    asked = '.Capabilities.APIVersions.Has "ray.io/v1/RayCluster"'
+    assert text.count(asked) == 2
+    helpers.write_text(text.replace(asked, "eq 1 1"), encoding="utf-8")
+    with helm_python.Chart.load(folder) as told:
+        files = told.render(with_keys({}), name="demo", namespace="llm", is_install=True)
+    assert "StatefulSets: the chart was rendered without a look" in files["kvasir/templates/NOTES.txt"]
+    assert "RayCluster" not in {item["kind"] for item in objects_in(files)}

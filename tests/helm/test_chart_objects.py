@@ -179,8 +179,33 @@ def test_what_a_pool_does_not_say_of_image_engine_and_resources_follows_from_its
     assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
 
 
+@pytest.mark.parametrize(
+    ("pool", "num_gpus"),
+    [
+        ({"engine": "vllm"}, 1),
+        ({"model": {"source": "image", "path": "/m"}}, 1),
+        ({"engine": "vllm", "settings": {"engine_args": {"tensor_parallel_size": 4}}}, 4),
+        (
+            {
+                "engine": "vllm",
+                "settings": {"engine_args": {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}},
+            },
+            8,
+        ),
+        ({"engine": "vllm", "gpu": {"count": 2}}, 2),
+        ({"engine": "vllm", "gpu": {"count": 0}}, 0),
+        ({}, 0),
+        ({"engine": "simulated"}, 0),
+    ],
+)
+def test_a_pool_that_runs_vllm_asks_for_the_gpus_that_it_needs(pool: dict[str, Any], num_gpus: int) -> None:
+    made = named("StatefulSet", POOL, tuple(render({"pools": {"main": pool}})))
+    (container,) = made["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"].get("nvidia.com/gpu", 0) == num_gpus
+
+
 def test_the_notes_speak_of_vllm_without_a_gpu() -> None:
-    for pool, is_said in (({"engine": "vllm"}, True), ({"gpu": {"count": 1}}, False), ({}, False)):
+    for pool, is_said in (({"engine": "vllm", "gpu": {"count": 0}}, True), ({"engine": "vllm"}, False)):
         files = chart().render(with_keys({"pools": {"odd": pool}}), name="demo", namespace="llm")
         assert ("Pool odd runs vLLM and asks for no GPU" in files["kvasir/templates/NOTES.txt"]) == is_said
 
