@@ -59,6 +59,8 @@ and where the chart cannot look at the cluster it takes StatefulSets each time. 
 {mode: {{ .Values.fleet.mode }}, why: fleet.mode says so}
 {{- else if not (.Capabilities.APIVersions.Has "ray.io/v1/RayCluster") -}}
 {mode: statefulset, why: KubeRay's API is not there}
+{{- else if include "kvasir.scaledSets" . -}}
+{mode: statefulset, why: a pool scales by hpa or keda}
 {{- else if not $sets -}}
 {mode: statefulset, why: the chart was rendered without a look at the cluster}
 {{- else if include "kvasir.poolSets" (dict "root" . "sets" $sets.items) -}}

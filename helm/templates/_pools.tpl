@@ -157,12 +157,18 @@ resources:
 {{- define "kvasir.checkScaling" -}}
 {{- $scaling := .scaling -}}
 {{- if not $scaling.enabled -}}
-{{- else if not (include "kvasir.inRay" .root) -}}
-{{- fail (printf "pool %s: autoscaling needs fleet.mode kuberay; a StatefulSet has the size that replicas says" .name) -}}
+{{- else if and (eq $scaling.by "kuberay") (not (include "kvasir.inRay" .root)) -}}
+{{- fail (printf "pool %s: autoscaling.by is kuberay, and its replicas are in a StatefulSet: set it to hpa or keda, or fleet.mode to kuberay" .name) -}}
+{{- else if and (ne $scaling.by "kuberay") (include "kvasir.inRay" .root) -}}
+{{- fail (printf "pool %s: autoscaling.by %s needs fleet.mode statefulset; in a RayCluster pools scale by kuberay" .name $scaling.by) -}}
+{{- else if and (eq $scaling.by "kuberay") (or $scaling.targetQueueSeconds $scaling.targetKvShare) -}}
+{{- fail (printf "pool %s: autoscaling.targetQueueSeconds and targetKvShare are for hpa and keda, not for kuberay" .name) -}}
+{{- else if and (eq $scaling.by "keda") (not $scaling.prometheus) -}}
+{{- fail (printf "pool %s: autoscaling.by is keda, so autoscaling.prometheus must be the address of a Prometheus" .name) -}}
 {{- else if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) -}}
 {{- fail (printf "pool %s: autoscaling.minReplicas is %d, more than maxReplicas, %d" .name (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
-{{- else if not (or $scaling.targetInFlight $scaling.targetPendingTokens) -}}
-{{- fail (printf "pool %s: autoscaling is enabled, but neither targetInFlight nor targetPendingTokens says by what" .name) -}}
+{{- else if not (or $scaling.targetInFlight $scaling.targetPendingTokens $scaling.targetQueueSeconds $scaling.targetKvShare) -}}
+{{- fail (printf "pool %s: autoscaling is enabled, but no target says by what" .name) -}}
 {{- end -}}
 {{- end -}}
 

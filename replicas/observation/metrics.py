@@ -116,6 +116,11 @@ class ReplicaMetrics:
 
     def _add_engine_metrics(self, registry: CollectorRegistry) -> None:
         """Add metrics on the engine's input and progress."""
+        self.prefill_seconds = Gauge(
+            "replica_prefill_seconds_per_token",
+            "What computing a prompt takes for each token; 0 until it is measured",
+            registry=registry,
+        )
         self.arrived = Gauge(
             "replica_arrived_requests",
             "Requests that have arrived but are not yet in the engine's own counts",
@@ -338,6 +343,7 @@ class ReplicaMetrics:
         self.running.set(load.num_running)
         self.waiting.set(load.num_waiting)
         self.pending_tokens.set(load.num_pending_tokens)
+        self.prefill_seconds.set(load.prefill_seconds_per_token)
         self.media.encoded(frame)
         self.used_blocks.set(load.num_used_blocks)
         self.cached_blocks.set(load.num_cached_blocks)

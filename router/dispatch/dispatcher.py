@@ -8,13 +8,14 @@ chosen.
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from replicas.protocol.status import ReplicaId
 from router.dispatch.attempt import Attempt, PromptOf
 from router.dispatch.generation_run import GenerationRun
+from router.dispatch.placement import BYTES_PER_TOKEN
 from router.dispatch.retries import RetryBudget, RetryPolicy
 from router.dispatch.suspects import Presence, Suspects, blamed
 from router.dispatch.waiting_room import WaitingRoom
@@ -224,6 +225,15 @@ class Dispatcher:
             ),
         )
 
+    def _unplaced(self) -> Mapping[str, tuple[int, int]]:
+        """Numbers of waiting generations, and the memory of their prompts, by model."""
+        found = dict.fromkeys(self.table.models, (0, 0))
+        for waiting in (self.room.waiting_by_model, self.holding.waiting_by_model):
+            for model, (number, num_bytes) in waiting.items():
+                before = found.get(model, (0, 0))
+                found[model] = before[0] + number, before[1] + num_bytes
+        return found
+
     def instruments(self) -> Iterator[Instrument]:
         yield counter(
             "router_retries_total",
@@ -251,6 +261,18 @@ class Dispatcher:
             lambda: self.num_late,
         )
         yield gauge("router_runs", "Generations that are being dispatched", lambda: self.num_running)
+        yield gauge(
+            "router_unplaced_requests",
+            "Generations that wait in this router: for a replica, or until one has room",
+            lambda: {model: number for model, (number, _) in self._unplaced().items()},
+            "model",
+        )
+        yield gauge(
+            "router_unplaced_tokens",
+            "Prompt tokens of the generations that wait in this router",
+            lambda: {model: size // BYTES_PER_TOKEN for model, (_, size) in self._unplaced().items()},
+            "model",
+        )
         yield gauge(
             "router_retry_budget",
             "Retries that the retry budget allows now",

@@ -8,7 +8,7 @@ So the first replica to return gets the requests one by one and in order, until 
 """
 
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from replicas.protocol.status import Adapter
@@ -94,6 +94,17 @@ class WaitingRoom:
         """Something has changed with the model's replicas: the first of each lane may try."""
         for tickets in self._lanes.get(model, {}).values():
             _call_first(tickets)
+
+    @property
+    def waiting_by_model(self) -> Mapping[str, tuple[int, int]]:
+        """How many wait for each model, and the memory of their prompts."""
+        return {
+            model: (
+                sum(map(len, lanes.values())),
+                sum(ticket.num_bytes for lane in lanes.values() for ticket in lane),
+            )
+            for model, lanes in self._lanes.items()
+        }
 
     def oldest_seconds(self, now: float) -> float:
         since = [ticket.since for lanes in self._lanes.values() for lane in lanes.values() for ticket in lane]

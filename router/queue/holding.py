@@ -14,7 +14,7 @@ another replica is better by now.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from msgspec import structs
@@ -249,6 +249,13 @@ class Holding:
     @property
     def num_waiting(self) -> int:
         return sum(fleet.queue.num_waiting for fleet in self._fleets.values())
+
+    @property
+    def waiting_by_model(self) -> Mapping[str, tuple[int, int]]:
+        """How many are held for each model, and the memory of their prompts."""
+        return {
+            model: (fleet.queue.num_waiting, fleet.queue.num_bytes) for model, fleet in self._fleets.items()
+        }
 
     def num_waiting_for(self, model: str) -> int:
         fleet = self._fleets.get(model)

@@ -33,6 +33,7 @@ KINDS: dict[str, dict[str, str]] = {
     },
     "apps/v1": {"Deployment": "deployments", "StatefulSet": "statefulsets"},
     "ray.io/v1": {"RayCluster": "rayclusters"},
+    "keda.sh/v1alpha1": {"ScaledObject": "scaledobjects"},
     "cert-manager.io/v1": {"Issuer": "issuers", "Certificate": "certificates"},
     "gateway.networking.k8s.io/v1": {"HTTPRoute": "httproutes"},
     "autoscaling/v2": {"HorizontalPodAutoscaler": "horizontalpodautoscalers"},

@@ -22,6 +22,7 @@ DEFINED_BY_OTHERS = {
     ("monitoring.coreos.com/v1", "PrometheusRule"),
     ("gateway.networking.k8s.io/v1", "HTTPRoute"),
     ("ray.io/v1", "RayCluster"),
+    ("keda.sh/v1alpha1", "ScaledObject"),
     ("cert-manager.io/v1", "Issuer"),
     ("cert-manager.io/v1", "Certificate"),
 }
@@ -34,6 +35,11 @@ Values = Mapping[str, Any]
 
 MONITORING = {"monitors": {"enabled": True}, "rules": {"enabled": True}, "dashboards": {"enabled": True}}
 EXTERNAL: Values = {"host": "redis.example", "passwordSecret": "credentials"}
+PROMETHEUS = "http://prometheus.monitoring:9090"
+EVERY_TARGET: Values = {
+    **{"minReplicas": 2, "maxReplicas": 8, "upSeconds": 2.5},
+    **{"targetInFlight": 24, "targetPendingTokens": 1e6, "targetQueueSeconds": 0.5, "targetKvShare": 0.8},
+}
 TOGGLES: dict[str, Values] = {
     "nothing set": {},
     "long names": {"fullnameOverride": "a" * 40, "pools": {"b" * 15: {}}},
@@ -140,6 +146,22 @@ TOGGLES: dict[str, Values] = {
             "c": {"replicas": 3, "engine": "torch", "model": {"name": "fixed"}},
         },
         "ray": {"autoscaler": {"idleSeconds": 90}, "image": {"pullPolicy": "Always"}},
+    },
+    "pools that scale by hpa and keda": {
+        "fleet": {"mode": "statefulset"},
+        "monitoring": {"rules": {"labels": {"prometheus": "ours"}}},
+        "pools": {
+            "a": {"autoscaling": {"enabled": True, "by": "hpa", **EVERY_TARGET}, "replicas": 9},
+            "b": {
+                "autoscaling": {"enabled": True, "by": "keda", "prometheus": PROMETHEUS, **EVERY_TARGET},
+                "model": {"source": "image", "path": "/opt/qwen"},
+            },
+            "c": {
+                "autoscaling": {"enabled": True, "by": "keda", "prometheus": PROMETHEUS, "downSeconds": 9e9},
+                "model": {"source": "image", "path": "/opt/qwen"},
+            },
+            "d": {"replicas": 3, "model": {"source": "image", "path": "/opt/other"}},
+        },
     },
     "mTLS": {"mtls": {"enabled": True}},
     "mTLS, given issuer": {

@@ -147,10 +147,11 @@ def test_where_cert_manager_comes_later_an_upgrade_turns_tls_on_only_if_it_is_to
     helm.install(chart(), "demo", UNSAID, namespace="llm")
     assert not has_tls(server)
     monkeypatch.setitem(KINDS, "cert-manager.io/v1", kinds)
-    helm.upgrade(chart(), "demo", {**UNSAID, "logLevel": "debug"}, namespace="llm")
-    assert not has_tls(server)
-    helm.upgrade(chart(), "demo", {**UNSAID, "mtls": {"enabled": True}}, namespace="llm")
-    assert has_tls(server)
+    with helm_at(server, "llm") as later:  # one that has not asked yet which APIs there are
+        later.upgrade(chart(), "demo", {**UNSAID, "logLevel": "debug"}, namespace="llm")
+        assert not has_tls(server)
+        later.upgrade(chart(), "demo", {**UNSAID, "mtls": {"enabled": True}}, namespace="llm")
+        assert has_tls(server)
 
 
 AUTO: dict[str, Any] = {**LAPTOP, "fleet": {"mode": "auto"}}
@@ -162,17 +163,12 @@ def is_in_ray(server: ApiServer) -> bool:
     return "RayCluster" in kinds
 
 
-def notes_of(helm: helm_python.Config, values: dict[str, Any], **options: bool) -> str:
-    return helm.render(chart(), values, name="demo", namespace="llm", **options)["kvasir/templates/NOTES.txt"]
-
-
 @pytest.mark.parametrize("mode", ["auto", "statefulset", "kuberay"])
 def test_where_kuberay_is_replicas_run_in_ray_unless_the_values_say_otherwise_and_stay_there(
     server: ApiServer, helm: helm_python.Config, mode: str
 ) -> None:
     values = {**LAPTOP, "fleet": {"mode": mode}}
-    notes = notes_of(helm, values, is_install=True)
-    helm.install(chart(), "demo", values, namespace="llm")
+    notes = helm.install(chart(), "demo", values, namespace="llm")["notes"]
     assert is_in_ray(server) == (mode != "statefulset")
     because = "KubeRay's API is there" if mode == "auto" else "fleet.mode says so"
     where = "StatefulSets" if mode == "statefulset" else "a RayCluster"
@@ -186,17 +182,20 @@ def test_kuberay_that_comes_later_replaces_no_fleet(
 ) -> None:
     kinds = KINDS["ray.io/v1"]
     monkeypatch.delitem(KINDS, "ray.io/v1")
-    assert "Replicas run in StatefulSets: KubeRay's API is not there." in notes_of(helm, AUTO)
-    helm.install(chart(), "demo", AUTO, namespace="llm")
+    notes = helm.install(chart(), "demo", AUTO, namespace="llm")["notes"]
+    assert "Replicas run in StatefulSets: KubeRay's API is not there." in notes
     assert not is_in_ray(server)
     monkeypatch.setitem(KINDS, "ray.io/v1", kinds)
-    assert "StatefulSets: they run already;" in notes_of(helm, AUTO, is_upgrade=True)
-    helm.upgrade(chart(), "demo", {**AUTO, "pools": {"other": {}}}, namespace="llm")
-    assert not is_in_ray(server)
-    helm.upgrade(chart(), "demo", {**AUTO, "fleet": {"mode": "kuberay"}}, namespace="llm")
-    assert is_in_ray(server), "where the values say so"
-    helm.install(chart(), "new", {**AUTO, "fullnameOverride": "new"}, namespace="llm")
-    assert ("RayCluster", "new") in server.installed(), "another release's StatefulSets are nothing to it"
+    with helm_at(server, "llm") as later:  # one that has not asked yet which APIs there are
+        other = {**AUTO, "pools": {"other": {}}}
+        notes = later.upgrade(chart(), "demo", other, namespace="llm")["notes"]
+        assert "StatefulSets: they run already;" in notes
+        assert not is_in_ray(server)
+        later.install(chart(), "new", {**AUTO, "fullnameOverride": "new"}, namespace="llm")
+        assert ("RayCluster", "new") in server.objects, "another release's StatefulSets are nothing to it"
+        later.uninstall("new")
+        later.upgrade(chart(), "demo", {**AUTO, "fleet": {"mode": "kuberay"}}, namespace="llm")
+        assert is_in_ray(server), "where the values say so"
 
 
 def test_without_a_look_at_the_cluster_there_are_statefulsets_though_kubernetes_is_said_to_have_kuberay(

@@ -1,4 +1,4 @@
-"""Pools whose size follows their load: what Kvasir's controller, Ray and KubeRay are told about it agrees."""
+"""Pools in Ray whose size follows their load: what controller, Ray and KubeRay are told about it agrees."""
 
 from typing import Any
 
@@ -48,7 +48,8 @@ def test_there_is_a_value_for_every_field_of_the_fleet_file() -> None:
         )
         for name in AUTOSCALING_FIELDS
     }
-    assert set(values) == {"enabled", *in_camel_case}
+    elsewhere = {"by", "targetQueueSeconds", "targetKvShare", "prometheus"}
+    assert set(values) == {"enabled", *elsewhere, *in_camel_case}
 
 
 @pytest.mark.parametrize("case", [CASE, "kuberay"])

@@ -119,6 +119,8 @@ def test_every_setting_of_the_programs_can_be_set_once(
         ({"pools": {"a": {"settings": {"host_kv_bytes": 1}}}}, "host_kv_bytes"),
         ({"pools": {"a": {"autoscaling": {"targetInflight": 3}}}}, "targetInflight"),
         ({"pools": {"a": {"autoscaling": {"tolerance": 1}}}}, "/pools/a/autoscaling/tolerance"),
+        ({"pools": {"a": {"autoscaling": {"by": "vpa"}}}}, "/pools/a/autoscaling/by"),
+        ({"pools": {"a": {"autoscaling": {"prometheus": "here:9090"}}}}, "/pools/a/autoscaling/prometheus"),
         ({"poolDefaults": {"autoscaling": {"minReplicas": 0}}}, "/poolDefaults/autoscaling/minReplicas"),
         ({"ray": {"autoscaler": {"idleSecond": 3}}}, "idleSecond"),
         ({"runAsUser": 0}, "/runAsUser"),
@@ -208,7 +210,19 @@ HUB = {"source": "hub", "repository": "Qwen/Qwen3-8B"}
         ),
         (
             {"pools": {"a": {"autoscaling": {"enabled": True}}}},
-            "pool a: autoscaling needs fleet.mode kuberay; a StatefulSet has the size that replicas says",
+            "pool a: autoscaling.by is kuberay, and its replicas are in a StatefulSet: set it to hpa or keda",
+        ),
+        (
+            {**KUBERAY, "pools": {"a": {"autoscaling": {"enabled": True, "by": "hpa"}}}},
+            "pool a: autoscaling.by hpa needs fleet.mode statefulset",
+        ),
+        (
+            {"pools": {"a": {"autoscaling": {"enabled": True, "by": "keda"}}}},
+            "pool a: autoscaling.by is keda, so autoscaling.prometheus must be",
+        ),
+        (
+            {**KUBERAY, "pools": {"a": {"autoscaling": {"enabled": True, "targetKvShare": 0.8}}}},
+            "pool a: autoscaling.targetQueueSeconds and targetKvShare are for hpa and keda",
         ),
         (
             {**KUBERAY, "pools": {"a": {"autoscaling": {"enabled": True, "minReplicas": 9}}}},
@@ -216,7 +230,7 @@ HUB = {"source": "hub", "repository": "Qwen/Qwen3-8B"}
         ),
         (
             {**KUBERAY, "poolDefaults": {"autoscaling": {"enabled": True, "targetInFlight": 0}}},
-            "pool main: .* neither targetInFlight nor targetPendingTokens says by what",
+            "pool main: .* no target says by what",
         ),
         (
             {"mtls": {"enabled": True, "existingSecrets": {"router": "mine"}}},

@@ -89,7 +89,8 @@ def test_leases_are_counted_by_what_became_of_them() -> None:
 def test_what_engines_encode_of_images_is_counted() -> None:
     metrics = ReplicaMetrics(CollectorRegistry())
     for num_encoded in (64, 0, 100):
-        load = LoadSnapshot(encode_seconds_per_token=0.25)
+        load = LoadSnapshot(encode_seconds_per_token=0.25, prefill_seconds_per_token=0.125)
         metrics.observe(StepFrame(num_encoded_tokens=num_encoded, load=load), 0.0)
     assert sample(metrics, "replica_encoded_image_tokens_total") == 164
     assert sample(metrics, "replica_encode_seconds_per_image_token") == 0.25
+    assert sample(metrics, "replica_prefill_seconds_per_token") == 0.125

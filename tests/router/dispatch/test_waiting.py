@@ -15,6 +15,7 @@ from router.errors import GenerationFailed, NoReplicaAvailable
 from router.fleet.fleet_health import FleetHealth
 from router.generation import Generation
 from router.queue.room import NUM_NEXT
+from router.shared.instruments import Reading
 from tests.router.dispatched_fleet import (
     GENERATION,
     PROMPT,
@@ -77,6 +78,30 @@ async def test_who_asks_while_all_are_away_is_answered_when_one_is_back(emptied:
     tasks = await ask(emptied, range(50))
     assert emptied.dispatcher.room.num_bytes > 50 * len(PROMPT)
     await emptied.add("back")
+    await asyncio.gather(*tasks)
+
+
+def unplaced(fleet: DispatchedFleet) -> dict[str, dict[str, float]]:
+    found = {}
+    for name in ("requests", "tokens"):
+        (gauge,) = [each for each in fleet.dispatcher.instruments() if each.name == f"router_unplaced_{name}"]
+        assert isinstance(gauge, Reading)
+        found[name] = dict(gauge.read())  # type: ignore[call-overload]
+    return found
+
+
+async def test_autoscalers_are_told_how_much_waits_for_a_replica_or_for_room_at_one(
+    emptied: DispatchedFleet,
+) -> None:
+    assert unplaced(emptied) == {"requests": {"toy": 0}, "tokens": {"toy": 0}}
+    tasks = await ask(emptied, range(30))
+    assert unplaced(emptied) == {"requests": {"toy": 30}, "tokens": {"toy": 30 * (len(PROMPT) + 1)}}
+    first = await emptied.add("first", max_running=4, holding=True)
+    await eventually(lambda: first.num_live == 4 + NUM_NEXT)
+    left = num_waiting(emptied)
+    assert left == 30 - 4 - NUM_NEXT
+    assert unplaced(emptied) == {"requests": {"toy": left}, "tokens": {"toy": left * (len(PROMPT) + 1)}}
+    first.script.holding = False
     await asyncio.gather(*tasks)
 
 
