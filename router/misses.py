@@ -47,9 +47,14 @@ class Cause(enum.StrEnum):
     REPLICA_RESTARTED = "replica_restarted"
     """The incarnation that held it is gone."""
     UNKNOWN = "unknown"
+    NOT_REPORTED = "not_reported"
+    """The engine does not say what it read from its cache."""
 
 
-NOTHING_LOST = frozenset({Cause.HIT, Cause.NEVER_CACHED, Cause.BELOW_A_BLOCK})
+NOTHING_LOST = frozenset({Cause.HIT, Cause.NEVER_CACHED, Cause.BELOW_A_BLOCK, Cause.NOT_REPORTED})
+
+OF_NO_SPAN = frozenset({Cause.HIT, Cause.NOT_REPORTED})
+"""Said of whole prompts only."""
 
 
 class MissedSpan(NamedTuple):
@@ -76,7 +81,7 @@ class MissedSpan(NamedTuple):
 
 class Misses(NamedTuple):
     """`cause` is the one by which most was lost; if nothing was, that of the first span, or HIT if all that
-    could be read was."""
+    could be read was. There are no spans with NOT_REPORTED."""
 
     cause: Cause
     spans: tuple[MissedSpan, ...]

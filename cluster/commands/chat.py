@@ -28,7 +28,7 @@ class Turn:
     text: str = ""
     replica: str = "?"
     num_prompt_tokens: int | None = None
-    num_cached_tokens: int = 0
+    num_cached_tokens: int | None = None
     num_cross_user_tokens: int = 0
     num_host_tokens: int = 0
     num_disk_tokens: int = 0
@@ -40,8 +40,9 @@ class Turn:
         """Summarise the turn in one line."""
         parts = [self.replica]
         if self.num_prompt_tokens is not None:
-            computed = self.num_prompt_tokens - self.num_cached_tokens
             parts.append(f"prompt {self.num_prompt_tokens} tokens")
+        if self.num_prompt_tokens is not None and self.num_cached_tokens is not None:
+            computed = self.num_prompt_tokens - self.num_cached_tokens
             parts.append(f"cached {self.num_cached_tokens}{self._origins()}, computed {computed}")
         if self.first_seconds is not None:
             parts.append(f"TTFT {self.first_seconds * 1000:.0f} ms")
@@ -144,7 +145,7 @@ class Chat:
             turn.num_prompt_tokens = usage["prompt_tokens"]
             turn.num_output_tokens = usage["completion_tokens"]
             details = usage.get("prompt_tokens_details") or {}
-            turn.num_cached_tokens = details.get("cached_tokens", 0)
+            turn.num_cached_tokens = details.get("cached_tokens")
             turn.num_cross_user_tokens = details.get("cross_user_cached_tokens", 0)
             turn.num_host_tokens = details.get("host_cached_tokens", 0)
             turn.num_disk_tokens = details.get("disk_cached_tokens", 0)

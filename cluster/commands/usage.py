@@ -93,14 +93,16 @@ def render(found: Mapping[str, Any], by: Sequence[str]) -> str:
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    names = ("requests", "prompt_tokens", "cached_tokens", "written_tokens", "output_tokens", "cost", "saved")
+    prompt = ("prompt_tokens", "unreported_tokens", "cached_tokens", "written_tokens")
+    names = ("requests", *prompt, "output_tokens", "cost", "saved")
     tiers: dict[str, float] = row["cached_tokens_by_tier"]
     return {**{name: row[name] for name in names}, **tiers}
 
 
 def _cells(total: Mapping[str, float]) -> list[str]:
     prompt, cached = total["prompt_tokens"], total["cached_tokens"]
-    share = f"{cached / prompt:.0%}" if prompt else "-"
+    reported = prompt - total["unreported_tokens"]
+    share = f"{cached / reported:.0%}" if reported else "-"
     whole = [f"{total['requests']:,.0f}", f"{prompt:,.0f}", f"{cached:,.0f}", share]
     rest = ("device", "host", "disk", "written_tokens", "output_tokens", "cost", "saved")
     return [*whole, *(f"{total[name]:,.0f}" for name in rest)]

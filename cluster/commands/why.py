@@ -87,6 +87,10 @@ def render(found: Mapping[str, Any]) -> Iterator[str]:
 def _prompt(prompt: Mapping[str, Any]) -> Iterator[str]:
     cached, length = prompt["cached_tokens"], prompt["prompt_tokens"]
     at = f" at {prompt['replica']}" if prompt["replica"] else ""
+    if cached is None:
+        yield f"  {prompt['outcome']}: the engine{at} does not say how many of {length:,} tokens were cached"
+        yield from _nearest(prompt)
+        return
     yield f"  {prompt['outcome']}: {cached:,} of {length:,} tokens were read from cache{at}"
     tiers = {tier: count for tier, count in prompt["cached_tokens_by_tier"].items() if count}
     if cached and set(tiers) != {"device"}:

@@ -134,8 +134,8 @@ class Bench:
             prefix = self.prompt(num_prefix_tokens)
             miss, first = self.first_token(prefix + self.prompt(num_question_tokens))
             hit, second = self.first_token(prefix + self.prompt(num_question_tokens))
-            num_cached = second.num_cached_tokens
-            self._check(first.num_cached_tokens, 0)
+            num_cached = second.num_cached_tokens or 0
+            self._check(first.num_cached_tokens or 0, 0)
             self._check(num_cached, num_prefix_tokens // DEFAULT_BLOCK_SIZE * DEFAULT_BLOCK_SIZE)
             misses.append(miss)
             hits.append(hit)

@@ -89,13 +89,14 @@ class Bench:
             print(f"  left out: found on {self._found(usage)} what was to be on {where}: {usage}")
 
     def _found(self, usage: PromptUsage) -> str:
-        if usage.num_cached_tokens < self._num_tokens * 0.9:
-            return "miss" if not usage.num_cached_tokens else "part"
-        if usage.num_pulled_tokens > usage.num_cached_tokens / 2:
+        num_cached = usage.num_cached_tokens or 0
+        if num_cached < self._num_tokens * 0.9:
+            return "miss" if not num_cached else "part"
+        if usage.num_pulled_tokens > num_cached / 2:
             return "peer"
-        if usage.num_disk_tokens > usage.num_cached_tokens / 2:
+        if usage.num_disk_tokens > num_cached / 2:
             return "disk"
-        return "host" if usage.num_slower_tier_tokens > usage.num_cached_tokens / 2 else "device"
+        return "host" if usage.num_slower_tier_tokens > num_cached / 2 else "device"
 
 
 def _submit(prompt: list[int]) -> Submit:

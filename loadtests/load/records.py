@@ -51,7 +51,7 @@ def answered(
         num_output_tokens=usage.completion_tokens or 0,
         ttft_seconds=ttft_seconds,
         e2e_seconds=e2e_seconds,
-        num_cached_tokens=None if details is None else details.cached_tokens or 0,
+        num_cached_tokens=None if details is None else details.cached_tokens,
         num_cross_user_tokens=None if details is None else details.cross_user_cached_tokens,
         num_host_tokens=None if details is None else details.host_cached_tokens,
         num_disk_tokens=None if details is None else details.disk_cached_tokens,

@@ -325,7 +325,7 @@ class ReplicaMetrics:
         prompt = cached = cross_user = generated = 0
         for delta in frame.deltas:
             generated += len(delta.token_ids)
-            if delta.usage is not None:
+            if delta.usage is not None and delta.usage.num_cached_tokens is not None:
                 prompt += delta.usage.num_prompt_tokens
                 cached += delta.usage.num_cached_tokens
                 cross_user += delta.usage.num_cross_user_tokens

@@ -139,13 +139,14 @@ class _SubmitSpans(SubmitTrace):
         self._span.set_attributes(
             {
                 "gen_ai.usage.input_tokens": usage.num_prompt_tokens,
-                "gen_ai.usage.cache_read.input_tokens": usage.num_cached_tokens,
                 "gen_ai.usage.cache_creation.input_tokens": usage.num_written_tokens,
                 "kvasir.cross_user_tokens": usage.num_cross_user_tokens,
                 "kvasir.host_tokens": usage.num_host_tokens,
                 "kvasir.disk_tokens": usage.num_disk_tokens,
             }
         )
+        if usage.num_cached_tokens is not None:
+            self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", usage.num_cached_tokens)
 
     def _fail(self, reason: str) -> None:
         self._span.set_attribute("error.type", reason)

@@ -9,6 +9,7 @@ default: so two versions still understand each other.
 """
 
 import enum
+from collections.abc import Iterable
 from typing import Annotated, NamedTuple, NewType
 
 from msgspec import Meta, Struct, field
@@ -202,6 +203,8 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
 class PromptUsage(Struct, frozen=True, omit_defaults=True):
     """How a prompt was served: `num_cached_tokens` were read from cache, never computed.
 
+    None is an engine that does not say; then every other count but the prompt's own is 0.
+
     `num_written_tokens` are tokens of full prompt blocks that this request added to the cache.
     `num_cross_user_tokens` of the cached ones lie in blocks that another user's request computed,
     `num_own_tokens` in blocks of the same user's earlier requests; for the rest either user is unknown.
@@ -217,7 +220,7 @@ class PromptUsage(Struct, frozen=True, omit_defaults=True):
     """
 
     num_prompt_tokens: Uint32
-    num_cached_tokens: Uint32
+    num_cached_tokens: Uint32 | None
     num_written_tokens: Uint32
     num_cross_user_tokens: Uint32 = 0
     num_own_tokens: Uint32 = 0
@@ -234,13 +237,23 @@ class PromptUsage(Struct, frozen=True, omit_defaults=True):
 
     @property
     def num_device_tokens(self) -> int:
-        return self.num_cached_tokens - self.num_slower_tier_tokens
+        return (self.num_cached_tokens or 0) - self.num_slower_tier_tokens
 
     @property
     def num_host_tokens(self) -> int:
         """Cached tokens in host memory, including a peer's; with those on the device and on disk they add up
         to all."""
         return self.num_slower_tier_tokens - self.num_disk_tokens
+
+
+def num_cached_of(usages: Iterable[PromptUsage]) -> int | None:
+    """Sum what prompts read from cache; None if it is not known of all of them."""
+    num_cached = 0
+    for usage in usages:
+        if usage.num_cached_tokens is None:
+            return None
+        num_cached += usage.num_cached_tokens
+    return num_cached
 
 
 class Refusal(Struct, frozen=True):

@@ -213,7 +213,7 @@ def _check_card(card: ModelCard) -> None:
 
 def _check_usage(usage: PromptUsage) -> None:
     """Parts are no larger than the whole."""
-    cached = usage.num_cached_tokens
+    cached = usage.num_cached_tokens or 0
     if not (
         cached <= usage.num_prompt_tokens
         and usage.num_cross_user_tokens + usage.num_own_tokens <= cached

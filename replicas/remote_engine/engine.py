@@ -142,6 +142,7 @@ class RemoteEngine:
         self._stored_since_add, self._added_at = False, 0.0
         self._ended: list[Ended] = []
         self._unsaid: list[CacheEvent] = []
+        self._has_warned = False
         self._proof: set[BlockHash] = set()
         self._residency = ServerResidency(self._card.block_size, self._card.num_blocks)
         self._feed = EventFeed(source, self._tell)
@@ -347,12 +348,6 @@ class RemoteEngine:
         refusal = ended.refusal
         if refusal is None and live.finish in (None, FinishReason.ERROR):
             refusal = Refusal(RefusalCode.INTERNAL, "the server's answer has no end")
-        if refusal is None and (live.usage is None or live.usage.num_cached_tokens is None):
-            refusal = Refusal(
-                RefusalCode.INTERNAL,
-                "the server does not say how much of a prompt was cached: start it with"
-                " --enable-prompt-tokens-details",
-            )
         if refusal is not None:
             self._fail(ended.name, refusal)
             return
@@ -368,8 +363,12 @@ class RemoteEngine:
 
     def _usage_of(self, live: _Live) -> PromptUsage:
         submit, size, num_prompt_tokens = live.request.submit, self._card.block_size, live.num_prompt_tokens
-        assert live.usage is not None
-        num_cached = min(live.usage.num_cached_tokens or 0, num_prompt_tokens)
+        leases = without_tiers(submit.leases).answers
+        said = None if live.usage is None else live.usage.num_cached_tokens
+        if said is None or not 0 <= said <= len(live.request.token_ids):
+            self._warn_of(said)
+            return PromptUsage(num_prompt_tokens, None, 0, leases=leases)
+        num_cached = min(said, num_prompt_tokens)
         shares = NO_SHARES
         if num_cached and submit.user != NO_USER:
             found = hash_blocks(submit.root, live.request.token_ids[: num_cached // size * size], size)
@@ -382,8 +381,18 @@ class RemoteEngine:
             num_written_tokens=max(0, num_prompt_tokens // size * size - num_cached),
             num_cross_user_tokens=min(shares.cross_user, num_cached),
             num_own_tokens=min(shares.own, num_cached - min(shares.cross_user, num_cached)),
-            leases=without_tiers(submit.leases).answers,
+            leases=leases,
         )
+
+    def _warn_of(self, said: int | None) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            what = "does not say" if said is None else f"says {said} tokens when asked"
+            logger.warning(
+                "the server %s how much of a prompt was cached: start vLLM with"
+                " --enable-prompt-tokens-details",
+                what,
+            )
 
     # How busy it is.
 

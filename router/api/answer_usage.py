@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from replicas.protocol.blocks import ImageTokens
-from replicas.protocol.frames import PromptUsage
+from replicas.protocol.frames import PromptUsage, num_cached_of
 from replicas.protocol.prefix_leases import PrefixLease
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerUsage:
     """`leases` are those that were asked for, and `media` where images stand, prompt by prompt; the tokens of
-    reasoning are among the output's. All counts are exact.
+    reasoning are among the output's. All counts are exact; None of cached tokens is not known.
     """
 
     prompts: Sequence[PromptUsage]
@@ -28,7 +28,7 @@ class AnswerUsage:
         return self.total().num_prompt_tokens
 
     @property
-    def num_cached_tokens(self) -> int:
+    def num_cached_tokens(self) -> int | None:
         return self.total().num_cached_tokens
 
     @property
@@ -41,7 +41,7 @@ class AnswerUsage:
         for spans, prompt in zip(self.media, self.prompts, strict=False):
             for span in spans:
                 num_tokens += span.length
-                num_cached += max(0, min(span.length, prompt.num_cached_tokens - span.start))
+                num_cached += max(0, min(span.length, (prompt.num_cached_tokens or 0) - span.start))
         return num_tokens, num_cached
 
     def total(self) -> PromptUsage:
@@ -49,7 +49,11 @@ class AnswerUsage:
         if len(self.prompts) == 1:  # nearly always
             return self.prompts[0]
         sums = {field: sum(getattr(prompt, field) for prompt in self.prompts) for field in _COUNTS}
-        return PromptUsage(**sums)
+        return PromptUsage(num_cached_tokens=num_cached_of(self.prompts), **sums)
 
 
-_COUNTS = tuple(field for field in PromptUsage.__struct_fields__ if field.startswith("num_"))
+_COUNTS = tuple(
+    field
+    for field in PromptUsage.__struct_fields__
+    if field.startswith("num_") and field != "num_cached_tokens"
+)

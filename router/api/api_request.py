@@ -82,7 +82,7 @@ class Prompt:
         self.decision, self.decision_seconds = run.decision, run.decision_seconds
 
     def usage_or_bare(self) -> PromptUsage:
-        return self.usage or PromptUsage(len(self.generation.token_ids), 0, 0)
+        return self.usage or PromptUsage(len(self.generation.token_ids), None, 0)
 
     def served(self) -> ServedPrompt:
         num_output_tokens = sum([output.num_tokens for output in self.outputs])

@@ -66,11 +66,14 @@ class _Fact(NamedTuple):
 
 def misses(usage: PromptUsage, decision: Decision | None, past: Past, block_size: int) -> Misses:
     """Why each token that was not read was not."""
+    num_cached = usage.num_cached_tokens
+    if num_cached is None:
+        return Misses(Cause.NOT_REPORTED, ())
     num_reusable = max(0, usage.num_prompt_tokens - 1) // block_size * block_size
     spans: list[MissedSpan] = []
-    start = usage.num_cached_tokens
+    start = num_cached
     if start < num_reusable:
-        for fact in _facts(usage, decision, past, block_size, num_reusable):
+        for fact in _facts(usage, num_cached, decision, past, block_size, num_reusable):
             end = min(fact.end, num_reusable)
             if end <= start:
                 continue
@@ -81,31 +84,35 @@ def misses(usage: PromptUsage, decision: Decision | None, past: Past, block_size
             start = end
     if usage.num_prompt_tokens > start:
         spans.append(MissedSpan(Cause.BELOW_A_BLOCK, start, usage.num_prompt_tokens))
-    is_hit = bool(num_reusable) and usage.num_cached_tokens >= num_reusable
+    is_hit = bool(num_reusable) and num_cached >= num_reusable
     if is_hit or not spans:
         return Misses(Cause.HIT, tuple(spans))
     return Misses(next(iter(losses(spans)), spans[0].cause), tuple(spans))
 
 
 def _facts(
-    usage: PromptUsage, decision: Decision | None, past: Past, block_size: int, num_reusable: int
+    usage: PromptUsage,
+    num_cached: int,
+    decision: Decision | None,
+    past: Past,
+    block_size: int,
+    num_reusable: int,
 ) -> Iterator[_Fact]:
     """The strongest first."""
     replica_id = None if decision is None else decision.replica_id
     if usage.num_unresumable_tokens:
-        yield from _of_sparse(usage, replica_id, past.departed_points)
-    yield from _of_replica(usage, replica_id)
+        yield from _of_sparse(usage, num_cached, replica_id, past.departed_points)
+    yield from _of_replica(usage, num_cached, replica_id)
     if decision is not None:
-        yield from _of_chosen(usage, decision, block_size)
+        yield from _of_chosen(num_cached, decision, block_size)
         held = decision.held
         if held is not None and any(
-            levels and levels[0][0] * block_size > usage.num_cached_tokens
-            for levels in (held.levels, held.stored)
+            levels and levels[0][0] * block_size > num_cached for levels in (held.levels, held.stored)
         ):
             yield from _of_others(decision, held, block_size)
     if past.departed:
         yield from _of_departed(past.departed)
-    if past.known.num_tokens > usage.num_cached_tokens:
+    if past.known.num_tokens > num_cached:
         yield from _of_known(past, decision, block_size)
     for start, end in past.repeated:
         yield _Fact(start, Cause.NEVER_CACHED)
@@ -113,9 +120,9 @@ def _facts(
     yield _Fact(num_reusable, Cause.NEVER_CACHED)
 
 
-def _of_replica(usage: PromptUsage, replica_id: ReplicaId | None) -> Iterator[_Fact]:
+def _of_replica(usage: PromptUsage, num_cached: int, replica_id: ReplicaId | None) -> Iterator[_Fact]:
     """Yield the replica's own facts: first what it has but did not move, then what it lacks."""
-    end = usage.num_cached_tokens + usage.num_unresumable_tokens
+    end = num_cached + usage.num_unresumable_tokens
     for num_tokens, cause in (
         (usage.num_lost_tokens, Cause.LOST_IN_TRANSFER),
         (usage.num_unmoved_tokens, Cause.NOT_WORTH_MOVING),
@@ -128,18 +135,18 @@ def _of_replica(usage: PromptUsage, replica_id: ReplicaId | None) -> Iterator[_F
 
 
 def _of_sparse(
-    usage: PromptUsage, replica_id: ReplicaId | None, departed_points: Sequence[Departed]
+    usage: PromptUsage, num_cached: int, replica_id: ReplicaId | None, departed_points: Sequence[Departed]
 ) -> Iterator[_Fact]:
     """Yield what some of its layers have: up to a point that it could be resumed at before that was evicted,
     and behind it."""
-    end = usage.num_cached_tokens + usage.num_unresumable_tokens
+    end = num_cached + usage.num_unresumable_tokens
     for gone in departed_points:
         if gone.replica_id == replica_id and not gone.is_replica_gone and gone.end <= end:
             yield _Fact(gone.end, Cause.EVICTED, replica_id, gone.at)
     yield _Fact(end, Cause.NOT_RESUMABLE, replica_id)
 
 
-def _of_chosen(usage: PromptUsage, decision: Decision, block_size: int) -> Iterator[_Fact]:
+def _of_chosen(num_cached: int, decision: Decision, block_size: int) -> Iterator[_Fact]:
     """Yield what the replica had by the index, or was about to have, and did not read."""
     held, replica_id, planned = decision.held, decision.replica_id, decision.overlap_tokens
     if held is None:
@@ -150,7 +157,7 @@ def _of_chosen(usage: PromptUsage, decision: Decision, block_size: int) -> Itera
     if chosen is None or chosen.load.speeds.host is None:
         yield _Fact(num_stored, Cause.EVICTED, replica_id)
     else:
-        if usage.num_cached_tokens < planned:
+        if num_cached < planned:
             yield _Fact(min(planned, num_stored), Cause.EVICTED, replica_id)
         yield _Fact(num_stored, Cause.NOT_WORTH_MOVING, replica_id)
     yield _Fact(held.depth(replica_id) * block_size, Cause.NOT_YET_WRITTEN, replica_id)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from replicas.protocol.frames import PromptUsage
+from replicas.protocol.frames import PromptUsage, num_cached_of
 from router.explain.nearest import Nearest, PromptFacts
 from router.explain.places import Place, PlaceKind
 from router.misses import Cause, Misses, losses
@@ -26,7 +26,8 @@ SETTINGS_PATHS = {
 """Paths in a client's body of settings that change a prompt's namespace or its template."""
 
 
-Outcome = Literal["hit", "miss", "partial"]
+Outcome = Literal["hit", "miss", "partial", "unknown"]
+"""Unknown: the engine does not say what it read from its cache."""
 
 
 class Earlier(msgspec.Struct, frozen=True, array_like=True):
@@ -44,7 +45,7 @@ class Earlier(msgspec.Struct, frozen=True, array_like=True):
 
 class PromptExplanation(msgspec.Struct, frozen=True, array_like=True):
     num_prompt_tokens: int
-    num_cached_tokens: int
+    num_cached_tokens: int | None
     num_tier_tokens: tuple[int, int, int]
     """The part from the device, from host memory, from disk."""
     cause: str
@@ -143,7 +144,9 @@ def header_of(prompts: Sequence[tuple[PromptUsage, Misses]]) -> bytes:
     """Write `x-kvasir-cache` for a request's prompts. The cause is the one that lost most; if there are
     several, each follows with its tokens."""
     lost = losses(span for _, found in prompts for span in found.spans)
-    num_cached = sum(usage.num_cached_tokens for usage, _ in prompts)
+    num_cached = num_cached_of(usage for usage, _ in prompts)
+    if num_cached is None:
+        return b"unknown; cause=" + Cause.NOT_REPORTED.encode()
     outcomes = {outcome_of(usage.num_cached_tokens, found.cause) for usage, found in prompts}
     outcome = outcomes.pop() if len(outcomes) == 1 else "partial"
     missed = (found.cause for _, found in prompts if found.cause is not Cause.HIT)
@@ -152,7 +155,9 @@ def header_of(prompts: Sequence[tuple[PromptUsage, Misses]]) -> bytes:
     return f"{outcome}; cached={num_cached}; lost={sum(lost.values())}; cause={cause}{parts}".encode()
 
 
-def outcome_of(num_cached_tokens: int, cause: str) -> Outcome:
+def outcome_of(num_cached_tokens: int | None, cause: str) -> Outcome:
+    if num_cached_tokens is None:
+        return "unknown"
     if not num_cached_tokens:
         return "miss"
     return "hit" if cause == Cause.HIT else "partial"
@@ -200,12 +205,12 @@ def changes(facts: PromptFacts, nearest: Nearest) -> list[str]:
 
 
 def _lost_ms(
-    lost: Sequence[tuple[int, int]], num_cached: int, facts: PromptFacts, decision: Decision | None
+    lost: Sequence[tuple[int, int]], num_cached: int | None, facts: PromptFacts, decision: Decision | None
 ) -> float | None:
     """At the pace that the replica which computed the prompt has measured: for the tokens, and for images
     that nothing else would have had it encode."""
     load = None if decision is None else _load_of_chosen(decision)
-    if load is None or not load.prefill_seconds_per_token:
+    if load is None or not load.prefill_seconds_per_token or num_cached is None:
         return None
     if not lost:
         return 0.0

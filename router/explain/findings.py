@@ -21,6 +21,8 @@ def findings(
     usage: PromptUsage, decision: Decision | None, misses: Misses, block_size: int
 ) -> tuple[Finding, ...]:
     """Return the findings in prompt order. A remainder at the end is left out."""
+    if misses.cause is Cause.NOT_REPORTED:
+        return (Finding(Cause.NOT_REPORTED, _not_reported(decision)),)
     if misses.cause is Cause.BELOW_A_BLOCK:
         text = f"The prompt does not fill a block of {block_size} tokens before its last token."
         return (Finding(Cause.BELOW_A_BLOCK, text),)
@@ -31,8 +33,8 @@ def findings(
     ]
     if misses.cause is Cause.HIT:
         found.append(Finding(Cause.HIT, "Everything that could be read from a cache was."))
-    if decision is not None and usage.num_cached_tokens > decision.overlap_tokens:
-        num_more = usage.num_cached_tokens - decision.overlap_tokens
+    num_more = 0 if decision is None else (usage.num_cached_tokens or 0) - decision.overlap_tokens
+    if decision is not None and num_more > 0:
         text = (
             f"{decision.replica_id} read {num_more:,} more tokens from cache than the index, which keeps only"
             " some blocks, had promised."
@@ -78,6 +80,13 @@ _SENTENCES: Mapping[Cause, Callable[[str], str]] = {
     Cause.REPLICA_RESTARTED: lambda at: f"had been cached at {at}, in an incarnation that is gone.",
     Cause.UNKNOWN: lambda at: f"had been seen before, at {at}; why they are not there any more is not known.",
 }
+
+
+def _not_reported(decision: Decision | None) -> str:
+    text = "The engine does not say how many tokens it read from its cache"
+    if decision is None:
+        return text + "."
+    return f"{text}; the router expected {decision.overlap_tokens:,} at {decision.replica_id}."
 
 
 def _elsewhere(span: MissedSpan, decision: Decision | None) -> str:

@@ -56,12 +56,14 @@ class MissExplainer:
     ) -> Misses:
         """Call it when the usage has come: by the request's end the past has changed. `repeated` is asked if
         at least as much is missing as counts as repeated."""
-        block_size, model = facts.block_size, facts.namespace.model
-        first, last = usage.num_cached_tokens // block_size, max(0, usage.num_prompt_tokens - 1) // block_size
+        block_size, model, num_cached = facts.block_size, facts.namespace.model, usage.num_cached_tokens
+        if num_cached is None:
+            return misses(usage, decision, _NOTHING_KNOWN, block_size)
+        first, last = num_cached // block_size, max(0, usage.num_prompt_tokens - 1) // block_size
         if first >= last:
             return misses(usage, decision, _NOTHING_KNOWN, block_size)
         index = self._index_of(model)
-        known = self._memory.known(facts, usage.num_cached_tokens, decided_at)
+        known = self._memory.known(facts, num_cached, decided_at)
         past, hashes = Past(known), PackedHashes(facts.packed_hashes)
         if index is not None:
             past = past._replace(departed=_in_tokens(index.departed(hashes, first), block_size))
@@ -73,9 +75,9 @@ class MissExplainer:
             known = Known(0)
             past = past._replace(known=known, repeated=elsewhere, repeated_by=Cause.OTHER_NAMESPACE)
         else:
-            is_enough = last * block_size - usage.num_cached_tokens >= LEAST_BLOCKS * block_size
+            is_enough = last * block_size - num_cached >= LEAST_BLOCKS * block_size
             if repeated is not None and is_enough:
-                cause, runs = repeated(usage.num_cached_tokens)
+                cause, runs = repeated(num_cached)
                 past = past._replace(repeated=runs, repeated_by=cause)
             if not past.repeated and known.is_elsewhere and not known.num_tokens:
                 past = past._replace(repeated=_BEGINNING, repeated_by=Cause.OTHER_NAMESPACE)

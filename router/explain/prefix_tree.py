@@ -79,6 +79,8 @@ class Counts:
     """
 
     num_requests: int = 0
+    num_unreported: int = 0
+    """Requests of which the engine did not say what was cached."""
     num_hits: int = 0
     num_cross_user_hits: int = 0
     num_own_hits: int = 0
@@ -101,9 +103,12 @@ class Counts:
         self.num_requests += 1
         self.last = seen
         usage = seen.usage
-        if usage.num_cached_tokens >= end:
+        num_cached = usage.num_cached_tokens
+        if num_cached is None:
+            self.num_unreported += 1
+        elif num_cached >= end:
             self.num_hits += 1
-            num_cached_outside = usage.num_cached_tokens - (end - start)
+            num_cached_outside = num_cached - (end - start)
             self.num_cross_user_hits += usage.num_cross_user_tokens > num_cached_outside
             self.num_own_hits += usage.num_own_tokens > num_cached_outside
         user = seen.user

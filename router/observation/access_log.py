@@ -5,6 +5,7 @@ Owns the line's content: ids, our own names, times and numbers; never a client's
 
 import logging
 
+from replicas.protocol.frames import num_cached_of
 from router.feature import Feature
 from router.served import ServedRequest
 
@@ -39,7 +40,7 @@ def log_request(served: ServedRequest) -> None:
         _milliseconds(served.first_token_seconds),
         _milliseconds(served.ended_seconds),
         sum(usage.num_prompt_tokens for usage in usages) if usages else None,
-        sum(usage.num_cached_tokens for usage in usages) if usages else None,
+        num_cached_of(usages) if usages else None,
         sum(usage.num_cross_user_tokens for usage in usages) if usages else None,
         sum(usage.num_host_tokens for usage in usages) if usages else None,
         sum(usage.num_disk_tokens for usage in usages) if usages else None,

@@ -20,7 +20,7 @@ from replicas.protocol.prefix_leases import LeaseBreak, LeaseRefusal
 from router.caller import DEFAULT_TENANT
 from router.errors import ErrorKind, HeadFault, KeyFault
 from router.keeping import GRANTED, NO_ANSWER, kept_of
-from router.misses import Cause
+from router.misses import OF_NO_SPAN, Cause
 from router.served import GAP_BOUNDS, ServedPrompt, ServedRequest
 from router.shared.instruments import Distributions, HistogramSeries, Instrument, Number, Numbers
 
@@ -119,17 +119,21 @@ class RouterMetrics(Collector):
         usage = prompt.usage
         if usage is None:
             return
-        model.count(usage)
         for kept in kept_of(prompt.generation.submit.leases, usage):
             self._leases.of(name, kept.refused or GRANTED).value += 1
         if usage.broken_by is not None:
             self._evicted_early.of(name, usage.broken_by.value).value += usage.num_evicted_early_tokens
-        tenant.count(usage)
+        num_cached = usage.num_cached_tokens
+        if num_cached is None:
+            model.unreported_tokens.value += usage.num_prompt_tokens
+            return
+        model.count(usage, num_cached)
+        tenant.count(usage, num_cached)
         for span in () if prompt.misses is None else prompt.misses.spans:
             model.missed[span.cause].value += span.num_tokens
         if decision is not None:
             model.overlap_tokens.value += decision.overlap_tokens
-            model.overlap_error.observe(abs(decision.overlap_tokens - usage.num_cached_tokens))
+            model.overlap_error.observe(abs(decision.overlap_tokens - num_cached))
 
     def tenant_label(self, tenant: str) -> str:
         """The label of a tenant's series, which reveals nothing about a salt. Later tenants share one, and no
@@ -263,7 +267,13 @@ class RouterMetrics(Collector):
         def number(name: str, help_text: str, *labels: str) -> Numbers:
             return self._numbers("counter", name, help_text, "model", *labels)
 
-        self._prompt_tokens = number("router_prompt_tokens_total", "Prompt tokens")
+        self._prompt_tokens = number(
+            "router_prompt_tokens_total", "Prompt tokens of which the engine said how many were cached"
+        )
+        self._unreported_tokens = number(
+            "router_unreported_prompt_tokens_total",
+            "Prompt tokens of which the engine did not say how many were cached: neither hits nor misses",
+        )
         self._by_origin = number(
             "router_prompt_tokens_by_origin_total",
             "Prompt tokens by the origin of their KV: computed now, cached from the same user "
@@ -314,7 +324,9 @@ class RouterMetrics(Collector):
             return self._numbers("counter", name, help_text, "tenant")
 
         self._tenant_requests = number("router_tenant_requests_total", "Requests for a known model")
-        self._tenant_prompt_tokens = number("router_tenant_prompt_tokens_total", "Prompt tokens")
+        self._tenant_prompt_tokens = number(
+            "router_tenant_prompt_tokens_total", "Prompt tokens of which the engine said how many were cached"
+        )
         self._tenant_cached_tokens = number(
             "router_tenant_cached_tokens_total", "Prompt tokens that were read from a replica's cache"
         )
@@ -339,7 +351,7 @@ class RouterMetrics(Collector):
         for cause in LeaseBreak:
             self._evicted_early.of(name, cause.value)
         missed: dict[Cause, Number] = {
-            cause: self._missed.of(name, cause.value) for cause in Cause if cause is not Cause.HIT
+            cause: self._missed.of(name, cause.value) for cause in Cause if cause not in OF_NO_SPAN
         }
         series = self._of_model[name] = _ModelSeries(
             ttft=self._ttft.of(name),
@@ -348,6 +360,7 @@ class RouterMetrics(Collector):
             itl=self._itl.of(name),
             prepare=self._prepare.of(name),
             prompt_tokens=self._prompt_tokens.of(name),
+            unreported_tokens=self._unreported_tokens.of(name),
             computed_tokens=self._by_origin.of(name, "computed"),
             own_tokens=self._by_origin.of(name, "own"),
             cross_user_origin=self._by_origin.of(name, "cross_user"),
@@ -394,6 +407,7 @@ class _ModelSeries:
     itl: HistogramSeries
     prepare: HistogramSeries
     prompt_tokens: Number
+    unreported_tokens: Number
     computed_tokens: Number
     own_tokens: Number
     cross_user_origin: Number
@@ -408,8 +422,8 @@ class _ModelSeries:
     overlap_tokens: Number
     overlap_error: HistogramSeries
 
-    def count(self, usage: PromptUsage) -> None:
-        cached, own, cross_user = usage.num_cached_tokens, usage.num_own_tokens, usage.num_cross_user_tokens
+    def count(self, usage: PromptUsage, cached: int) -> None:
+        own, cross_user = usage.num_own_tokens, usage.num_cross_user_tokens
         self.prompt_tokens.value += usage.num_prompt_tokens
         self.computed_tokens.value += usage.num_prompt_tokens - cached
         self.own_tokens.value += own
@@ -431,7 +445,7 @@ class _TenantSeries:
     output_tokens: Number
     ttft: HistogramSeries
 
-    def count(self, usage: PromptUsage) -> None:
+    def count(self, usage: PromptUsage, cached: int) -> None:
         self.prompt_tokens.value += usage.num_prompt_tokens
-        self.cached_tokens.value += usage.num_cached_tokens
+        self.cached_tokens.value += cached
         self.cross_user_tokens.value += usage.num_cross_user_tokens

@@ -13,6 +13,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 
 from replicas.process.otlp import SpanExport, child_context, parent_context, trace_parent_of
 from replicas.process.trace_parent import TraceParent
+from replicas.protocol.frames import num_cached_of
 from router.observation.trace_points import Trace, Tracing
 from router.routing.decision import Decision
 from router.served import ServedRequest
@@ -112,7 +113,9 @@ def _outcome(served: ServedRequest) -> Attributes:
     usages = [prompt.usage for prompt in served.prompts if prompt.usage is not None]
     if usages:
         attributes["gen_ai.usage.input_tokens"] = sum(usage.num_prompt_tokens for usage in usages)
-        attributes["gen_ai.usage.cache_read.input_tokens"] = sum(usage.num_cached_tokens for usage in usages)
+    num_cached = num_cached_of(usages)
+    if usages and num_cached is not None:
+        attributes["gen_ai.usage.cache_read.input_tokens"] = num_cached
         attributes["gen_ai.usage.cache_creation.input_tokens"] = sum(
             usage.num_written_tokens for usage in usages
         )

@@ -55,11 +55,14 @@ class Charge:
         if self._begins_at is None:
             self._begins_at = now + self._wait_seconds
 
-    def begins(self, num_cached_tokens: int) -> None:
-        """Record that its prompt has been computed, with that many cached tokens."""
+    def begins(self, num_cached_tokens: int | None) -> None:
+        """Record that its prompt has been computed, with that many cached tokens; None is not known, which
+        leaves the charge as it was."""
         if self._has_begun:
             return
         self._has_begun = True
+        if num_cached_tokens is None:
+            return
         difference = prompt_work(self._num_tokens, num_cached_tokens) - self._work
         if difference >= 0:
             self._counters.charge(self._tenant, difference)

@@ -26,7 +26,7 @@ def says(
     token_ids: Sequence[int],
     *,
     finish: FinishReason = FinishReason.STOP,
-    num_cached_tokens: int = 0,
+    num_cached_tokens: int | None = 0,
     num_written_tokens: int = 0,
     num_cross_user_tokens: int = 0,
     num_slower_tier_tokens: int = 0,

@@ -36,9 +36,9 @@ class ThinkingTokens(Struct):
 
 class MessageUsage(Struct):
     input_tokens: Count
-    cache_creation_input_tokens: Count
-    cache_read_input_tokens: Count
-    cache_creation: CacheCreation
+    cache_creation_input_tokens: Count | None
+    cache_read_input_tokens: Count | None
+    cache_creation: CacheCreation | None
     cache_leases: list[LeaseOutcome] | UnsetType = UNSET
     evicted_early_tokens: Count | UnsetType = UNSET
     evicted_early_cause: str | UnsetType | None = UNSET
@@ -127,19 +127,23 @@ def usage_of(
 ) -> MessageUsage:
     """All but the output's share. The first `num_marks` leases are those of the client's marks: what was
     written up to the last mark of an hour counts as that class, from there to the last mark as five minutes',
-    and what lies beyond as plain input."""
-    marks = leases[:num_marks]
-    num_known = usage.num_cached_tokens + usage.num_written_tokens
-    hour_end = _end(marks, block_size, num_known, HOUR_SECONDS)
-    last_end = _end(marks, block_size, num_known, 0)
-    num_hour = max(0, hour_end - usage.num_cached_tokens)
-    num_minutes = max(0, last_end - max(hour_end, usage.num_cached_tokens))
-    written = MessageUsage(
-        usage.num_prompt_tokens - usage.num_cached_tokens - num_hour - num_minutes,
-        num_hour + num_minutes,
-        usage.num_cached_tokens,
-        CacheCreation(num_minutes, num_hour),
-    )
+    and what lies beyond as plain input. What the engine does not say is null; then all
+    is input."""
+    marks, num_cached = leases[:num_marks], usage.num_cached_tokens
+    if num_cached is None:
+        written = MessageUsage(usage.num_prompt_tokens, None, None, None)
+    else:
+        num_known = num_cached + usage.num_written_tokens
+        hour_end = _end(marks, block_size, num_known, HOUR_SECONDS)
+        last_end = _end(marks, block_size, num_known, 0)
+        num_hour = max(0, hour_end - num_cached)
+        num_minutes = max(0, last_end - max(hour_end, num_cached))
+        written = MessageUsage(
+            usage.num_prompt_tokens - num_cached - num_hour - num_minutes,
+            num_hour + num_minutes,
+            num_cached,
+            CacheCreation(num_minutes, num_hour),
+        )
     tell_leases(written, [leases], [usage])
     return written
 

@@ -88,12 +88,12 @@ class _Growing(Struct, rename="camel"):
 
 class UsageMetadata(Struct, rename="camel"):
     prompt_token_count: Count
-    cached_content_token_count: Count
+    cached_content_token_count: Count | UnsetType
     candidates_token_count: Count
     thoughts_token_count: Count
     total_token_count: Count
     prompt_tokens_details: list[ModalityTokens]
-    cache_tokens_details: list[ModalityTokens]
+    cache_tokens_details: list[ModalityTokens] | UnsetType
 
 
 class GeneratedContent(Struct, rename="camel"):
@@ -247,12 +247,12 @@ def usage_of(usage: AnswerUsage) -> UsageMetadata:
     num_image_tokens, num_cached_image_tokens = usage.image_tokens()
     return UsageMetadata(
         num_prompt_tokens,
-        num_cached_tokens,
+        UNSET if num_cached_tokens is None else num_cached_tokens,
         usage.num_output_tokens - usage.num_reasoning_tokens,
         usage.num_reasoning_tokens,
         num_prompt_tokens + usage.num_output_tokens,
         details(num_prompt_tokens, num_image_tokens),
-        details(num_cached_tokens, num_cached_image_tokens),
+        UNSET if num_cached_tokens is None else details(num_cached_tokens, num_cached_image_tokens),
     )
 
 

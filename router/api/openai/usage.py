@@ -17,15 +17,15 @@ class TokensSoFar(Struct):
 
 
 class PromptDetails(Struct):
-    """The cache's share of a prompt is always there, and exact."""
+    """The cache's share of a prompt is exact; it is left out if the engine does not say it."""
 
-    cached_tokens: Count
-    cache_write_tokens: Count
-    cross_user_cached_tokens: Count
-    device_cached_tokens: Count
-    host_cached_tokens: Count
-    disk_cached_tokens: Count
-    pulled_cached_tokens: Count
+    cached_tokens: Count | UnsetType = UNSET
+    cache_write_tokens: Count | UnsetType = UNSET
+    cross_user_cached_tokens: Count | UnsetType = UNSET
+    device_cached_tokens: Count | UnsetType = UNSET
+    host_cached_tokens: Count | UnsetType = UNSET
+    disk_cached_tokens: Count | UnsetType = UNSET
+    pulled_cached_tokens: Count | UnsetType = UNSET
     cache_leases: list[LeaseOutcome] | UnsetType = UNSET
     evicted_early_tokens: Count | UnsetType = UNSET
     evicted_early_cause: str | UnsetType | None = UNSET
@@ -53,14 +53,17 @@ def usage_of(usage: AnswerUsage) -> OpenAiUsage:
 
 def prompt_details(usage: AnswerUsage) -> PromptDetails:
     total = usage.total()
-    details = PromptDetails(
-        total.num_cached_tokens,
-        total.num_written_tokens,
-        total.num_cross_user_tokens,
-        total.num_device_tokens,
-        total.num_host_tokens,
-        total.num_disk_tokens,
-        total.num_pulled_tokens,
-    )
+    if total.num_cached_tokens is None:
+        details = PromptDetails()
+    else:
+        details = PromptDetails(
+            total.num_cached_tokens,
+            total.num_written_tokens,
+            total.num_cross_user_tokens,
+            total.num_device_tokens,
+            total.num_host_tokens,
+            total.num_disk_tokens,
+            total.num_pulled_tokens,
+        )
     tell_leases(details, usage.leases, usage.prompts)
     return details

@@ -42,8 +42,8 @@ class ExplainedPrompt(Struct):
     cause: str
     replica: str | None
     prompt_tokens: Count
-    cached_tokens: Count
-    cached_tokens_by_tier: TierTokens
+    cached_tokens: Count | None
+    cached_tokens_by_tier: TierTokens | None
     lost_tokens: Count
     lost_ms: float | None
     spans: list[CauseSpan]
@@ -81,7 +81,7 @@ def _prompt(prompt: PromptExplanation, at: float) -> ExplainedPrompt:
         prompt.replica_id,
         prompt.num_prompt_tokens,
         prompt.num_cached_tokens,
-        TierTokens(*prompt.num_tier_tokens),
+        None if prompt.num_cached_tokens is None else TierTokens(*prompt.num_tier_tokens),
         prompt.num_lost_tokens,
         prompt.lost_ms,
         [CauseSpan(*span) for span in prompt.spans],

@@ -142,7 +142,7 @@ class RequestExplanation:
         path = None if number is None else prompt.generation.image_path(number)
         if number is not None and path is not None:
             differs = image_differs(path, [media.path for media in prompt.generation.media])
-            if number >= known.usage.num_cached_tokens:
+            if number >= (known.usage.num_cached_tokens or 0):
                 prompt.difference = differs
             if self._placed is None:
                 self._placed = known

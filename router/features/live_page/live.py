@@ -68,6 +68,9 @@ class Live:
 
 
 def origins_of(usage: PromptUsage) -> Origins:
+    """Return no tokens if it is not known where they came from."""
+    if usage.num_cached_tokens is None:
+        return Origins()
     num_attributed = usage.num_own_tokens + usage.num_cross_user_tokens
     return Origins(
         num_computed=usage.num_prompt_tokens - usage.num_cached_tokens,
@@ -79,7 +82,7 @@ def origins_of(usage: PromptUsage) -> Origins:
 
 def _num_cached(images: Sequence[ImageTokens], usage: PromptUsage | None) -> int:
     """Count the cached tokens of images."""
-    num_cached = 0 if usage is None else usage.num_cached_tokens
+    num_cached = 0 if usage is None else usage.num_cached_tokens or 0
     return sum(min(span.length, max(0, num_cached - span.start)) for span in images)
 
 

@@ -116,6 +116,7 @@ def node_data(node: PrefixNode) -> dict[str, Any]:
         "end": node.end * node.block_size,
         "hash": node.hashes[-4:].hex(),
         "requests": counts.num_requests,
+        "unreported": counts.num_unreported,
         "hits": counts.num_hits,
         "own_hits": counts.num_own_hits,
         "cross_user_hits": counts.num_cross_user_hits,

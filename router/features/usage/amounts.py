@@ -1,8 +1,8 @@
 """Amounts: what requests have used, counted in whole tokens, and what one request has.
 
 Owns the list of what is counted and how a prompt is taken apart: each of its tokens was read from cache (from
-one tier), written to it (under the longest lease that was granted to its client, or under none), or neither;
-the three add up to the prompt. Knows no tenant and no hour.
+one tier), written to it (under the longest lease that was granted to its client, or under none), neither, or
+it is not reported which; the four add up to the prompt. Knows no tenant and no hour.
 """
 
 import enum
@@ -40,6 +40,8 @@ class Amount(enum.IntEnum):
     WRITTEN_24H = 13
     OUTPUT = 14
     REASONING = 15
+    UNREPORTED = 16
+    """Prompt tokens of which the engine does not say how many were cached."""
 
 
 READ = {"device": Amount.READ_DEVICE, "host": Amount.READ_HOST, "disk": Amount.READ_DISK}
@@ -101,13 +103,16 @@ def num_written_tokens(amounts: Sequence[int]) -> int:
 
 
 def num_prompt_tokens(amounts: Sequence[int]) -> int:
-    return amounts[Amount.UNCACHED] + num_read_tokens(amounts) + num_written_tokens(amounts)
+    plain = amounts[Amount.UNCACHED] + amounts[Amount.UNREPORTED]
+    return plain + num_read_tokens(amounts) + num_written_tokens(amounts)
 
 
-def written_by_class(usage: PromptUsage, wished: Sequence[LeaseAnswer]) -> list[tuple[Amount, int]]:
+def written_by_class(
+    usage: PromptUsage, num_cached: int, wished: Sequence[LeaseAnswer]
+) -> list[tuple[Amount, int]]:
     """Divide written tokens by lease class (TTL bucket). `wished` are the answers to the client's leases;
     leases that the router requested itself are free."""
-    reach, end = usage.num_cached_tokens, usage.num_cached_tokens + usage.num_written_tokens
+    reach, end = num_cached, num_cached + usage.num_written_tokens
     found: list[tuple[Amount, int]] = []
     for lease in sorted(wished, key=lambda lease: -lease.seconds):
         if lease.refusal is None and lease.num_tokens > reach < end:
@@ -129,7 +134,11 @@ def _count_prompt(amounts: Amounts, prompt: ServedPrompt) -> None:
     usage = prompt.usage
     if usage is None:
         return
-    num_plain = usage.num_prompt_tokens - usage.num_cached_tokens - usage.num_written_tokens
+    num_cached = usage.num_cached_tokens
+    if num_cached is None:
+        amounts[Amount.UNREPORTED] += usage.num_prompt_tokens
+        return
+    num_plain = usage.num_prompt_tokens - num_cached - usage.num_written_tokens
     amounts[Amount.UNCACHED] += max(0, num_plain)
     amounts[Amount.READ_DEVICE] += max(0, usage.num_device_tokens)
     amounts[Amount.READ_HOST] += max(0, usage.num_host_tokens)
@@ -137,5 +146,5 @@ def _count_prompt(amounts: Amounts, prompt: ServedPrompt) -> None:
     amounts[Amount.CROSS_USER] += usage.num_cross_user_tokens
     if usage.num_written_tokens:
         num_wished = len(prompt.generation.submit.leases) - prompt.num_own_leases
-        for amount, num_tokens in written_by_class(usage, usage.leases[: max(0, num_wished)]):
+        for amount, num_tokens in written_by_class(usage, num_cached, usage.leases[: max(0, num_wished)]):
             amounts[amount] += num_tokens

@@ -64,6 +64,8 @@ class UsageCounts(msgspec.Struct):
     errors: Count
     aborted: Count
     prompt_tokens: Count
+    unreported_tokens: Count
+    """Prompt tokens of which the engine did not say how many were cached."""
     uncached_tokens: Count
     cached_tokens: Count
     cached_tokens_by_tier: TierTokens
@@ -254,6 +256,7 @@ def _used(amounts: Amounts, cost: Cost) -> tuple[Any, ...]:
         amounts[Amount.ERRORS],
         amounts[Amount.ABORTED],
         num_prompt_tokens(amounts),
+        amounts[Amount.UNREPORTED],
         amounts[Amount.UNCACHED],
         num_read_tokens(amounts),
         TierTokens(*(amounts[place] for place in READ.values())),

@@ -65,7 +65,8 @@ def cost_of(amounts: Sequence[int], ratios: CostRatios) -> Cost:
     output = ratios.output * amounts[Amount.OUTPUT]
     written = sum(getattr(ratios, name) * amounts[amount] for amount, name in _WRITE_RATIOS.items())
     read = ratios.read * num_read_tokens(amounts)
-    return Cost(amounts[Amount.UNCACHED] + read + written + output, num_prompt_tokens(amounts) + output)
+    plain = amounts[Amount.UNCACHED] + amounts[Amount.UNREPORTED]
+    return Cost(plain + read + written + output, num_prompt_tokens(amounts) + output)
 
 
 class RatioTable:

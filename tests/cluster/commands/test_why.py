@@ -45,6 +45,15 @@ async def test_an_operator_is_told_of_a_tenants_request_by_the_tenants_name(
     assert "404" in capsys.readouterr().err
 
 
+async def test_what_the_engine_does_not_say_is_said(
+    server: HttpServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.dispatcher.script = says([80, 2], num_cached_tokens=None)
+    answer = await asked(server)
+    assert await why(server, OPERATOR, answer, "--tenant", "acme") == 0
+    assert "\n  unknown: the engine at replica-7 does not say how many of " in capsys.readouterr().out
+
+
 async def test_another_tenant_is_told_nothing(server: HttpServer, capsys: pytest.CaptureFixture[str]) -> None:
     answer = await asked(server)
     assert await why(server, BETA, answer, "--tenant", "acme") != 0

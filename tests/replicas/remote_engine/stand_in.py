@@ -9,7 +9,7 @@ import json
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -41,7 +41,7 @@ class StandIn:
         self.served_name = SERVED_NAME
         self.started_at = 1000.0
         self.key: str | None = None
-        self.cached_in_usage = True
+        self.says_cached: Callable[[int], int | None] = lambda num_cached: num_cached
         self.has_events = True
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
@@ -205,7 +205,8 @@ class StandIn:
                 is_last = number + 1 == body["max_tokens"] and self.fault != "no end"
                 num_choices = 3 if self.fault == "three choices" else 1
                 yield _event(choices=[_choice(body, number, is_last)] * num_choices)
-            details = {"cached_tokens": num_cached} if self.cached_in_usage else None
+            said = self.says_cached(num_cached)
+            details = None if said is None else {"cached_tokens": said}
             usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": details}
             yield _event(choices=[], usage=usage)
             yield "data: [DONE]\n\n"

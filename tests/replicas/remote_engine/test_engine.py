@@ -16,7 +16,15 @@ from replicas.process.settings import SettingsError
 from replicas.proof import prove_hashes
 from replicas.protocol.blocks import hash_blocks
 from replicas.protocol.events import BlockStored, CacheEvent
-from replicas.protocol.frames import FinishReason, RefusalCode, RequestKey, StepFrame, TokenDelta, UserTag
+from replicas.protocol.frames import (
+    FinishReason,
+    PromptUsage,
+    RefusalCode,
+    RequestKey,
+    StepFrame,
+    TokenDelta,
+    UserTag,
+)
 from replicas.protocol.prefix_leases import PrefixLease
 from replicas.remote_engine.engine import RemoteEngine
 from tests.replicas.builders import ROOT, EventBalance, engine_request
@@ -208,12 +216,15 @@ def test_a_fault_ends_one_request_and_no_other(
     assert len([delta for delta in driven.deltas[key] if delta.finish_reason]) == 1
 
 
+@pytest.mark.parametrize("says", [None, -1, len(PROMPT) + 1])
 def test_a_server_that_does_not_tell_what_was_cached_is_not_guessed_at(
-    driven: Driven, server: StandIn
+    driven: Driven, server: StandIn, says: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server.cached_in_usage = False
-    last = driven.finish(driven.add(PROMPT, max_tokens=1))
-    assert last.refusal is not None and "--enable-prompt-tokens-details" in last.refusal.message
+    server.says_cached = lambda _: says
+    for _ in range(2):
+        last = driven.finish(driven.add(PROMPT, max_tokens=1))
+        assert last.usage == PromptUsage(len(PROMPT), None, 0)
+    assert caplog.text.count("--enable-prompt-tokens-details") == 1
 
 
 def test_what_cannot_be_sent_is_refused_at_once(driven: Driven) -> None:

@@ -215,6 +215,10 @@ def test_a_short_prompt_has_no_block() -> None:
     assert misses(PromptUsage(17, 0, 0), decision(a=0), NEW, BLOCK_SIZE).cause is Cause.NEVER_CACHED
 
 
+def test_what_the_engine_does_not_say_is_neither_a_hit_nor_a_miss() -> None:
+    assert misses(PromptUsage(1000, None, 0), decision(a=512), NEW, BLOCK_SIZE) == (Cause.NOT_REPORTED, ())
+
+
 def test_what_the_replica_says_itself_comes_first() -> None:
     usage = PromptUsage(
         1000,

@@ -12,7 +12,9 @@ from router.routing.decision import Decision
 from tests.router.explain.decisions import BLOCK_SIZE, decision
 
 
-def told(num_cached: int, made: Decision | None, past: Past, num_prompt_tokens: int = 1000) -> list[str]:
+def told(
+    num_cached: int | None, made: Decision | None, past: Past, num_prompt_tokens: int = 1000
+) -> list[str]:
     usage = PromptUsage(num_prompt_tokens, num_cached, 0)
     return [each.text for each in findings(usage, made, misses(usage, made, past, BLOCK_SIZE), BLOCK_SIZE)]
 
@@ -35,13 +37,22 @@ def test_a_hit_is_said_and_so_is_more_than_was_promised() -> None:
     )
 
 
+def test_what_the_engine_does_not_say_is_said_with_what_was_expected() -> None:
+    assert told(None, decision(a=512), Past(Known(992))) == [
+        "The engine does not say how many tokens it read from its cache; the router expected 512 at a."
+    ]
+    assert told(None, None, Past(Known(0))) == [
+        "The engine does not say how many tokens it read from its cache."
+    ]
+
+
 def test_a_prompt_without_a_full_block_before_its_last_token_can_hit_nothing() -> None:
     assert told(0, decision(a=0), Past(Known(0)), num_prompt_tokens=16) == [
         "The prompt does not fill a block of 16 tokens before its last token."
     ]
 
 
-@pytest.mark.parametrize("cause", Cause)
+@pytest.mark.parametrize("cause", [each for each in Cause if each is not Cause.NOT_REPORTED])
 def test_every_cause_has_its_sentence(cause: Cause) -> None:
     text = sentence_of(MissedSpan(cause, 0, 16, ReplicaId("b")), decision(a=0))
     assert text.endswith(".") and " " in text

@@ -16,7 +16,7 @@ from replicas.protocol.status import ReplicaId
 from router.caller import DEFAULT_TENANT
 from router.errors import ErrorKind
 from router.generation import Generation
-from router.misses import Cause, MissedSpan, Misses
+from router.misses import OF_NO_SPAN, Cause, MissedSpan, Misses
 from router.observation import metrics as module
 from router.observation.metrics import MOST_TENANTS, OTHER_TENANTS, RouterMetrics
 from router.routing.decision import Decision, DecisionReason
@@ -114,14 +114,23 @@ def test_missed_tokens_are_counted_by_their_causes(metrics: RouterMetrics) -> No
     for found in (Misses(Cause.EVICTED, spans), Misses(Cause.EVICTED, spans[:1]), None):
         metrics.observe(served(prompts=(msgspec.structs.replace(prompt, misses=found),)))
     scraped = Scraped(metrics)
-    by_cause = {
-        cause: scraped["router_missed_tokens_total", "m", cause] for cause in set(Cause) - {Cause.HIT}
-    }
+    by_cause = {cause: scraped["router_missed_tokens_total", "m", cause] for cause in set(Cause) - OF_NO_SPAN}
     assert {cause.value: num for cause, num in by_cause.items() if num} == {
         "evicted": 64,
         "never_cached": 32,
         "below_a_block": 4,
     }
+
+
+def test_what_the_engine_does_not_say_is_counted_apart(metrics: RouterMetrics) -> None:
+    metrics.observe(served())
+    metrics.observe(served(usage=PromptUsage(50, None, 0)))
+    found = Scraped(metrics)
+    assert found["router_unreported_prompt_tokens_total", "m"] == 50
+    assert found["router_prompt_tokens_total", "m"] == 100
+    assert found["router_tenant_prompt_tokens_total", "default"] == 100
+    assert found["router_overlap_tokens_total", "m"] == 80
+    assert found["router_output_tokens_total", "m"] == 10
 
 
 def test_times_between_tokens_are_gaps_and_their_mean_per_request(metrics: RouterMetrics) -> None:

@@ -28,6 +28,14 @@ def test_a_request_counts_for_what_was_found_and_decoded(
     assert abs(counters.counter("red") - whole / 2.0) < 1e-6
 
 
+def test_what_nobody_says_leaves_the_charge_as_it_was() -> None:
+    counters = VirtualCounters()
+    charge = charged(counters)
+    charge.begins(None)
+    charge.close()
+    assert counters.counter("red") == 140
+
+
 def charged(counters: VirtualCounters, *, wait_seconds: float = 0.0, prompt_seconds: float = 0.0) -> Charge:
     """For a prompt of 40 tokens, beside 100 of another request."""
     counters.passes("red", 1.0, 100.0)

@@ -21,6 +21,7 @@ const REMARKS = {
   cleared: "cache emptied",
   replica_restarted: "replica restarted",
   unknown: "gone, not known why",
+  not_reported: "the engine does not say",
 };
 
 const rows = document.getElementById("decisions");

@@ -140,10 +140,10 @@ function showHits(node, share, hits, most) {
   const cross = node.cross_user_hits;
   const own = Math.min(node.own_hits, node.hits - cross);
   const rest = node.hits - cross - own;
-  setBar(share, [["cross", cross], ["own", own], ["unattributed", rest], ["computed", node.requests - node.hits]], Math.max(node.requests, most / 8));
+  setBar(share, [["cross", cross], ["own", own], ["unattributed", rest], ["computed", node.requests - node.unreported - node.hits]], Math.max(node.requests, most / 8));
   const parts = [cross && `${compact(cross)} cross-user`, own && `${compact(own)} own`, rest && `${compact(rest)} unattributed`].filter(Boolean);
   hits.title = "Requests that read all of it from cache. Replicas report totals for a prompt: whose tokens a part had is certain only at times.";
-  setText(hits, node.hits ? `${compact(node.hits)}×: ${parts.join(", ")}` : "never");
+  setText(hits, node.hits ? `${compact(node.hits)}×: ${parts.join(", ")}` : node.unreported === node.requests ? "not reported" : "never");
 }
 
 function showUsers(node, users) {

@@ -149,6 +149,22 @@ async def test_a_decision_says_from_which_tiers_its_prompt_was_read(
     assert (newest["host_tokens"], newest["disk_tokens"]) == (None, None)
 
 
+async def test_what_an_engine_does_not_say_is_neither_hit_nor_miss(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = says([5], num_cached_tokens=None)
+    answer = await ask(http, "one question of many words, which fills some blocks " * 3)
+    assert answer.json()["usage"]["prompt_tokens_details"] == {}
+    assert answer.headers["x-kvasir-cache"] == "unknown; cause=not_reported"
+    (decision,) = (await live(http, "decisions"))["decisions"]
+    assert (decision["cached_tokens"], decision["finding"]) == (None, "not_reported")
+    assert (await live(http, "decisions/1"))["findings"][0]["kind"] == "not_reported"
+    (node,) = (await live(http, "prefixes"))["nodes"]
+    assert (node["requests"], node["unreported"], node["hits"]) == (1, 1, 0)
+    state = await live(http, "state")
+    assert sum(state["slots"]["requests"]) == 1 and sum(state["slots"]["computed"]) == 0
+
+
 async def test_prompts_that_begin_alike_are_one_prefix_with_its_users_and_its_place(
     server: HttpServer, http: httpx.AsyncClient, fleet: QuietFleet
 ) -> None:

@@ -87,6 +87,13 @@ def test_a_prompt_is_taken_apart_without_rest() -> None:
     assert num_written_tokens(counted) == 64
 
 
+def test_what_the_engine_does_not_say_is_counted_apart_and_costs_what_is_plain() -> None:
+    counted = amounts_of(served(PromptUsage(100, None, 0)))
+    assert named(counted) == amounts(requests=1, unreported=100, output=7)
+    assert num_prompt_tokens(counted) == 100
+    assert cost_of(counted, CostRatios()).saved == 0
+
+
 def test_errors_and_clients_that_left_are_counted_with_what_they_used() -> None:
     usage = PromptUsage(100, 64, 32)
     assert named(amounts_of(served(status=429))) == amounts(requests=1, errors=1)
@@ -126,7 +133,7 @@ def test_each_written_token_is_of_the_longest_lease_over_it(
         name = next(name for name, most in LIMITS.items() if max(over) <= most) if over else "none"
         expected[WRITTEN[name]] += 1
     found: Counter[Amount] = Counter()
-    for amount, number in written_by_class(PromptUsage(200, num_cached, num_written), leases):
+    for amount, number in written_by_class(PromptUsage(200, num_cached, num_written), num_cached, leases):
         found[amount] += number
     assert found == expected
 

@@ -264,4 +264,5 @@ def test_amounts_are_what_redis_has_them_by() -> None:
         "13 WRITTEN_24H",
         "14 OUTPUT",
         "15 REASONING",
+        "16 UNREPORTED",
     ]
