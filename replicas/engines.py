@@ -18,19 +18,13 @@ from replicas.config import ReplicaConfig
 from replicas.engine import Engine
 from replicas.errors import StartupError
 from replicas.grammars.opening import open_holder
+from replicas.kvcache.cache_groups import FULL, CacheGroup
 from replicas.media.probes import has_room_for_any
 from replicas.process.settings import SettingsError
 from replicas.protocol.image_rules import written_rule
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.simulated_engine.engine import SimulatedEngine
-from replicas.simulated_engine.groups import (
-    CacheGroup,
-    GroupKind,
-    alignment_of,
-    longest_prompt,
-    num_blocks_for,
-    parse_groups,
-)
+from replicas.simulated_engine.groups import alignment_of, longest_prompt, num_blocks_for, parse_groups
 from replicas.simulated_engine.hardware import HARDWARE
 from replicas.simulated_engine.script import MAX_BYTES, Script, ScriptError, read_rules
 from replicas.toy_model import checkpoint_directory
@@ -74,7 +68,7 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
     groups = simulated_groups(config)
     block_size = alignment_of(groups) if groups else config.tokens_per_block
     num_blocks = config.num_blocks or num_blocks_for(
-        hardware.cache_tokens, groups or [CacheGroup(GroupKind.FULL, block_size)]
+        hardware.cache_tokens, groups or [CacheGroup(FULL, block_size)]
     )
     capacity_tokens = num_blocks * block_size
     max_batched_tokens = config.max_batched_tokens or hardware.max_batched_tokens

@@ -24,7 +24,8 @@ from loadtests.simulation.sweep import SWEEPS, answer, plot
 from loadtests.workloads import GENERATORS, Workload
 from loadtests.workloads.sources import typed_parameters
 from replicas.config import DEFAULT_MAX_RUNNING
-from replicas.simulated_engine.groups import MODELS, CacheGroup, alignment_of, num_blocks_for, parse_groups
+from replicas.kvcache.cache_groups import CacheGroup
+from replicas.simulated_engine.groups import MODELS, alignment_of, num_blocks_for, parse_groups
 from replicas.simulated_engine.hardware import FREE, HARDWARE
 from router.queue.held import QueueRules
 from router.routing.cost import CostParameters

@@ -5,7 +5,8 @@ Owns what they are called. Does not know what a replica does with them.
 
 from dataclasses import dataclass
 
-from replicas.simulated_engine.groups import CacheGroup, longest_prompt
+from replicas.kvcache.cache_groups import CacheGroup
+from replicas.simulated_engine.groups import longest_prompt
 from replicas.simulated_engine.hardware import CostModel
 
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from replicas.engine import EngineRequest, RequestRefused, SharedKv
 from replicas.grammars.constraint import Constraints
+from replicas.kvcache.cache_groups import CacheGroup
 from replicas.media.encoding import Encoding
 from replicas.media.holding import held_images, release_images
 from replicas.media.image_cache import CachedImage, ImageCache
@@ -27,7 +28,6 @@ from replicas.scheduling.request import Chunk, Request, SampledToken
 from replicas.scheduling.scheduler import Scheduler
 from replicas.simulated_engine.grouped_cache import GroupedCache
 from replicas.simulated_engine.grouped_manager import GroupedManager
-from replicas.simulated_engine.groups import CacheGroup
 from replicas.simulated_engine.hardware import FREE, CostModel
 from replicas.simulated_engine.script import Script
 

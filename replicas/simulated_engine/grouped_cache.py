@@ -4,7 +4,7 @@ Owns one block pool for all groups, the tables of requests, and the resume point
 a hit can end. All positions are tokens. Hashes name blocks of `alignment` tokens. A smaller block is named by
 the hash of the aligned block that it lies in, and its place there.
 
-A hit ends at a multiple of the alignment where every group has what it needs (`groups.py`)::
+A hit ends at a multiple of the alignment where every group has what it needs (`kvcache/cache_groups.py`)::
 
     full attention   ████████████████████████████        reach
     window                 ███        ███     ██
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from replicas.kvcache.block_pool import BlockPool
+from replicas.kvcache.cache_groups import CacheGroup
 from replicas.kvcache.tenant_order import NO_TENANT
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from replicas.protocol.events import (
@@ -29,13 +30,7 @@ from replicas.protocol.events import (
     ResumePointsChanged,
 )
 from replicas.protocol.frames import NO_USER, UserTag
-from replicas.simulated_engine.groups import (
-    CacheGroup,
-    GroupKind,
-    alignment_of,
-    longest_prompt,
-    most_blocks,
-)
+from replicas.simulated_engine.groups import alignment_of, first_read, keeps, longest_prompt, most_blocks
 
 Key = BlockHash
 """A group's block in the pool: the hash itself for the last block of the first group, else with a suffix."""
@@ -96,7 +91,7 @@ class _Point:
 class GroupedCache:
     """`num_blocks` counts the null block. A step computes at most `max_batched_tokens`.
 
-    `retention` is that of `CacheGroup.keeps`: vLLM's `prefix_cache_retention_interval`, whose None is the
+    `retention` is that of `keeps`: vLLM's `prefix_cache_retention_interval`, whose None is the
     alignment.
     """
 
@@ -119,9 +114,7 @@ class GroupedCache:
         self.pool = BlockPool(num_blocks)
         self._retention = retention
         self._max_batched_tokens = max_batched_tokens
-        self._state_size = max(
-            (group.block_size for group in groups if group.kind is GroupKind.STATE), default=0
-        )
+        self._state_size = max((group.block_size for group in groups if group.is_state), default=0)
         self._suffixes = [
             [_suffix(number, place, group, self.alignment) for place in range(self._num_places(group))]
             for number, group in enumerate(self.groups)
@@ -219,7 +212,7 @@ class GroupedCache:
         num_missing = 0
         for number in self._freeing_order:
             group, held = self.groups[number], table.held[number]
-            num_past = min(group.first_read(start) - held.first, len(held.block_ids))
+            num_past = min(first_read(group, start) - held.first, len(held.block_ids))
             if num_past > 0:
                 self.pool.release(reversed(held.block_ids[:num_past]))
                 del held.block_ids[:num_past]
@@ -230,7 +223,7 @@ class GroupedCache:
         block_ids = iter(self.pool.allocate(num_missing, table.tenant))
         for group, held in zip(self.groups, table.held, strict=True):
             count = self._num_missing(group, held, end)
-            if count and group.kind is GroupKind.STATE:
+            if count and group.is_state:
                 table_end = -(-end // group.block_size)
                 self._leave_gap(held, table_end - 1)
             held.block_ids += [next(block_ids) for _ in range(count)]
@@ -266,7 +259,7 @@ class GroupedCache:
             return
         table.stored = last * self.alignment
         for number, (group, held) in enumerate(zip(self.groups, table.held, strict=True)):
-            if group.kind is GroupKind.STATE:
+            if group.is_state:
                 # Only the state at the end of a step is there.
                 places = [last * self._num_places(group) - 1] if end % self.alignment == 0 else []
             else:
@@ -349,8 +342,8 @@ class GroupedCache:
             if self._suffixes[number] == [b""] and group.is_full:
                 yield 0, self.pool.find_prefix(block_hashes[:end])
                 continue
-            first = min(group.first_read(hit.num_tokens), end)
-            if group.kind is GroupKind.STATE:
+            first = min(first_read(group, hit.num_tokens), end)
+            if group.is_state:
                 first = max(0, end - 1)
             found = [self.pool.find(self.name_of(number, block_hashes, block)) for block in range(first, end)]
             ids = [block_id for block_id in found if block_id is not None]
@@ -360,7 +353,7 @@ class GroupedCache:
     def _num_missing(self, group: CacheGroup, held: _Held, end: int) -> int:
         """Count the blocks that a group lacks for `end` tokens. States need one for each step's end."""
         last = -(-end // group.block_size)
-        return int(last > held.end) if group.kind is GroupKind.STATE else max(0, last - held.end)
+        return int(last > held.end) if group.is_state else max(0, last - held.end)
 
     def _leave_gap(self, held: _Held, first: int) -> None:
         """The next state's block is `first`; there is none for the blocks between."""
@@ -375,7 +368,7 @@ class GroupedCache:
         block_ids: list[int] = []
         keys: list[Key] = []
         for block in blocks:
-            if held.first <= block < held.end and group.keeps(block, table.boundaries, self._retention):
+            if held.first <= block < held.end and keeps(group, block, table.boundaries, self._retention):
                 block_id = held.block_ids[block - held.first]
                 if self.pool.hash_of(block_id) is None:
                     block_ids.append(block_id)

@@ -1,99 +1,38 @@
-"""CacheGroup: layers that keep their KV alike, which of it a hit needs, and which of it stays cached.
+"""The groups of a simulated model: as they are written, and which of their KV stays cached.
 
-The rules are those of vLLM's cache for models that mix full attention, sliding windows, chunked attention and
-states (mamba and its like). Pure: knows no pool and no request.
+What a hit needs of them is `kvcache/cache_groups.py`'s. Which blocks stay is as in vLLM's cache. Pure: knows
+no pool and no request.
 """
 
-import enum
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+
+from replicas.kvcache.cache_groups import CHUNKED, FULL, MAMBA, WINDOW, CacheGroup
 
 
-class GroupKind(enum.StrEnum):
-    FULL = "full"
-    """Reads everything before a token."""
-    WINDOW = "window"
-    """Reads the last `span` tokens, the token itself included."""
-    CHUNKED = "chunked"
-    """Reads from the last multiple of `span` on."""
-    STATE = "state"
-    """Reads a state of fixed size, which is written at the end of each step."""
+def first_read(group: CacheGroup, num_tokens: int) -> int:
+    """Return the first block that is read when the token after `num_tokens` is computed."""
+    if group.is_full:
+        return 0
+    if group.is_state:
+        return max(0, -(-num_tokens // group.block_size) - 1)
+    if group.kind == CHUNKED:
+        return num_tokens // group.span * group.span // group.block_size
+    return max(0, num_tokens - group.span + 1) // group.block_size
 
 
-@dataclass(frozen=True, slots=True)
-class CacheGroup:
-    """A block is a page of the pool, which all groups of a model share. `span` is in tokens."""
+def keeps(group: CacheGroup, block: int, boundaries: Collection[int], retention: int) -> bool:
+    """Whether a computed block stays cached after its request.
 
-    kind: GroupKind
-    block_size: int
-    span: int = 0
-
-    def __post_init__(self) -> None:
-        has_span = self.kind in (GroupKind.WINDOW, GroupKind.CHUNKED)
-        if self.block_size < 1 or (self.span > 1) != has_span:
-            raise ValueError(f"a {self.kind} group has no block of {self.block_size} and span of {self.span}")
-
-    @property
-    def is_full(self) -> bool:
-        return self.kind is GroupKind.FULL
-
-    def first_read(self, num_tokens: int) -> int:
-        """Return the first block that is read when the token after `num_tokens` is computed."""
-        match self.kind:
-            case GroupKind.FULL:
-                return 0
-            case GroupKind.WINDOW:
-                return max(0, num_tokens - self.span + 1) // self.block_size
-            case GroupKind.CHUNKED:
-                return num_tokens // self.span * self.span // self.block_size
-            case GroupKind.STATE:
-                return max(0, -(-num_tokens // self.block_size) - 1)
-
-    def needed(self, position: int) -> range:
-        """Return the blocks that a hit of `position` tokens needs."""
-        end = position // self.block_size
-        match self.kind:
-            case GroupKind.FULL:
-                return range(end)
-            case GroupKind.WINDOW:
-                return range(max(0, end - self._tail), end)
-            case GroupKind.CHUNKED:
-                return range(position // self.span * self.span // self.block_size, end)
-            case GroupKind.STATE:
-                return range(end - 1, end)
-
-    def keeps(self, block: int, boundaries: Collection[int], retention: int) -> bool:
-        """Whether a computed block stays cached after its request.
-
-        `boundaries` are positions at which hits are foreseen. `retention` is the interval of further ones,
-        in tokens; 0 is none.
-        """
-        if self.kind in (GroupKind.FULL, GroupKind.CHUNKED):
-            return True
-        num_kept = 1 if self.kind is GroupKind.STATE else self._tail
-        if retention and -(block + 1) % (retention // self.block_size) < num_kept:
-            return True
-        return any(0 < at // self.block_size - block <= num_kept for at in boundaries)
-
-    def most_blocks(self, num_tokens: int, max_batched_tokens: int) -> int:
-        """Return the blocks that a request of `num_tokens` holds at a time, at most."""
-        all_blocks = -(-num_tokens // self.block_size)
-        match self.kind:
-            case GroupKind.FULL:
-                return all_blocks
-            case GroupKind.WINDOW:
-                return min(all_blocks, -(-(self.span - 1 + max_batched_tokens) // self.block_size) + 1)
-            case GroupKind.CHUNKED:
-                return min(all_blocks, -(-(self.span + max_batched_tokens) // self.block_size))
-            case GroupKind.STATE:
-                return min(all_blocks, 2)
-
-    @property
-    def _tail(self) -> int:
-        """Blocks of the window before a hit."""
-        return -(-(self.span - 1) // self.block_size)
+    `boundaries` are positions at which hits are foreseen. `retention` is the interval of further ones,
+    in tokens; 0 is none.
+    """
+    if group.is_full or group.kind == CHUNKED:
+        return True
+    if retention and -(block + 1) % (retention // group.block_size) < group.tail:
+        return True
+    return any(0 < at // group.block_size - block <= group.tail for at in boundaries)
 
 
 def alignment_of(groups: Sequence[CacheGroup]) -> int:
@@ -108,7 +47,18 @@ def num_blocks_for(capacity_tokens: int, groups: Sequence[CacheGroup]) -> int:
 
 def most_blocks(groups: Sequence[CacheGroup], num_tokens: int, max_batched_tokens: int) -> int:
     """Return the blocks that a request holds at a time, at most, if a step computes that many tokens."""
-    return sum(group.most_blocks(num_tokens, max_batched_tokens) for group in groups)
+    return sum(_most_blocks(group, num_tokens, max_batched_tokens) for group in groups)
+
+
+def _most_blocks(group: CacheGroup, num_tokens: int, max_batched_tokens: int) -> int:
+    all_blocks = -(-num_tokens // group.block_size)
+    if group.is_full:
+        return all_blocks
+    if group.is_state:
+        return min(all_blocks, 2)
+    if group.kind == CHUNKED:
+        return min(all_blocks, -(-(group.span + max_batched_tokens) // group.block_size))
+    return min(all_blocks, -(-(group.span - 1 + max_batched_tokens) // group.block_size) + 1)
 
 
 def longest_prompt(num_blocks: int, groups: Sequence[CacheGroup], max_batched_tokens: int) -> int:
@@ -132,13 +82,15 @@ MODELS: Mapping[str, str] = {
 }
 """Shapes of models by name."""
 
-_GROUP = re.compile(r"(?:(\d+)\*)?(full|window|chunked|state):(\d+)(?::(\d+))?")
+_KINDS: Mapping[str, str] = {"full": FULL, "window": WINDOW, "chunked": CHUNKED, "state": MAMBA}
+
+_GROUP = re.compile(rf"(?:(\d+)\*)?({'|'.join(_KINDS)}):(\d+)(?::(\d+))?")
 
 
 def parse_groups(text: str) -> tuple[CacheGroup, ...]:
-    """Parse one of MODELS' names or groups as written there: `[COUNT*]KIND:BLOCK_SIZE[:SPAN]`, by spaces.
+    """Parse one of MODELS' names or groups as written there: `[COUNT*]KIND:BLOCK_SIZE[:WINDOW]`, by spaces.
 
-    Raises ValueError.
+    Raises ValueError, also for shapes that are not simulated.
     """
     groups: list[CacheGroup] = []
     for word in MODELS.get(text, text).split():
@@ -148,8 +100,25 @@ def parse_groups(text: str) -> tuple[CacheGroup, ...]:
                 f"cache groups are {', '.join(MODELS)}, or words like 3*state:528, full:16 and window:16:128,"
                 f" not {word}"
             )
-        count, kind, block_size, span = match.groups()
-        groups += [CacheGroup(GroupKind(kind), int(block_size), int(span or 0))] * int(count or 1)
+        count, kind, block_size, window = match.groups()
+        has_window = _KINDS[kind] in (WINDOW, CHUNKED)
+        if int(block_size) < 1 or (int(window or 0) > 1) != has_window:
+            raise ValueError(f"a {kind} group has no block of {block_size} and window of {window or 0}")
+        group = CacheGroup(_KINDS[kind], int(block_size), int(window) if window else None)
+        groups += [group] * int(count or 1)
     if not groups:
         raise ValueError("a model has at least one cache group")
+    _check_hits_are_whole(groups)
     return tuple(groups)
+
+
+def _check_hits_are_whole(groups: Sequence[CacheGroup]) -> None:
+    """Raises ValueError where vLLM would end hits within a state's block, which is not simulated."""
+    smallest = math.gcd(*(group.block_size for group in groups))
+    larger = [group.block_size for group in groups if group.is_state and group.block_size > smallest]
+    others = [group for group in groups if not (group.is_full or group.is_state)]
+    if larger and all(group.block_size == smallest for group in others):
+        raise ValueError(
+            f"states of {larger[0]} tokens, within which vLLM ends hits at multiples of {smallest}, are not"
+            " simulated: give all groups one block size"
+        )

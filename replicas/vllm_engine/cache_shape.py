@@ -8,7 +8,8 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 
-from replicas.vllm_engine.resume_points import CHUNKED, MAMBA, CacheGroup, peek_of, problem_of
+from replicas.kvcache.cache_groups import CHUNKED, MAMBA, CacheGroup
+from replicas.vllm_engine.resume_points import peek_of, problem_of
 
 
 @dataclass(frozen=True, slots=True)

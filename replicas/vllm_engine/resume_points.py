@@ -3,17 +3,9 @@
 Owns the copies per group and block, and what follows from them: the points, and how far full attention
 reaches. Pure: vLLM's hashes are bytes here, and its events are read elsewhere (`sparse_translation.py`).
 
-A hit of p tokens, a multiple of the alignment, needs of each group:
-
-=============  =====================================================================
-full           every block up to p
-sliding w      the `ceil((w - 1) / block)` blocks before p, or all if p is shorter
-chunked c      the blocks from the start of p's chunk up to p; none if p begins one
-mamba          the one state at p
-=============  =====================================================================
-
-A group that a draft model reads must hold one block more, the one behind p on the same chain. A hit is then
-found by the hash at the end of that block, `peek` tokens behind p, and that hash is the point.
+What a hit of p tokens needs of each group is `kvcache/cache_groups.py`'s. A group that a draft model reads
+must hold one block more, the one behind p on the same chain. A hit is then found by the hash at the end of
+that block, `peek` tokens behind p, and that hash is the point.
 
 Each group's blocks form a forest: a block's parent is the one before it in its chain. A block's *run* is the
 number of held blocks that end with it, up to the number that any position can need; in a group of full
@@ -23,48 +15,11 @@ positions whose run changed are looked at again.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from replicas.kvcache.cache_groups import CHUNKED, KINDS, WINDOW_KINDS, CacheGroup
 from replicas.kvcache.hash_map import UnknownBlock
 from replicas.protocol.blocks import BlockHash
-
-FULL_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
-WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
-CHUNKED = "chunked_local_attention"
-MAMBA = "mamba"
-
-
-@dataclass(frozen=True, slots=True)
-class CacheGroup:
-    """Layers that cache alike, as vLLM's events name their `kind`. `window` is the tokens of a sliding
-    window, or of a chunk. `has_draft`: a draft model reads this cache."""
-
-    kind: str
-    block_size: int
-    window: int | None = None
-    has_draft: bool = False
-    is_cacheable: bool = True
-
-    @property
-    def is_full(self) -> bool:
-        return self.kind in FULL_KINDS
-
-    def peek(self, alignment: int) -> int:
-        """Tokens behind a hit that this group must still hold."""
-        if not self.has_draft or self.kind == MAMBA:
-            return 0
-        return min(self.block_size, alignment) if self.is_full else self.block_size
-
-    def num_needed(self, end: int) -> int:
-        """The run that a hit of `end` tokens needs."""
-        if self.kind == MAMBA or self.is_full:
-            return 1
-        assert self.window is not None
-        if self.kind == CHUNKED:
-            start = end // self.window * self.window // self.block_size * self.block_size
-            return (end - start) // self.block_size
-        return min(-(-(self.window - 1) // self.block_size), end // self.block_size)
 
 
 def peek_of(groups: Sequence[CacheGroup], alignment: int) -> int:
@@ -75,15 +30,15 @@ def problem_of(groups: Sequence[CacheGroup], alignment: int) -> str | None:
     """Why the resume points of such a cache cannot be told; None if they can."""
     groups = [group for group in groups if group.is_cacheable]
     for group in groups:
-        if group.kind not in FULL_KINDS | WINDOW_KINDS | {CHUNKED, MAMBA}:
+        if group.kind not in KINDS:
             return f"a cache of kind {group.kind}"
         if group.kind in WINDOW_KINDS | {CHUNKED} and (group.window or 0) < 2:
             return f"a cache of kind {group.kind} with a window of {group.window} tokens"
     if all(group.kind == CHUNKED for group in groups):
         return "attention within chunks in all layers"
-    has_mamba = any(group.kind == MAMBA for group in groups)
+    has_mamba = any(group.is_state for group in groups)
     for group in groups:
-        may_be_wider = group.kind == MAMBA or (group.is_full and has_mamba)
+        may_be_wider = group.is_state or (group.is_full and has_mamba)
         if alignment % group.block_size and not may_be_wider:
             return f"blocks of {group.block_size} tokens where hits are multiples of {alignment}"
     drafted = [group for group in groups if group.peek(alignment)]
@@ -146,7 +101,7 @@ class _Forest:
 
     def holds(self, theirs: bytes, end: int) -> bool:
         """Whether a hit of `end` tokens has what it needs of this group, which `theirs` ends."""
-        num_needed = self.group.num_needed(end) + self.num_peeked
+        num_needed = 1 if self.group.is_full else len(self.group.needed(end)) + self.num_peeked
         if not num_needed:
             return True
         block = self.blocks.get(theirs)
@@ -221,7 +176,7 @@ class ResumePoints:
         candidates = [
             forest for forest in forests if forest.peek == self.peek and forest.group.kind != CHUNKED
         ]
-        return min(candidates, key=lambda forest: (forest.group.kind != MAMBA, forest.group.is_full))
+        return min(candidates, key=lambda forest: (not forest.group.is_state, forest.group.is_full))
 
     def num_leading(self, chain: Sequence[bytes], num_tokens: int) -> int:
         """The tokens of a prompt that a hit would have, as of the last take."""
@@ -242,7 +197,7 @@ class ResumePoints:
             return
         end = (index + 1) * self._hash_block
         start = (end - 1) // forest.group.block_size * forest.group.block_size
-        if forest.group.kind == MAMBA:
+        if forest.group.is_state:
             start = 0
         before = chain[start // self._hash_block - 1] if start else None
         first, last = start // self._alignment, end // self._alignment

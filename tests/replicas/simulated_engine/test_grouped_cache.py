@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from replicas.kvcache.cache_groups import FULL, CacheGroup
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, ResumePointsChanged
 from replicas.simulated_engine.grouped_cache import GroupedCache, Hit
-from replicas.simulated_engine.groups import CacheGroup, GroupKind, alignment_of, parse_groups
+from replicas.simulated_engine.groups import alignment_of, parse_groups
 from tests.replicas.builders import ROOT
 
 WINDOW = "window:32:128 full:32"
@@ -38,7 +39,11 @@ class Served:
 
     def serve(self, prompt: Sequence[int], num_output_tokens: int = 120) -> tuple[Hit, list[int]]:
         """The hit, and prompt and answer."""
-        cache, tokens = self.cache, [*prompt, *self.fresh(num_output_tokens)]
+        answer = self.fresh(num_output_tokens)
+        return self.answer(prompt, answer), [*prompt, *answer]
+
+    def answer(self, prompt: Sequence[int], answer: Sequence[int]) -> Hit:
+        cache, tokens = self.cache, [*prompt, *answer]
         hashes = hash_blocks(ROOT, tokens, cache.alignment)
         hit = self.find(prompt)
         assert cache.fits(hashes, len(prompt), hit)
@@ -55,7 +60,7 @@ class Served:
             cache.store(table, hashes, end)
         cache.free(table)
         self.follow()
-        return hit, tokens
+        return hit
 
     def follow(self) -> None:
         for event in self.cache.take_events():
@@ -172,6 +177,12 @@ def test_the_longest_prompt_that_fits_fits() -> None:
         served.serve(served.fresh(longest), 1)
 
 
+@pytest.mark.parametrize("text", ["state:64 full:32", "state:64 window:32:200 full:32", "state:64 full:48"])
+def test_shapes_whose_hits_vllm_ends_within_a_state_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="states of 64 tokens"):
+        parse_groups(text)
+
+
 @pytest.mark.parametrize("text", ["", "full", "full:0", "window:16", "full:16:3", "state:64:2", "ful:16"])
 def test_shapes_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"cache group|a (full|window|state) group"):
@@ -180,4 +191,4 @@ def test_shapes_that_make_no_sense_are_refused(text: str) -> None:
 
 def test_retention_is_a_multiple_of_the_alignment() -> None:
     with pytest.raises(ValueError, match="multiple of 32"):
-        GroupedCache(10, [CacheGroup(GroupKind.FULL, 32)], max_batched_tokens=64, retention=33)
+        GroupedCache(10, [CacheGroup(FULL, 32)], max_batched_tokens=64, retention=33)

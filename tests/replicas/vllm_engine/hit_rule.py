@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from replicas.vllm_engine.resume_points import CHUNKED, MAMBA, CacheGroup
+from replicas.kvcache.cache_groups import CHUNKED, MAMBA, CacheGroup
 
 
 class HitRule:

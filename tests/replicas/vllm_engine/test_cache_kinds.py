@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from replicas.kvcache.cache_groups import CacheGroup
 from replicas.process.settings import SettingsError
 from replicas.protocol.status import ModelCard
-from replicas.vllm_engine.resume_points import CacheGroup
 from tests.replicas.vllm_engine.conftest import vllm_config
 
 pytestmark = pytest.mark.vllm

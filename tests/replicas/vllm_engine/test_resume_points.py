@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicas.kvcache.cache_groups import MAMBA, CacheGroup
 from replicas.kvcache.hash_map import UnknownBlock
 from replicas.protocol.blocks import BlockHash
-from replicas.vllm_engine.resume_points import MAMBA, CacheGroup, ResumePoints, problem_of
+from replicas.vllm_engine.resume_points import ResumePoints, problem_of
 from tests.replicas.vllm_engine.hit_rule import HitRule
 
 HASH_BLOCK = 4
