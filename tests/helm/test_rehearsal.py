@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.helm import rehearsal
 from tests.helm.chart import EXAMPLES, FOLDER
@@ -21,6 +22,20 @@ def test_every_example_is_installed_upgraded_and_gone(name: str, capsys: pytest.
         "helm --namespace llm test",
     ):
         assert line in said
+
+
+def test_the_first_values_of_the_page_serve_the_model_that_its_first_request_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (FOLDER.parent / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    text = page.split("cat > mine.yaml <<END\n")[1].split("END\n")[0]
+    (tmp_path / "mine.yaml").write_text(text)
+    assert rehearsal.main([str(tmp_path / "mine.yaml")]) == 0
+    name = yaml.safe_load(text)["pools"]["qwen"]["model"]["name"]
+    assert f'{{"model": "{name}"' in page
+    said = capsys.readouterr().out
+    assert f"pool qwen: 2 × vllm, {name}" in said
+    assert "asks for no GPU" not in said
 
 
 def test_later_values_win_key_by_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
