@@ -52,6 +52,9 @@ def build_engine_here(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
 def _build_vllm(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
     check_vllm_is_here()
     logging.getLogger("vllm").setLevel(logging.ERROR)  # it talks while it is imported
+    from replicas.vllm_engine.version import check_version
+
+    check_version(has_tiers=config.host_kv_bytes is not None)
     from replicas.vllm_engine.engine import VllmEngine
 
     engine = VllmEngine(config)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from vllm import EngineArgs
-from vllm.config import KVEventsConfig
+from vllm.config import KVEventsConfig, SpeculativeConfig
 from vllm.config.lora import MaxLoRARanks
 from vllm.platforms import current_platform
 
@@ -19,6 +19,7 @@ from replicas.process.settings import SettingsError
 from replicas.protocol.media import MAX_IMAGES
 from replicas.vllm_engine.adapters import LoraAdapter
 from replicas.vllm_engine.foreign_code import check_foreign_code
+from replicas.vllm_engine.lower_tier import LowerTier
 
 _OWN_SETTINGS: Mapping[str, str] = {
     "model": "model",
@@ -55,6 +56,11 @@ _IMAGES: Mapping[str, Any] = {
 }
 """vLLM keeps no processed images: it gets each with its request, from where they are kept by our hashes."""
 
+_OF_A_DRAFT = ("speculative_config", "spec_method", "spec_model")
+
+_NO_LOOKAHEAD = "disable_lookahead_block_hashes"
+"""From 0.33 on: with a draft model a block's hash would cover tokens behind the block too."""
+
 _CPU_CACHE_BYTES = 128 * 2**20
 _CPU_BLOCK_MULTIPLE = 32
 
@@ -63,12 +69,12 @@ def engine_arguments(
     config: ReplicaConfig,
     directory: str,
     adapters: Sequence[LoraAdapter] = (),
-    transfer_config: Mapping[str, Any] | None = None,
+    tier: LowerTier | None = None,
     *,
     takes_images: bool = False,
 ) -> dict[str, Any]:
-    """Build vLLM's arguments. `transfer_config` names our tier below the device, if there is one. A model
-    that `takes_images` is loaded with its vision part, any other for text only.
+    """Build vLLM's arguments, with our `tier` below the device, if there is one. A model that `takes_images`
+    is loaded with its vision part, any other for text only.
 
     Raises SettingsError for arguments that vLLM does not have, or that Kvasir sets itself.
     """
@@ -110,10 +116,27 @@ def engine_arguments(
         "use_tqdm_on_load": False,
         "seed": 0,
     }
-    if transfer_config is not None:
+    if tier is not None:
         _check_tier(given, in_one_process)
-        arguments["kv_transfer_config"] = transfer_config
-    return {**arguments, **_adapter_arguments(adapters, given, on_cpu), **given}
+        arguments["kv_transfer_config"] = _connector(tier)
+    return {**arguments, **_adapter_arguments(adapters, given, on_cpu), **given, **_draft_arguments(given)}
+
+
+def _connector(tier: LowerTier) -> dict[str, Any]:
+    """vLLM's, and where it finds this tier. The module is imported by vLLM, and only then: it needs more of
+    vLLM than all else."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "engine_id": tier.engine_id,
+        "kv_connector_extra_config": {
+            "spec_name": "TierSpec",
+            "spec_module_path": "replicas.vllm_engine.offloading",
+            "blocks_per_chunk": tier.blocks_per_chunk,
+            # What was answered is part of the next prompt.
+            "offload_prompt_only": False,
+        },
+    }
 
 
 def _check_tier(given: Mapping[str, Any], in_one_process: bool) -> None:
@@ -128,6 +151,19 @@ def _check_tier(given: Mapping[str, Any], in_one_process: bool) -> None:
             "setting host_kv_bytes needs vLLM in one process: engine_args must not raise"
             " tensor_parallel_size or pipeline_parallel_size"
         )
+
+
+def _draft_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's hashes shall cover the tokens of their blocks and no others, as ours do."""
+    if not hasattr(SpeculativeConfig, _NO_LOOKAHEAD) or not any(map(given.get, _OF_A_DRAFT)):
+        return {}
+    drafts = given.get("speculative_config") or {}
+    if not isinstance(drafts, Mapping):
+        return {}  # vLLM has a sentence for it
+    drafts = {name.replace("-", "_"): value for name, value in drafts.items()}
+    if drafts.setdefault(_NO_LOOKAHEAD, True) is not True:
+        raise SettingsError(f"engine_args cannot turn {_NO_LOOKAHEAD} off: a replica needs it as it is")
+    return {"speculative_config": drafts}
 
 
 def _adapter_arguments(

@@ -31,6 +31,7 @@ class ChunkChain:
         self.user: UserTag = NO_USER
         self.tenancy: Tenancy = NOBODYS
         self.num_found_tokens = 0
+        self.has_started = False
         self.waits_until = 0.0
         """Deadline of its wait for chunks on their way into host memory, by the caller's clock."""
         self.read: frozenset[BlockHash] = frozenset()

@@ -28,11 +28,14 @@ def hash_second_roots() -> None:
     if hasattr(inner, _ROOT_TAG):
         return
 
-    def keys_of(request: Any, start: int, end: int) -> list[tuple[str, Any]]:
-        keys: list[tuple[str, Any]] = inner(request, start, end)
+    # From 0.31 on, vLLM hashes each key with a tag, which its events leave out.
+    has_tags = hasattr(kv_cache_utils, "to_event_extra_keys")
+
+    def keys_of(request: Any, start: int, end: int) -> list[Any]:
+        keys: list[Any] = inner(request, start, end)
         salt = request.cache_salt
         if isinstance(salt, PublishedSalt) and start == salt.num_blocks * (end - start):
-            return [*keys, (_ROOT_TAG, salt.own_root)]
+            return [*keys, (_ROOT_TAG, salt.own_root) if has_tags else salt.own_root]
         return keys
 
     setattr(keys_of, _ROOT_TAG, True)
@@ -89,6 +92,11 @@ class CoreView:
     def cache_shape(self) -> CacheShape:
         """How vLLM divides its KV cache."""
         return read_cache_shape(self._config, self._scheduler.kv_cache_manager)
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Tokens behind a block that its hash covers too; vLLM can do so from 0.33 on."""
+        return int(getattr(self._config, "num_hash_lookahead_tokens", 0))
 
     @property
     def num_blocks(self) -> int:

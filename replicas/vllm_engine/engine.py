@@ -73,7 +73,6 @@ from replicas.vllm_engine.grammars import HeldGrammar, HeldRequests
 from replicas.vllm_engine.images import ImageReader, ReadImage, prompt_with_images
 from replicas.vllm_engine.live_request import LiveRequest
 from replicas.vllm_engine.lower_tier import LowerTier, Requests
-from replicas.vllm_engine.offloading import transfer_config
 from replicas.vllm_engine.salts import salt_of
 from replicas.vllm_engine.sampling import token_logprobs, vllm_sampling
 from replicas.vllm_engine.sparse_translation import SparseTranslator
@@ -110,10 +109,9 @@ class VllmEngine:
         self._eos_token_ids = read_eos_token_ids(directory)
         self._on_cpu = bool(current_platform.is_cpu())
         self._tier = None if config.host_kv_bytes is None else LowerTier(config, secrets.token_hex(8), digest)
-        transfers = None if self._tier is None else transfer_config(self._tier)
         rule = served_image_rule(directory) if config.image_bytes else None
         arguments = engine_arguments(
-            config, str(directory), adapters, transfers, takes_images=rule is not None
+            config, str(directory), adapters, self._tier, takes_images=rule is not None
         )
         try:
             self._vllm = start_vllm(arguments, directory)

@@ -119,10 +119,13 @@ class LowerTier:
         return chain
 
     def started(self, request_id: str) -> None:
-        """vLLM schedules a request for the first time, with all that was found for it."""
+        """vLLM schedules a request for the first time, with all that was found for it. Idempotent."""
         chain = self.chains.get(request_id)
+        if chain is None or chain.has_started:
+            return
         request = None if self.requests is None else self.requests.inner(request_id)
-        if self.requests is not None and chain is not None and request is not None:
+        if self.requests is not None and request is not None:
+            chain.has_started = True
             chain.user = self.requests.user(request)
             chain.num_found_tokens = request.num_computed_tokens
             chain.num_lost_tokens, chain.num_unmoved_tokens = left_below(

@@ -38,22 +38,6 @@ from replicas.vllm_engine.lower_tier import LowerTier, tier_of
 from replicas.vllm_engine.row_copier import copier
 
 
-def transfer_config(tier: LowerTier) -> dict[str, Any]:
-    """For vLLM: the connector, and where it finds this tier."""
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "engine_id": tier.engine_id,
-        "kv_connector_extra_config": {
-            "spec_name": TierSpec.__name__,
-            "spec_module_path": __name__,
-            "blocks_per_chunk": tier.blocks_per_chunk,
-            # What was answered is part of the next prompt.
-            "offload_prompt_only": False,
-        },
-    }
-
-
 class TierSpec(OffloadingSpec):  # type: ignore[misc]
     """The specification that vLLM finds by name. Raises SettingsError and StartupError."""
 
@@ -146,6 +130,7 @@ class TierManager(OffloadingManager):  # type: ignore[misc]
         slots: list[int] = []
         if chain is None or requests is None:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), evicted_keys=[])
+        self._tier.started(req_context.req_id)  # from 0.33 on, vLLM calls on_schedule_end after this
         for key in keys:
             name = _name(key, req_context)
             slot = self._store.offer(name, chain.writers(name, requests.writer), chain.tenancy)

@@ -78,8 +78,9 @@ class RowCopier(OffloadingWorker):  # type: ignore[misc]
         self._done.append(TransferResult(job_id, success=True))
         return True
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Blocks that follow each other. The first may lie inside its chunk."""
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
+        """Blocks that follow each other. The first may lie inside its chunk. `expedited` is vLLM's from 0.33
+        on, and is what every copy is here."""
         block_ids = dst_spec.block_ids
         (first_block,) = dst_spec.block_indices
         blocks = first_block % self._blocks_per_chunk + np.arange(len(block_ids))
@@ -121,9 +122,10 @@ class DeviceCopier(CPUOffloadingWorker):  # type: ignore[misc]
         self._num_blocks: dict[int, int] = {}
         self._on_loaded = on_loaded
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, **options: Any) -> bool:
+        """`options` are those of vLLM's version: `expedited` from 0.33 on."""
         self._num_blocks[job_id] = len(dst_spec.block_ids)
-        return bool(super().submit_load(job_id, src_spec, dst_spec))
+        return bool(super().submit_load(job_id, src_spec, dst_spec, **options))
 
     def get_finished(self) -> list[Any]:
         finished: list[Any] = super().get_finished()

@@ -65,6 +65,11 @@ def load_adapters(vllm: Any, adapters: Iterable[LoraAdapter]) -> Mapping[str, Lo
 
 
 def check_fit(card: ModelCard, config: ReplicaConfig, core: CoreView) -> None:
+    if core.num_lookahead_tokens:
+        raise SettingsError(
+            f"with the draft model of {card.name}, vLLM's hashes cover tokens behind their block: set"
+            " disable_lookahead_block_hashes=true in the speculative_config of engine_args"
+        )
     shape = core.cache_shape
     if shape.problem is not None:
         raise SettingsError(
