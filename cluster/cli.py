@@ -198,6 +198,11 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         help="a vLLM server that runs already, such as http://127.0.0.1:8000, in place of replicas of ours;"
         " repeatable",
     )
+    parser.add_argument(
+        "--join-file",
+        metavar="FILE",
+        help="a file with such addresses, one a line, instead: it is read again while the cluster runs",
+    )
     parser.add_argument("--join-key-file", metavar="FILE", help="file with the API key of those servers")
     parser.add_argument("--model", metavar="DIR", help="checkpoint directory (default: the toy model)")
     parser.add_argument(

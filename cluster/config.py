@@ -6,19 +6,31 @@ Owns names and limits. Knows neither Ray nor the machine; its caller has checked
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from pathlib import PurePath
 from typing import Any
+from urllib.parse import urlsplit
 
 from replicas.config import ReplicaConfig
 from replicas.process.settings import SettingsError
 from replicas.protocol.status import ReplicaId
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_OF_A_SERVER = "_at_"
+"""Stands between a pool's name and that of a server that it found."""
+
+EACH_SERVER = "http://each-server.invalid"
+"""Stands for the address in the settings of a pool that finds its servers."""
 _RAY_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory", "bundle")
 
 BUNDLES = ("machine", "gpu")
+
+MOST_ENGINES = 64
+"""Servers that a pool takes at most, if it says nothing else."""
+
+MOST_NAME = 40
+"""Longest part of a server's address in a replica's name."""
 
 _OF_ITS_REPLICAS = frozenset({"replica", "num_cpus", "num_gpus", "num_threads", "custom_resources"}) | {
     *("bundle", "is_on_node_address", "num_restarts"),
@@ -87,8 +99,55 @@ class AutoscaleSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineSource:
+    """A way in which a pool finds servers that run already: exactly one of the fields says it."""
+
+    urls: tuple[str, ...] = ()
+    file: str | None = None
+    """Path of a file with an address a line."""
+    at_most: int = MOST_ENGINES
+
+    def __post_init__(self) -> None:
+        if len([way for way in (self.urls, self.file) if way]) != 1:
+            raise SettingsError("engines are found by urls or file: give one of them")
+        for url in self.urls:
+            check_address(url)
+
+
+def check_address(url: str) -> None:
+    """Raises SettingsError unless it may be a server's address."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or not url.isprintable() or " " in url:
+        raise SettingsError(f"a server's address is one such as http://127.0.0.1:8000, not {url!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundServer:
+    """One data-parallel rank of a server; `rank` None if it has no others."""
+
+    url: str
+    rank: int | None = None
+
+    @property
+    def name(self) -> str:
+        """A part of replica ids: host, port and path, and a digest where others could have the same."""
+        parts = urlsplit(self.url)
+        whole = parts.netloc.rpartition("@")[2] + parts.path
+        name = re.sub(r"[^A-Za-z0-9.]+", "-", whole).strip("-.")
+        if len(name) > MOST_NAME or re.sub(r"[:/]", "-", whole).strip("-") != name:
+            name = f"{name[:MOST_NAME]}-{hashlib.sha256(whole.encode()).hexdigest()[:6]}"
+        return name if self.rank is None else f"{name}-rank{self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
 class PoolSpec:
     """`num_replicas` equal replicas, named `<name>-<number>`.
+
+    With `engines` it finds servers that run already, and has a replica for each instead.
 
     `replica` is their configuration; only `replica_id`, and the subfolder of `kv_folder`, differ. `num_cpus`,
     `num_gpus` and `custom_resources` are one replica's request to Ray's scheduler; `num_threads` bounds its
@@ -111,12 +170,15 @@ class PoolSpec:
     autoscaling: AutoscaleSpec | None = None
     is_on_node_address: bool = False
     num_restarts: int = 0
+    engines: EngineSource | None = None
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
+        if not all(map(_NAME.fullmatch, self.name.split(_OF_A_SERVER, 1))):
             raise SettingsError(f"a pool cannot be named {self.name!r}; use letters, digits, '.', '_', '-'")
         if self.num_replicas < 0:
             raise SettingsError(f"pool {self.name} cannot have {self.num_replicas} replicas")
+        if self.engines is not None and self.replica.engine != "remote":
+            raise SettingsError(f"pool {self.name} finds servers, so its engine is remote")
         self._check_resources()
         if self.num_threads < 1:
             raise SettingsError(f"pool {self.name} needs at least one thread")
@@ -175,8 +237,24 @@ class PoolSpec:
 
 
 def pool_of_id(replica_id: ReplicaId) -> str:
-    """Return the pool's name: the replica id without its number."""
+    """Return the pool's name: the replica id without its number and its server."""
+    return base_name(member_of_id(replica_id))
+
+
+def member_of_id(replica_id: ReplicaId) -> str:
+    """Return the replica id without its number: the name of a pool, and of its server if it found that."""
     return replica_id.rpartition("-")[0]
+
+
+def base_name(member: str) -> str:
+    return member.partition(_OF_A_SERVER)[0]
+
+
+def member_of(pool: PoolSpec, server: FoundServer) -> PoolSpec:
+    """Return the pool of one replica for one server that `pool` found."""
+    config = replace(pool.replica, engine_url=server.url, engine_rank=server.rank)
+    name = f"{pool.name}{_OF_A_SERVER}{server.name}"
+    return replace(pool, name=name, num_replicas=1, replica=config, engines=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +308,19 @@ class FleetSpec:
         return next((pool.replica.secret_file for pool in self.pools), None)
 
     def pool_of(self, replica_id: ReplicaId) -> PoolSpec | None:
-        return self.pool(pool_of_id(replica_id))
+        return self.pool(member_of_id(replica_id))
+
+    def with_servers(self, found: Mapping[str, Sequence[FoundServer]]) -> "FleetSpec":
+        """Replace each pool that finds servers by pools of one, for each server of its own. One that has not
+        looked yet stays, without replicas."""
+        pools: list[PoolSpec] = []
+        for pool in self.pools:
+            if pool.engines is None or pool.name not in found:
+                pools.append(pool)
+                continue
+            members = {member.name: member for member in (member_of(pool, each) for each in found[pool.name])}
+            pools += members.values()
+        return replace(self, pools=tuple(pools))
 
     def with_pool(self, pool: PoolSpec) -> "FleetSpec":
         """Replace the pool of the same name."""

@@ -10,7 +10,15 @@ from typing import Any
 
 import yaml
 
-from cluster.config import AutoscaleSpec, FleetSpec, PoolSpec
+from cluster.config import (
+    EACH_SERVER,
+    MOST_ENGINES,
+    AutoscaleSpec,
+    EngineSource,
+    FleetSpec,
+    PoolSpec,
+    base_name,
+)
 from replicas.config import ReplicaConfig
 from replicas.process.settings import SettingsError, build, without_password
 
@@ -25,9 +33,10 @@ FLEET_FIELDS = (
 )
 POOL_FIELDS = (
     *("name", "replicas", "settings", "resources", "threads"),
-    *("drain_seconds", "surge", "autoscaling"),
+    *("drain_seconds", "surge", "autoscaling", "engines"),
 )
 RESOURCE_FIELDS = ("cpus", "gpus", "custom", "bundle")
+ENGINES_FIELDS = ("urls", "file", "at_most")
 AUTOSCALING_FIELDS = (
     *("min", "max", "target_in_flight", "target_pending_tokens"),
     *("up_seconds", "down_seconds", "tolerance"),
@@ -148,9 +157,16 @@ def _pool(content: Any, place: int, shared: Mapping[str, str | None], fleet_drai
     what = f"pool {name}"
     fields = _mapping(content, what, POOL_FIELDS)
     drain_seconds = _number(fields, "drain_seconds", what, default=fleet_drain_seconds)
-    config = _replica(fields.get("settings"), name, shared, drain_seconds)
+    if base_name(name) != name:
+        raise SettingsError(
+            f"{what} cannot be named so: _at_ stands between a pool and a server that it found"
+        )
+    engines = _engines(fields, what) if "engines" in fields else None
+    config = _replica(fields.get("settings"), name, shared, drain_seconds, finds=engines is not None)
     autoscaling = _autoscaling(fields["autoscaling"], what) if "autoscaling" in fields else None
     default = 1 if autoscaling is None else autoscaling.min_replicas
+    if engines is not None:
+        default = 0
     resources = _mapping(fields.get("resources", {}), f"resources of {what}", RESOURCE_FIELDS)
     custom = resources.get("custom", {})
     if not isinstance(custom, dict):
@@ -159,7 +175,7 @@ def _pool(content: Any, place: int, shared: Mapping[str, str | None], fleet_drai
         _whole(fields, "replicas", what, 0, MOST_REPLICAS, default=default),
         name=name,
         replica=config,
-        num_cpus=_number(resources, "cpus", what, default=1.0),
+        num_cpus=_number(resources, "cpus", what, default=1.0 if engines is None else 0.1),
         num_gpus=_number(resources, "gpus", what, default=0.0),
         custom_resources={str(key): _number(custom, key, what) for key in custom},
         bundle=_choice(resources, "bundle", ("machine", "gpu"), what),
@@ -167,13 +183,34 @@ def _pool(content: Any, place: int, shared: Mapping[str, str | None], fleet_drai
         drain_seconds=drain_seconds,
         surge=_whole(fields, "surge", what, 0, MOST_REPLICAS, default=1),
         autoscaling=autoscaling,
+        engines=engines,
         is_on_node_address="host" not in fields["settings"],
     )
 
 
+def _engines(fields: Mapping[str, Any], what: str) -> EngineSource:
+    for name in ("replicas", "autoscaling"):
+        if name in fields:
+            raise SettingsError(f"{what} cannot set {name}: it has a replica for each server that it finds")
+    what = f"engines of {what}"
+    content = _mapping(fields["engines"], what, ENGINES_FIELDS)
+    urls = content.get("urls", [])
+    if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
+        raise SettingsError(f"urls of {what} are a list of addresses")
+    try:
+        return EngineSource(
+            tuple(urls),
+            _text(content, "file", what),
+            _whole(content, "at_most", what, 1, MOST_REPLICAS, default=MOST_ENGINES),
+        )
+    except SettingsError as error:
+        raise SettingsError(f"{what}: {error}") from error
+
+
 def _replica(
-    content: Any, pool_name: str, shared: Mapping[str, str | None], drain_seconds: float
+    content: Any, pool_name: str, shared: Mapping[str, str | None], drain_seconds: float, *, finds: bool
 ) -> ReplicaConfig:
+    """`finds`: its pool finds servers, and the settings are those of the replica of each."""
     if not isinstance(content, dict) or not isinstance(content.get("model"), str) or not content["model"]:
         raise SettingsError(
             f"pool {pool_name} has no model: settings needs model, a checkpoint directory or {TOY_MODEL}"
@@ -181,6 +218,11 @@ def _replica(
     _refuse_foreign(pool_name, content)
     model = None if content["model"] == TOY_MODEL else content["model"]
     values = {**content, "model": model, **shared, "drain_seconds": drain_seconds}
+    if finds:
+        for setting in ("engine", "engine_url", "engine_rank"):
+            if setting in content:
+                raise SettingsError(f"pool {pool_name} cannot set {setting}: it finds its servers")
+        values |= {"engine": "remote", "engine_url": EACH_SERVER}
     try:
         return build(ReplicaConfig, values)
     except SettingsError as error:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cluster.commands.key_store import KeyFileStore
+from cluster.config import EngineSource
 from cluster.errors import ClusterError
 from cluster.fleet_file import NOT_OF_A_LOCAL_CLUSTER, settings_from
 from cluster.local.joined_servers import JoinedServer, ask_servers, folder_of
@@ -40,17 +41,17 @@ def options_from(
             f"--ram {in_words(arguments.ram)} for each of {arguments.replicas} replicas is more than the"
             f" {in_words(memory)} of memory that this machine has"
         )
-    joined = _joined(arguments)
+    engines, joined = _joined(arguments)
     own = {
-        "engine": "remote" if joined else arguments.engine,
-        "model": folder_of(joined, model) if joined else model,
+        "engine": arguments.engine if joined is None else "remote",
+        "model": model if joined is None else folder_of(joined, model),
         "model_name": arguments.model_name,
         "host_kv_bytes": arguments.ram,
         "disk_kv_bytes": arguments.disk,
         "kv_folder": None if arguments.disk is None else str(directory.kv_directory),
     }
-    if joined:
-        own |= {"engine_url": joined[0].url, "block_size": joined[0].block_size}
+    if joined is not None:
+        own |= {"engine_url": joined.url, "block_size": joined.block_size}
         own |= {"engine_key_file": _absolute(arguments.join_key_file)}
     try:
         replica = build(ReplicaConfig, {**settings_from(arguments.set, NOT_OF_A_LOCAL_CLUSTER), **own})
@@ -60,7 +61,7 @@ def options_from(
         raise ClusterError(complaint)
     return LocalOptions(
         run_directory=directory,
-        num_replicas=len(joined) or arguments.replicas,
+        num_replicas=arguments.replicas,
         num_routers=arguments.routers,
         replica=replica,
         host=arguments.host,
@@ -71,18 +72,19 @@ def options_from(
         is_open=arguments.open,
         cors_origins=_cors_origins(arguments),
         environment=environment,
-        joined=joined,
+        engines=engines,
     )
 
 
-def _joined(arguments: argparse.Namespace) -> list[JoinedServer]:
-    """Ask the servers of --join. Raises ClusterError."""
-    if not arguments.join:
-        return []
+def _joined(arguments: argparse.Namespace) -> tuple[EngineSource, JoinedServer] | tuple[None, None]:
+    """Ask the servers to join, if there are any. Raises ClusterError."""
+    if not (arguments.join or arguments.join_file):
+        return None, None
     if arguments.ram is not None:
         raise ClusterError("--ram is for replicas of ours: the memory of a server that runs is its own")
     try:
-        return ask_servers(arguments.join, read_key(arguments.join_key_file))
+        engines = EngineSource(tuple(arguments.join), _absolute(arguments.join_file))
+        return engines, ask_servers(engines, read_key(arguments.join_key_file))
     except SettingsError as error:
         raise ClusterError(str(error)) from error
 

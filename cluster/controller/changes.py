@@ -7,7 +7,7 @@ whole with a SettingsError of one sentence.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from cluster.config import FleetSpec, PoolSpec
+from cluster.config import FleetSpec, FoundServer, PoolSpec
 from cluster.controller.capacity import Machine, misfit
 from cluster.fleet_file import changed
 from replicas.process.settings import SettingsError
@@ -17,12 +17,17 @@ from replicas.process.settings import SettingsError
 class FleetState:
     """The fleet's desired state. `previous` holds pools as they were before a running rollout. `failures`
     says why a pool's last rollout was given up. `applied_revision` is the last applied spec's, whatever was
-    scaled or rolled since."""
+    scaled or rolled since. `found` has the servers of each pool that has looked for them."""
 
     spec: FleetSpec
     previous: Mapping[str, PoolSpec] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
     applied_revision: str | None = None
+    found: Mapping[str, tuple[FoundServer, ...]] = field(default_factory=dict)
+
+    def wanted(self) -> FleetSpec:
+        """Return the spec with a pool of one replica for each server that was found."""
+        return self.spec.with_servers(self.found)
 
 
 def applied(state: FleetState, spec: FleetSpec, machines: Sequence[Machine] | None) -> FleetState:
@@ -44,6 +49,8 @@ def applied(state: FleetState, spec: FleetSpec, machines: Sequence[Machine] | No
 
 def scaled(state: FleetState, name: str, num_replicas: int, machines: Sequence[Machine]) -> FleetState:
     pool = _pool(state, name)
+    if pool.engines is not None:
+        raise SettingsError(f"pool {name} has a replica for each server that it finds")
     spec = state.spec.with_pool(replace(pool, num_replicas=num_replicas))
     # Fewer are never refused, even if a machine has gone and they do not all fit.
     return _moved(state, spec, machines if num_replicas > pool.num_replicas else None)
@@ -68,6 +75,14 @@ def given_up(state: FleetState, name: str, why: str) -> FleetState:
         spec = spec.with_pool(replace(old, num_replicas=pool.num_replicas, autoscaling=pool.autoscaling))
     previous = {other: kept for other, kept in state.previous.items() if other != name}
     return replace(state, spec=spec, previous=previous, failures={**state.failures, name: why})
+
+
+def with_found(state: FleetState, name: str, servers: Sequence[FoundServer]) -> FleetState:
+    """Replace the servers of one pool, and forget those of pools that are gone."""
+    found = {**state.found, name: tuple(servers)}
+    return replace(
+        state, found={pool.name: found[pool.name] for pool in state.spec.pools if pool.name in found}
+    )
 
 
 def settled(state: FleetState, name: str) -> FleetState:

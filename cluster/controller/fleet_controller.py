@@ -15,11 +15,11 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from cluster.config import FleetSpec, PoolSpec
+from cluster.config import FleetSpec, FoundServer, PoolSpec, base_name
 from cluster.controller import actors
 from cluster.controller.bulletin import Bulletin
 from cluster.controller.capacity import Machine
-from cluster.controller.changes import FleetState, applied, given_up, rolled, scaled, settled
+from cluster.controller.changes import FleetState, applied, given_up, rolled, scaled, settled, with_found
 from cluster.controller.endpoint import MetricsEndpoint
 from cluster.controller.kept_state import from_kept, to_kept
 from cluster.controller.leases import LeaseBook, LoadHistory
@@ -30,6 +30,7 @@ from cluster.controller.plan import plan
 from cluster.controller.replica_keeper import ReplicaKeeper
 from cluster.controller.replica_life import Action, ActionKind
 from cluster.controller.views import FleetView, pool_views
+from cluster.engines.watch import ServerWatch
 from cluster.registry import read_signed_registry
 from replicas.process.logs import set_up_logs
 from replicas.process.settings import SettingsError
@@ -74,16 +75,21 @@ class FleetController:
         self._replicas = ReplicaKeeper(
             self._tasks,
             self._metrics,
-            spec=lambda: self._spec,
+            spec=lambda: self._wanted,
             changed=self._wake.set,
             note=self._note,
         )
+        self._servers = ServerWatch(self._take_servers, self._complain)
         if runs_itself:
             self._life = asyncio.get_running_loop().create_task(self._run_or_die())
 
     @property
     def _spec(self) -> FleetSpec:
         return self._state.spec
+
+    @property
+    def _wanted(self) -> FleetSpec:
+        return self._state.wanted()
 
     async def _run_or_die(self) -> None:
         try:
@@ -93,12 +99,14 @@ class FleetController:
             os._exit(1)
 
     async def run(self) -> None:
-        self._metrics.see(self._spec, ())
+        self._metrics.see(self._wanted, ())
         await self._complain("metrics", await self._serve_metrics())
         try:
             async with self._tasks, self._looking():
+                self._servers.follow(self._spec.pools, self._state.found)
                 await self._run()
         finally:
+            await self._servers.close()
             await self._endpoint.close()
 
     @contextlib.asynccontextmanager
@@ -161,10 +169,11 @@ class FleetController:
                     await self._wake.wait()
 
     async def _reconcile(self) -> float | None:
-        decided = plan(self._spec, self._replicas.lives(), time.monotonic())
+        decided = plan(self._wanted, self._replicas.lives(), time.monotonic())
         for action in decided.actions:
             await self._replicas.execute(action)
-        for name, why in decided.failed_rollouts:
+        for member, why in decided.failed_rollouts:
+            name = base_name(member)
             if name not in self._state.failures:
                 await self._keep(given_up(self._state, name, why))
                 await self._note(f"the rollout of pool {name} is given up, the old replicas stay: {why}")
@@ -238,7 +247,15 @@ class FleetController:
         if state.spec.log_format != self._spec.log_format:
             _set_up_logs(state.spec)
         self._state = state
+        if not self._stopping:
+            self._servers.follow(state.spec.pools, state.found)
         self._wake.set()
+
+    async def _take_servers(self, pool_name: str, servers: Sequence[FoundServer]) -> None:
+        async with self._changing:
+            await self._keep(with_found(self._state, pool_name, servers))
+        there = ", ".join(server.name for server in servers) or "none"
+        await self._note(f"servers of pool {pool_name}: {there}")
 
     async def view(self, seen_version: int | None = None) -> FleetView:
         """Return the fleet once it is newer than `seen_version`; at once for None."""
@@ -258,6 +275,7 @@ class FleetController:
         """End every replica soon but orderly, and start none. `run` ends with the last."""
         self._stopping = True
         self._wake.set()
+        await self._servers.close()
         if self._runs_itself:
             await asyncio.to_thread(actors.forget)
         self._replicas.end_all()
@@ -290,7 +308,7 @@ class FleetController:
             await self._note(why + (f", but {refusal}" if refusal else ""))
 
     def _see(self) -> None:
-        self._metrics.see(self._spec, ((life.replica_id, life.state) for life in self._replicas.lives()))
+        self._metrics.see(self._wanted, ((life.replica_id, life.state) for life in self._replicas.lives()))
 
     async def _note(self, text: str) -> None:
         logger.info("%s", text)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from cluster.config import FleetSpec, pool_of_id
+from cluster.config import FleetSpec, base_name, pool_of_id
 from replicas.protocol.status import ReplicaId, ReplicaState
 
 START_BUCKETS = (0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0)
@@ -59,12 +59,14 @@ class FleetMetrics:
     def see(self, spec: FleetSpec, members: Iterable[tuple[ReplicaId, ReplicaState]]) -> None:
         """Record the desired and the actual fleet."""
         tally = Tally((pool_of_id(replica_id), state) for replica_id, state in members)
-        desired = {pool.name: pool.num_replicas for pool in spec.pools}
+        desired: Tally[str] = Tally()
+        for pool in spec.pools:
+            desired[base_name(pool.name)] += pool.num_replicas
         # A pool that was shown once is shown for good: nothing of it is a number too.
         self._pools |= desired.keys() | {pool for pool, _ in tally}
-        for pool in self._pools:
-            self._desired.labels(pool).set(desired.get(pool, 0))
+        for name in self._pools:
+            self._desired.labels(name).set(desired[name])
             for metric in (self.starts, self.restarts, self.failures):
-                metric.labels(pool)  # from zero on, or the first one is no increase
+                metric.labels(name)  # from zero on, or the first one is no increase
             for state in ReplicaState:
-                self._replicas.labels(pool, state.value).set(tally[pool, state])
+                self._replicas.labels(name, state.value).set(tally[name, state])

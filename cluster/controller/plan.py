@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cluster.config import FleetSpec, PoolSpec, pool_of_id
+from cluster.config import FleetSpec, PoolSpec, base_name, member_of_id
 from cluster.controller.replica_life import Action, ActionKind, Advice, ReplicaLife
 from replicas.protocol.status import ReplicaId, ReplicaState
 
@@ -60,13 +60,15 @@ def plan(spec: FleetSpec, observed: tuple[ReplicaLife, ...], now: float) -> Flee
     """Return the actions that bring `observed` nearer to `spec`; empty if none or only time helps."""
     by_pool: dict[str, list[ReplicaLife]] = defaultdict(list)
     for replica in sorted(observed, key=lambda replica: _number(replica.replica_id)):
-        by_pool[pool_of_id(replica.replica_id)].append(replica)
+        by_pool[member_of_id(replica.replica_id)].append(replica)
     assert len({replica.replica_id for replica in observed}) == len(observed), "a replica was observed twice"
     crowds = Tally(replica.machine for replica in observed if replica.machine is not None)
     draft = _Draft(now, spec, crowds)
     for pool in spec.pools:
         _plan_pool(draft, pool, by_pool.pop(pool.name, []))
-    for orphans in by_pool.values():
+    for name, orphans in by_pool.items():
+        if spec.pool(base_name(name)) is not None:
+            continue  # its pool has not looked yet for the servers that are there
         for replica in orphans:
             draft.take(replica.if_unwanted("is surplus"))
     for replica in observed:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 from ray.exceptions import RayError
 
-from cluster.config import FleetSpec, pool_of_id
+from cluster.config import FleetSpec, base_name, pool_of_id
 from cluster.controller import actors
 from cluster.controller.actors import ReplicaHandle, StartFailure
 from cluster.controller.incarnation import Incarnation, first_end
@@ -116,9 +116,9 @@ class ReplicaKeeper:
         else:
             assert pool is not None, "only replicas of a pool are started"
             self._adopt(Incarnation(life, pool), orders)
-            self._metrics.starts.labels(pool.name).inc()
+            self._metrics.starts.labels(base_name(pool.name)).inc()
             if action.kind is ActionKind.REPLACE:
-                self._metrics.restarts.labels(pool.name).inc()
+                self._metrics.restarts.labels(base_name(pool.name)).inc()
         await self._note(f"{action.kind}: {action.details}")
 
     def _adopt(self, one: Incarnation, orders: Iterable[Order]) -> None:
@@ -163,7 +163,9 @@ class ReplicaKeeper:
         self._hear(one, ReplicaStarted(outcome.revision, outcome.machine))
         if one.life.state is ReplicaState.READY:
             if one.pool is not None:
-                self._metrics.start_seconds.labels(one.pool.name).observe(one.life.since - asked_at)
+                self._metrics.start_seconds.labels(base_name(one.pool.name)).observe(
+                    one.life.since - asked_at
+                )
             self._changed()
             await self._note(f"{one.replica_id} is ready at {outcome.address}, epoch {outcome.epoch}")
 

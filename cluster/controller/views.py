@@ -1,9 +1,9 @@
 """FleetView, PoolView, ReplicaView: the fleet at one moment, as the controller shows it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.config import PoolSpec, pool_of_id
+from cluster.config import PoolSpec, base_name, member_of_id, pool_of_id
 from cluster.controller.actors import ReplicaReport
 from cluster.controller.changes import FleetState
 from cluster.controller.replica_life import ReplicaLife
@@ -56,19 +56,27 @@ class FleetView:
 
 
 def pool_views(state: FleetState, lives: Sequence[ReplicaLife]) -> tuple[PoolView, ...]:
-    return tuple(_pool_view(state, pool, lives) for pool in state.spec.pools)
+    wanted = state.wanted()
+    revisions = {member.name: member.revision for member in wanted.pools if member.num_replicas}
+    return tuple(_pool_view(state, pool, revisions, lives) for pool in state.spec.pools)
 
 
-def _pool_view(state: FleetState, pool: PoolSpec, lives: Sequence[ReplicaLife]) -> PoolView:
+def _pool_view(
+    state: FleetState, pool: PoolSpec, revisions: Mapping[str, str], lives: Sequence[ReplicaLife]
+) -> PoolView:
     own = [life for life in lives if pool_of_id(life.replica_id) == pool.name]
     ready = [life for life in own if life.state is ReplicaState.READY]
-    fresh = [life for life in ready if life.revision == pool.revision]
+    fresh = [life for life in ready if life.revision == revisions.get(member_of_id(life.replica_id))]
+    num_replicas = pool.num_replicas
+    if pool.engines is not None:
+        num_replicas = sum(base_name(name) == pool.name for name in revisions)
+    is_known = pool.engines is None or pool.name in state.found
     return PoolView(
         name=pool.name,
         model=model_name(pool.replica),
         revision=pool.revision,
-        num_replicas=pool.num_replicas,
+        num_replicas=num_replicas,
         num_ready=len(ready),
-        is_settled=len(fresh) == len(own) == pool.num_replicas,
+        is_settled=is_known and len(fresh) == len(own) == num_replicas,
         failure=state.failures.get(pool.name),
     )

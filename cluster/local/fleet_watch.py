@@ -5,14 +5,13 @@ Owns the handle to the controller.
 
 import asyncio
 import contextlib
-from collections import Counter as Tally
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from cluster.config import BackoffSpec, FleetSpec, pool_of_id
+from cluster.config import BackoffSpec, FleetSpec
 from cluster.controller.actors import find_or_create_controller
 from cluster.controller.fleet_controller import FleetController
 from cluster.controller.views import FleetView, ReplicaView
@@ -30,7 +29,7 @@ class FleetWatch:
     def __init__(self, spec: FleetSpec, on_view: Callable[[FleetView], None]) -> None:
         self._spec = spec
         self._on_view = on_view
-        self._ready = asyncio.Event()
+        self._num_ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._controller: Any = None
 
     async def keep(self, say: Callable[[str], None]) -> None:
@@ -49,9 +48,10 @@ class FleetWatch:
             say(f"the fleet controller ended ({cause}); starting it again")
             await asyncio.sleep(backoff.delay_seconds(num_deaths))
 
-    async def wait_ready(self) -> None:
-        """Wait until every replica of the spec has been ready at once."""
-        await self._ready.wait()
+    async def wait_ready(self) -> int:
+        """Wait until every replica of the spec has been ready at once; of servers that were found, every
+        one that can be. Return their number."""
+        return await asyncio.shield(self._num_ready)
 
     async def stop(self, seconds: float) -> None:
         """End all replicas in order, within `seconds`."""
@@ -83,20 +83,30 @@ class FleetWatch:
             view: FleetView = await self._controller.view.remote(version)
             version = view.version
             self._on_view(view)
-            if not self._ready.is_set():
+            if not self._num_ready.done():
                 self._judge(view)
 
     def _judge(self, view: FleetView) -> None:
+        num_ready = sum(replica.state is ReplicaState.READY for replica in view.replicas)
+        num_failed = 0
+        if any(pool.engines is not None for pool in self._spec.pools):
+            # A server that cannot be joined is told and tried again; it holds up no others.
+            num_failed = sum(
+                replica.num_early_deaths > 0 and replica.state is not ReplicaState.READY
+                for replica in view.replicas
+            )
+        if num_failed in (0, len(view.replicas)):
+            self._refuse_hopeless(view)
+        if num_ready and num_ready + num_failed >= sum(pool.num_replicas for pool in view.pools):
+            self._num_ready.set_result(num_ready)
+
+    def _refuse_hopeless(self, view: FleetView) -> None:
+        """Raises StartFailed."""
         for replica in view.replicas:
             if replica.refused_to_start and replica.cause:
                 raise StartFailed(replica.cause)
             if replica.num_early_deaths >= MOST_EARLY_DEATHS:
                 raise StartFailed(_deaths(replica, self._spec))
-        ready = Tally(
-            pool_of_id(replica.replica_id) for replica in view.replicas if replica.state is ReplicaState.READY
-        )
-        if all(ready[pool.name] >= pool.num_replicas for pool in self._spec.pools):
-            self._ready.set()
 
 
 def _deaths(replica: ReplicaView, spec: FleetSpec) -> str:

@@ -1,14 +1,16 @@
-"""JoinedServer: what `kvasir up --join` must know of a server that runs already.
+"""JoinedServer: what `kvasir up --join` must know of servers that run already, before anything starts.
 
-Owns the questions before anything starts: its model, its ranks and its blocks.
+Owns the questions: which model they have, and in which blocks.
 """
 
+import asyncio
 import json
-import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
+from cluster.config import EngineSource
+from cluster.engines.finders import SourceFailed, finder_of
 from cluster.errors import ClusterError
 from replicas.errors import StartupError
 from replicas.remote_engine.facts import read_cache_sizes, read_models
@@ -17,33 +19,52 @@ from replicas.remote_engine.server import Server
 
 @dataclass(frozen=True, slots=True)
 class JoinedServer:
-    """One data-parallel rank of a server; `rank` None if it has no others. `name` is a pool's."""
-
     url: str
-    name: str
-    rank: int | None
     served_name: str
     root: str
     block_size: int
 
 
-def ask_servers(urls: list[str], key: str | None) -> list[JoinedServer]:
-    """Raises ClusterError for a server that does not answer, and for servers that differ."""
-    joined = [rank for url in urls for rank in _ask(url, key)]
-    for one in joined:
-        if (one.served_name, one.block_size) != (joined[0].served_name, joined[0].block_size):
+def ask_servers(source: EngineSource, key: str | None) -> JoinedServer:
+    """Return one of the servers. Raises ClusterError if a given one does not answer, if given ones differ,
+    and if of found ones none answers."""
+    if not source.urls:
+        return _ask_any(_look(source), key)
+    first, *others = [_ask(url, key) for url in source.urls]
+    for one in others:
+        if (one.served_name, one.block_size) != (first.served_name, first.block_size):
             raise ClusterError(
-                f"{joined[0].url} serves {joined[0].served_name} with blocks of {joined[0].block_size}"
-                f" tokens, {one.url} {one.served_name} with {one.block_size}: they cannot share a name"
+                f"{first.url} serves {first.served_name} with blocks of {first.block_size} tokens,"
+                f" {one.url} {one.served_name} with {one.block_size}: they cannot share a name"
             )
-    if len({one.name for one in joined}) != len(joined):
-        raise ClusterError("a server is joined twice")
-    return joined
+    return first
 
 
-def _ask(url: str, key: str | None) -> list[JoinedServer]:
-    if not url.startswith(("http://", "https://")):
-        raise ClusterError(f"--join takes a server's address, such as http://127.0.0.1:8000, not {url}")
+def _look(source: EngineSource) -> list[str]:
+    async def look() -> set[str]:
+        finder = finder_of(source)
+        try:
+            return await finder.look()
+        finally:
+            await finder.close()
+
+    try:
+        return sorted(asyncio.run(look()))
+    except SourceFailed as error:
+        raise ClusterError(str(error)) from error
+
+
+def _ask_any(urls: Collection[str], key: str | None) -> JoinedServer:
+    why = "no server is named"
+    for url in urls:
+        try:
+            return _ask(url, key)
+        except ClusterError as error:
+            why = str(error)
+    raise ClusterError(f"there is no server to join yet: {why}")
+
+
+def _ask(url: str, key: str | None) -> JoinedServer:
     server = Server(url, key=key, rank=None, tell=lambda _: None)
     try:
         model = read_models(server.ask("/v1/models"), None)
@@ -54,28 +75,17 @@ def _ask(url: str, key: str | None) -> list[JoinedServer]:
         raise ClusterError(f"{url} cannot be joined: {error}") from error
     finally:
         server.close()
-    where = re.sub(r"[^A-Za-z0-9.]+", "-", urlsplit(url).netloc.rpartition("@")[2])
-    return [
-        JoinedServer(
-            url,
-            where if len(ranks) == 1 else f"{where}-rank{rank}",
-            None if len(ranks) == 1 else rank,
-            model.served_name,
-            model.root,
-            sizes.block_size,
-        )
-        for rank in ranks
-    ]
+    return JoinedServer(url, model.served_name, model.root, sizes.block_size)
 
 
-def folder_of(servers: list[JoinedServer], model: str | None) -> str:
+def folder_of(server: JoinedServer, model: str | None) -> str:
     """Return the folder with the model's text files. Raises ClusterError if none is given or near."""
     if model is not None:
         return model
-    root = Path(servers[0].root)
+    root = Path(server.root)
     if not root.is_dir():
         raise ClusterError(
-            f"{servers[0].url} has its model from {root}, which is no folder here: give --model DIR, a folder"
+            f"{server.url} has its model from {root}, which is no folder here: give --model DIR, a folder"
             " with the model's config.json and tokenizer files; weights are not needed"
         )
     return str(root)

@@ -17,11 +17,10 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.config import BackoffSpec, FleetSpec, PoolSpec
+from cluster.config import BackoffSpec, EngineSource, FleetSpec, PoolSpec
 from cluster.controller.views import FleetView
 from cluster.errors import StartFailed
 from cluster.local.fleet_watch import FleetWatch
-from cluster.local.joined_servers import JoinedServer
 from cluster.local.processes import Service, kill_marked
 from cluster.local.ray_head import RayHead, start_ray, stop_ray
 from cluster.local.raylet import Raylet
@@ -63,7 +62,7 @@ class LocalOptions:
     keys_file: str | None = None
     is_open: bool = False
     cors_origins: Sequence[str] = ()
-    joined: Sequence[JoinedServer] = ()
+    engines: EngineSource | None = None
 
 
 class LocalCluster:
@@ -72,6 +71,7 @@ class LocalCluster:
         self._directory = options.run_directory
         self._say = say
         self._state: ClusterState | None = None
+        self._complaints: Sequence[str] = ()
         self._writer = StateWriter(options.run_directory, say)
 
     async def run(self, on_ray_started: Callable[[], None]) -> None:
@@ -203,17 +203,10 @@ class LocalCluster:
             num_gpus=_gpu_share(head.num_gpus, num_replicas) if wants_gpu else 0.0,
             num_threads=max(1, len(os.sched_getaffinity(0)) // num_replicas),
         )
-        servers = [
-            replace(
-                pool,
-                num_replicas=1,
-                name=server.name,
-                replica=replace(pool.replica, engine_url=server.url, engine_rank=server.rank),
-            )
-            for server in self._options.joined
-        ]
+        if self._options.engines is not None:
+            pool = replace(pool, name="server", num_replicas=0, engines=self._options.engines)
         return FleetSpec(
-            tuple(servers) or (pool,),
+            (pool,),
             log_directory=str(self._directory.logs),
             log_format=self._options.replica.log_format,
             metrics_port=0,
@@ -221,8 +214,7 @@ class LocalCluster:
 
     async def _wait_ready(self, watch: FleetWatch, router: Service, router_url: str) -> None:
         with self._stage("replicas") as stage:
-            await watch.wait_ready()
-            stage.append(f"{self._options.num_replicas} ready")
+            stage.append(f"{await watch.wait_ready()} ready")
         assert self._state is not None
         with self._stage("router") as stage:
             models = await _served_models(router, self._state.router_pages)
@@ -231,6 +223,8 @@ class LocalCluster:
                 stage.append(f"{self._options.num_routers} routers on it")
         self._write(replace(self._state, ready=True))
         self._say(summary(self._state, models[0], self._directory, self._options.replica))
+        for complaint in self._complaints:  # later ones are told as they come
+            self._say(f"fleet     {complaint}")
 
     def _on_view(self, view: FleetView) -> None:
         assert self._state is not None
@@ -245,6 +239,7 @@ class LocalCluster:
             )
             for replica in view.replicas
         ]
+        self._complaints = view.complaints
         if self._state.ready:
             for note in view.notes:
                 self._say(f"fleet     {note}")
@@ -298,7 +293,7 @@ class LocalCluster:
         is_ready = all(replica.state == ReplicaState.READY.value for replica in replicas)
         return (
             is_ready
-            and len(replicas) >= self._options.num_replicas
+            and len(replicas) >= (1 if self._options.engines else self._options.num_replicas)
             and not any(replica.pid in pids for replica in replicas)
         )
 

@@ -3,10 +3,12 @@ from typing import Any
 
 import pytest
 
-from cluster.config import BackoffSpec, FleetSpec, PoolSpec
+from cluster.config import BackoffSpec, EngineSource, FleetSpec, FoundServer, PoolSpec, base_name, pool_of_id
 from replicas.config import ReplicaConfig
 from replicas.process.settings import SettingsError
+from replicas.protocol.bounds import checked_id
 from replicas.protocol.status import ReplicaId
+from tests.cluster.finding import finding
 
 
 def test_replicas_are_named_after_their_pool() -> None:
@@ -123,3 +125,54 @@ def test_every_change_is_another_spec_and_some_are_another_kind_of_replica(
     changed = replace(pool, **change)
     assert (changed.revision != pool.revision) is is_another_kind_of_replica
     assert FleetSpec((changed,)).revision != FleetSpec((pool,)).revision
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("http://127.0.0.1:8000", "127.0.0.1-8000"),
+        ("https://vllm.example/", "vllm.example"),
+        ("http://vllm.example/a/b", "vllm.example-a-b"),
+        ("http://me:secret@10.0.0.7:8000", "10.0.0.7-8000"),
+    ],
+)
+def test_a_server_that_was_found_names_its_replicas(url: str, name: str) -> None:
+    assert FoundServer(url).name == name
+    assert FoundServer(url, 1).name == f"{name}-rank1"
+
+
+def test_servers_have_different_names_where_their_addresses_are_alike() -> None:
+    urls = ["http://[fd00::1:2]:8000", "http://[fd00:1::2]:8000", "http://a_b:1", "http://a-b:1"]
+    urls += [f"http://{'a' * 60}{end}:8000" for end in "xy"]
+    names = {FoundServer(url).name for url in urls}
+    assert len(names) == len(urls)
+    pool = finding("p" * 63)
+    for url in urls:
+        (member,) = FleetSpec((pool,)).with_servers({pool.name: [FoundServer(url, 7)]}).pools
+        assert checked_id(member.replica_id(0)) == member.replica_id(0)
+
+
+def test_a_pool_that_finds_servers_has_a_replica_for_each() -> None:
+    pool = finding("p")
+    spec = FleetSpec((PoolSpec(1), pool))
+    assert spec.with_servers({}) == spec, "it has not looked yet"
+    assert spec.with_servers({"p": []}).pools == (PoolSpec(1),)
+    found = spec.with_servers({"p": [FoundServer("http://a:1"), FoundServer("http://b:1", 1)]})
+    assert [one.name for one in found.pools] == ["replica", "p_at_a-1", "p_at_b-1-rank1"]
+    assert {one.num_replicas for one in found.pools} == {1}
+    second = found.pools[2]
+    assert (second.replica.engine_url, second.replica.engine_rank) == ("http://b:1", 1)
+    assert second.revision != found.pools[1].revision
+    assert found.pool_of(ReplicaId("p_at_b-1-rank1-7")) == second
+    assert pool_of_id(ReplicaId("p_at_b-1-rank1-7")) == base_name(second.name) == "p"
+
+
+@pytest.mark.parametrize("source", [{}, {"urls": ("http://a:1",), "file": "f"}, {"urls": ("a:1",)}])
+def test_servers_are_found_in_one_way_at_addresses(source: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError):
+        EngineSource(**source)
+
+
+def test_only_replicas_of_servers_that_run_are_found() -> None:
+    with pytest.raises(SettingsError, match="so its engine is remote"):
+        PoolSpec(0, engines=EngineSource(("http://a:1",)))

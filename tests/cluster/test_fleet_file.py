@@ -1,12 +1,13 @@
 """The fleet file: what it may say, and the one sentence for everything else."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from cluster.config import AutoscaleSpec, PoolSpec
+from cluster.config import AutoscaleSpec, EngineSource, PoolSpec
 from cluster.fleet_file import changed, model_name, parse_fleet, settings_from
 from replicas.config import ReplicaConfig
 from replicas.process.settings import SettingsError
@@ -165,3 +166,33 @@ def test_a_setting_that_makes_no_sense_is_refused(pairs: list[str], sentence: st
     (old,) = parse_fleet(text(pool())).pools
     with pytest.raises(SettingsError, match=sentence):
         changed(old, settings_from(pairs))
+
+
+def test_a_pool_may_find_servers_that_run_already() -> None:
+    (only,) = parse_fleet(text(pool(engines={"urls": ["http://a:1"], "at_most": 3}))).pools
+    assert only.engines == EngineSource(("http://a:1",), at_most=3)
+    assert (only.num_replicas, only.replica.engine) == (0, "remote")
+    (only,) = parse_fleet(text(pool(engines={"file": "/etc/servers"}))).pools
+    assert only.engines == EngineSource(file="/etc/servers")
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"engines": {}}, "engines of pool small: engines are found by"),
+        ({"engines": {"urls": "http://a:1"}}, "urls of engines of pool small are a list"),
+        ({"engines": {"urls": ["nonsense"]}}, "a server's address is one such as"),
+        ({"engines": {"fiel": "x"}}, "did you mean file?"),
+        ({"engines": {"file": "x"}, "replicas": 2}, "pool small cannot set replicas"),
+        (
+            {"engines": {"file": "x"}, "settings": {"model": "/m", "engine": "vllm"}},
+            "pool small cannot set engine: it finds its servers",
+        ),
+        ({"name": "a_at_b"}, "cannot be named so"),
+    ],
+)
+def test_a_pool_that_finds_servers_decides_nothing_that_they_do(
+    fields: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(SettingsError, match=re.escape(sentence)):
+        parse_fleet(text(pool(**fields)))

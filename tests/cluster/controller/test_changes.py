@@ -2,9 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.config import AutoscaleSpec, FleetSpec, PoolSpec
-from cluster.controller.changes import FleetState, applied, given_up, rolled, scaled, settled
+from cluster.config import AutoscaleSpec, FleetSpec, FoundServer, PoolSpec
+from cluster.controller.changes import FleetState, applied, given_up, rolled, scaled, settled, with_found
 from replicas.process.settings import SettingsError
+from tests.cluster.finding import finding
 
 MACHINES = [{"CPU": 4.0}]
 A, B = PoolSpec(1, "a"), PoolSpec(1, "b")
@@ -102,3 +103,15 @@ def test_what_was_applied_last_is_remembered_whatever_happens_to_the_fleet_since
         assert later.applied_revision == STATE.spec.revision
     other = FleetSpec((A, replace(B, num_replicas=B.num_replicas + 1)))
     assert applied(state, other, MACHINES).applied_revision == other.revision != STATE.spec.revision
+
+
+def test_servers_that_were_found_stay_over_changes_and_go_with_their_pool() -> None:
+    servers = finding("p")
+    state = with_found(FleetState(FleetSpec((A, servers))), "p", [FoundServer("http://a:1")])
+    assert [each.name for each in state.wanted().pools] == ["a", "p_at_a-1"]
+    state = rolled(state, "p", {}, MACHINES)
+    assert [each.num_restarts for each in state.wanted().pools] == [0, 1]
+    with pytest.raises(SettingsError, match="pool p has a replica for each server that it finds"):
+        scaled(state, "p", 2, MACHINES)
+    state = with_found(applied(state, FleetSpec((A,)), MACHINES), "p", [FoundServer("http://a:1")])
+    assert (state.found, state.wanted()) == ({}, state.spec)

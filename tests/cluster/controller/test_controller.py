@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from ray.exceptions import RayError
@@ -15,7 +16,10 @@ from cluster.controller import actors
 from cluster.controller import fleet_controller as controller
 from cluster.controller.fleet_controller import FleetController
 from cluster.controller.views import FleetView
+from cluster.engines import finders
 from replicas.process.logs import JsonFormatter
+from tests.cluster.engines.named_servers import named_server
+from tests.cluster.finding import finding
 
 SPEC = FleetSpec(())
 
@@ -131,3 +135,31 @@ async def test_what_is_applied_holds_for_the_controller_that_runs(free_port: int
         assert isinstance(handler.formatter, JsonFormatter)
         assert await fleet.apply(SPEC) is None
         assert (await fleet.view()).metrics_address is None
+
+
+async def test_a_pool_that_finds_servers_wants_a_replica_for_each(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def launch(*_: object) -> None:
+        raise ValueError("there is no Ray")
+
+    monkeypatch.setattr(actors, "launch", launch)
+    monkeypatch.setattr(actors, "remove", lambda *_: None)
+    monkeypatch.setattr(actors, "waiting_for_room", frozenset)
+    monkeypatch.setattr(finders, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(finders.FileFinder, "linger_seconds", 0.0)
+    file = tmp_path / "servers"
+    async with named_server() as a, named_server() as b, running(SPEC) as fleet:
+        assert await fleet.apply(FleetSpec((finding("p", file=str(file)),)), is_checked=True) is None
+        view = await seen(fleet, lambda view: view.complaints != ())
+        assert "cannot be read" in view.complaints[0]
+        assert [(pool.num_replicas, pool.is_settled) for pool in view.pools] == [(0, False)]
+        file.write_text(f"{a.url}\n{b.url}\n")
+        view = await seen(fleet, lambda view: len(view.replicas) == 2)
+        ids = sorted(f"p_at_{each.url.removeprefix('http://').replace(':', '-')}-0" for each in (a, b))
+        assert [replica.replica_id for replica in view.replicas] == ids
+        assert [pool.num_replicas for pool in view.pools] == [2]
+        file.write_text(a.url)
+        view = await seen(fleet, lambda view: len(view.replicas) == 1)
+        assert [pool.num_replicas for pool in view.pools] == [1]
+        assert view.complaints == ()

@@ -3,10 +3,11 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from cluster.config import BackoffSpec, FleetSpec
-from cluster.controller.changes import FleetState, applied, given_up, rolled
+from cluster.config import BackoffSpec, FleetSpec, FoundServer
+from cluster.controller.changes import FleetState, applied, given_up, rolled, with_found
 from cluster.controller.kept_state import from_kept, to_kept
 from cluster.fleet_file import parse_fleet
+from tests.cluster.finding import finding
 
 MACHINES = [{"CPU": 64.0, "GPU": 8.0, "slot": 9.0}]
 
@@ -46,6 +47,11 @@ def states() -> list[FleetState]:
         rolling,
         rolled(rolling, "large", {}, MACHINES),
         given_up(rolling, "small", "it did: not\nstart, says 'ä'"),
+        with_found(
+            applied(FleetState(FleetSpec(())), FleetSpec((finding(file="/servers"), finding("q"))), MACHINES),
+            "p",
+            [FoundServer("http://a:1"), FoundServer("http://b:1", 1)],
+        ),
         replace(state, spec=replace(state.spec, backoff=BackoffSpec(0.25, 3.0, 1.5), is_growing=True)),
     ]
 

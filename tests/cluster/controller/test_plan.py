@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.config import BackoffSpec, FleetSpec, PoolSpec
+from cluster.config import BackoffSpec, FleetSpec, FoundServer, PoolSpec
 from cluster.controller.plan import SETTLE_SECONDS, plan
 from cluster.controller.replica_life import ActionKind, ReplicaLife
 from replicas.protocol.status import ReplicaId, ReplicaState
+from tests.cluster.finding import finding
 
 SPEC = FleetSpec((PoolSpec(2),), BackoffSpec(initial_seconds=1, max_seconds=8), drain_seconds=20)
 NOW = 100.0
@@ -344,3 +345,33 @@ def test_a_replica_that_serves_goes_before_one_on_a_fuller_machine_that_does_not
         "stop replica-1",
         "stop replica-2",
     ]
+
+
+SERVERS = finding("p")
+MEMBERS = FleetSpec((SERVERS,)).with_servers({"p": [FoundServer("http://a:1"), FoundServer("http://b:1")]})
+
+
+def of_server(number: int, state: ReplicaState) -> ReplicaLife:
+    pool = MEMBERS.pools[number]
+    return ReplicaLife(pool.replica_id(0), state, 90.0, revision=pool.revision)
+
+
+def test_each_server_has_a_replica_and_one_that_left_the_list_drains() -> None:
+    a, b = of_server(0, READY), of_server(1, READY)
+    started = plan(MEMBERS, (a,), NOW).actions
+    assert [(action.kind, action.replica_id) for action in started] == [(ActionKind.START, "p_at_b-1-0")]
+    assert plan(MEMBERS, (a, b), NOW).actions == ()
+    only_a = FleetSpec((SERVERS,)).with_servers({"p": [FoundServer("http://a:1")]})
+    gone = plan(only_a, (a, b), NOW).actions
+    assert [(action.kind, action.replica_id) for action in gone] == [(ActionKind.DRAIN, "p_at_b-1-0")]
+
+
+def test_one_that_comes_back_waits_for_its_replica_to_have_drained() -> None:
+    a = of_server(0, READY)
+    assert plan(MEMBERS, (a, of_server(1, DRAINING)), NOW).actions == ()
+    again = plan(MEMBERS, (a, of_server(1, STOPPED)), NOW).actions
+    assert [(action.kind, action.replica_id) for action in again] == [(ActionKind.REPLACE, "p_at_b-1-0")]
+
+
+def test_until_a_pool_has_looked_its_replicas_stay() -> None:
+    assert plan(FleetSpec((SERVERS,)), (of_server(0, READY), of_server(1, STARTING)), NOW).actions == ()

@@ -1,0 +1,98 @@
+"""Asker: asks servers for their data-parallel ranks.
+
+Owns what each has said, and when it is asked again: one that does not answer more and more rarely. What it
+said before holds until it says something else.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import httpx
+
+from cluster.config import BackoffSpec, FoundServer
+from replicas.process.settings import SettingsError, without_password
+from replicas.remote_engine.server import read_key
+
+ANSWER_SECONDS = 5.0
+MOST_COMPLAINTS = 3
+MOST_RANKS = 1024
+
+
+@dataclass(slots=True)
+class _Asked:
+    """`ranks` None until the server has answered; empty if it has only one."""
+
+    ranks: tuple[int, ...] | None = None
+    num_failures: int = 0
+    ask_at: float = 0.0
+    failure: str | None = None
+
+
+class Asker:
+    """Closes with `close`."""
+
+    def __init__(self, key_file: str | None) -> None:
+        self._key_file = key_file
+        self._asked: dict[str, _Asked] = {}
+        self._backoff = BackoffSpec(initial_seconds=2.0)
+        self._client = httpx.AsyncClient(
+            timeout=ANSWER_SECONDS,
+            follow_redirects=False,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=16),
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    def know(self, servers: Sequence[FoundServer]) -> None:
+        """Take over what servers have said to an earlier asker."""
+        for server in servers:
+            asked = self._asked.setdefault(server.url, _Asked(()))
+            if server.rank is not None:
+                asked.ranks = (*(asked.ranks or ()), server.rank)
+
+    async def ask(self, urls: Sequence[str]) -> list[FoundServer]:
+        """Ask those that are due; return the ranks of all that have ever answered."""
+        self._asked = {url: self._asked.get(url) or _Asked() for url in urls}
+        now = time.monotonic()
+        await asyncio.gather(
+            *(self._ask(url, asked) for url, asked in self._asked.items() if asked.ask_at <= now)
+        )
+        return [
+            FoundServer(url, rank)
+            for url, asked in self._asked.items()
+            if asked.ranks is not None
+            for rank in (asked.ranks if len(asked.ranks) > 1 else (None,))
+        ]
+
+    @property
+    def complaint(self) -> str | None:
+        """Name some of the servers that have not answered yet."""
+        silent = [
+            f"{without_password(url)} {asked.failure}"
+            for url, asked in self._asked.items()
+            if asked.ranks is None
+        ]
+        more = "" if len(silent) <= MOST_COMPLAINTS else f"; and {len(silent) - MOST_COMPLAINTS} more"
+        return "; ".join(silent[:MOST_COMPLAINTS]) + more or None
+
+    async def _ask(self, url: str, asked: _Asked) -> None:
+        try:
+            key = await asyncio.to_thread(read_key, self._key_file)
+            headers = {} if key is None else {"authorization": f"Bearer {key}"}
+            answer = await self._client.get(f"{url}/kv_event_sources", headers=headers)
+            if answer.status_code != 200:
+                raise ValueError(f"it answers {answer.status_code}")
+            ranks = tuple(sorted(int(rank) for rank in json.loads(answer.content)))
+            if len(ranks) > MOST_RANKS:
+                raise ValueError("it names too many ranks")
+        except (httpx.HTTPError, httpx.InvalidURL, SettingsError, ValueError, TypeError) as error:
+            asked.num_failures += 1
+            asked.failure = f"cannot be joined yet: {' '.join(str(error).split()) or repr(error)}"
+            asked.ask_at = time.monotonic() + self._backoff.delay_seconds(asked.num_failures)
+        else:
+            asked.ranks, asked.num_failures, asked.ask_at, asked.failure = ranks, 0, 0.0, None

@@ -1,0 +1,36 @@
+"""Servers that say which data-parallel ranks they have, and nothing else."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class NamedServer:
+    """`answer` is the body that it gives; None closes the connection, and "hangs" never answers."""
+
+    def __init__(self, port: int, answer: str | None) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.answer = answer
+        self.num_asked = 0
+        self.last_head = ""
+
+
+@asynccontextmanager
+async def named_server(answer: str | None = "{}") -> AsyncIterator[NamedServer]:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        named.last_head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        named.num_asked += 1
+        if named.answer == "hangs":
+            await reader.read()
+        elif named.answer is not None:
+            body = named.answer.encode()
+            head = f"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    named = NamedServer(server.sockets[0].getsockname()[1], answer)
+    try:
+        yield named
+    finally:
+        server.close()

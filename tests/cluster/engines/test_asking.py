@@ -1,0 +1,83 @@
+import itertools
+from pathlib import Path
+
+import pytest
+
+from cluster.config import FoundServer
+from cluster.engines import asking
+from cluster.engines.asking import Asker
+from tests.cluster.engines.named_servers import named_server
+
+
+async def test_each_rank_of_a_server_is_one_found_server(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("sesame\n")
+    async with (
+        named_server('{"0": {}, "1": {}}') as two,
+        named_server('{"0": {}}') as one,
+        named_server() as none,
+    ):
+        asker = Asker(str(key))
+        found = await asker.ask([two.url, one.url, none.url])
+        assert found == [
+            *(FoundServer(two.url, 0), FoundServer(two.url, 1)),
+            *(FoundServer(one.url), FoundServer(none.url)),
+        ]
+        assert asker.complaint is None
+        assert "authorization: Bearer sesame\r\n" in one.last_head
+        await asker.close()
+
+
+@pytest.mark.parametrize("answer", [None, "hangs", "<html>", "7", '["x"]', "[" + "1," * 2000 + "1]"])
+async def test_one_that_gives_no_answer_is_told_and_keeps_none_from_being_found(
+    answer: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "ANSWER_SECONDS", 0.2)
+    async with named_server(answer) as bad, named_server() as good:
+        asker = Asker(None)
+        assert await asker.ask([bad.url, good.url]) == [FoundServer(good.url)]
+        assert asker.complaint is not None
+        assert asker.complaint.startswith(f"{bad.url} cannot be joined yet: ")
+        bad.answer = "{}"
+        assert await asker.ask([bad.url, good.url]) == [FoundServer(bad.url), FoundServer(good.url)]
+        bad.answer = answer
+        assert await asker.ask([bad.url]) == [FoundServer(bad.url)], "what it said before holds"
+        assert asker.complaint is None
+        await asker.close()
+
+
+async def test_a_server_that_stays_silent_is_asked_more_and_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    asked_at = []
+    async with named_server(None) as silent:
+        asker = Asker(None)
+        for second in range(0, 120, 2):
+            now, before = float(second), silent.num_asked
+            await asker.ask([silent.url])
+            if silent.num_asked > before:
+                asked_at.append(second)
+        await asker.close()
+    gaps = [then - last for last, then in itertools.pairwise(asked_at)]
+    assert gaps == sorted(gaps)
+    assert gaps[0] == 2
+    assert gaps[-1] == 30
+
+
+async def test_without_a_key_that_can_be_read_nothing_is_asked(tmp_path: Path) -> None:
+    async with named_server() as server:
+        asker = Asker(str(tmp_path / "none"))
+        assert await asker.ask([server.url]) == []
+        assert "engine_key_file" in str(asker.complaint)
+        assert server.num_asked == 0
+        await asker.close()
+
+
+async def test_what_an_earlier_one_was_told_is_known() -> None:
+    asker = Asker(None)
+    known = [FoundServer("http://127.0.0.1:1", 0), FoundServer("http://127.0.0.1:1", 1)]
+    asker.know(known)
+    assert await asker.ask(["http://127.0.0.1:1"]) == known
+    await asker.close()
