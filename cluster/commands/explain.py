@@ -66,9 +66,10 @@ def render(explained: Mapping[str, Any]) -> str:
     more = f" and {len(order) - MOST_RANKS} more" if len(order) > MOST_RANKS else ""
     adapter = f" with {explained['adapter']}" if explained["adapter"] else ""
     candidates = explained["candidates"]
+    is_sparse = explained.get("resume_points") is not None
     has_tiers = any(candidate.get("tiers") for candidate in candidates)
-    rows = [_header(has_tiers=has_tiers)]
-    rows += [_row(candidate, has_tiers=has_tiers) for candidate in candidates]
+    rows = [_header(is_sparse=is_sparse, has_tiers=has_tiers)]
+    rows += [_row(candidate, is_sparse=is_sparse, has_tiers=has_tiers) for candidate in candidates]
     sentences = [tiers["sentence"] for candidate in candidates if (tiers := candidate.get("tiers"))]
     decision = explained["decision"]
     cached = decision["overlap_tokens"]
@@ -85,14 +86,15 @@ def render(explained: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _header(*, has_tiers: bool) -> tuple[str, ...]:
-    if not has_tiers:
-        return _HEADER
+def _header(*, is_sparse: bool, has_tiers: bool) -> tuple[str, ...]:
     first = _HEADER.index("REQUESTS")
-    return (*_HEADER[:first], *_TIERS[:3], *_HEADER[first:6], _TIERS[3], *_HEADER[6:])
+    before = (*_HEADER[:first], *(("HELD TO",) if is_sparse else ()))
+    if not has_tiers:
+        return (*before, *_HEADER[first:])
+    return (*before, *_TIERS[:3], *_HEADER[first:6], _TIERS[3], *_HEADER[6:])
 
 
-def _row(candidate: Mapping[str, Any], *, has_tiers: bool) -> tuple[str, ...]:
+def _row(candidate: Mapping[str, Any], *, is_sparse: bool, has_tiers: bool) -> tuple[str, ...]:
     """Format a row. A replica that does not report its speeds shows no tiers."""
     before = ("wait", "move") if has_tiers else ("wait",)
     seconds = (candidate[f"{name}_seconds"] for name in (*before, "prefill", "delay", "room", "cost"))
@@ -102,6 +104,7 @@ def _row(candidate: Mapping[str, Any], *, has_tiers: bool) -> tuple[str, ...]:
         candidate["replica"],
         str(candidate["rank"]),
         str(candidate["overlap_tokens"]),
+        *((str(candidate["reached_tokens"]),) if is_sparse else ()),
         *(depths if has_tiers else ()),
         str(candidate["num_requests"]),
         str(candidate["num_pending_tokens"]),

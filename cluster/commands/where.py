@@ -1,13 +1,14 @@
 """kvasir where: which replicas hold a prompt or a block, by Redis itself.
 
 Owns the lookup and its table. A router computes only the block hashes, so its beliefs can be compared with
-the index.
+the index. Of a sparse model's replica it shows where the prompt can be resumed, and how far full attention
+has it (`replicas/protocol/hits.py`).
 """
 
 import argparse
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import redis
@@ -21,6 +22,7 @@ from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from replicas.protocol.events import Tier
 from replicas.protocol.keys import (
     BLOCKS_MARKER,
+    POINT_MARK,
     RECORD_FIELDS,
     blocks_key,
     blocks_member,
@@ -42,6 +44,8 @@ class Holding(NamedTuple):
     """One replica's share: `num_tokens` of the prompt up to the first missing entry.
 
     The entries whose fastest copy is in host memory or on disk are counted; the others are on the device.
+    `num_resumed_tokens` lie before the deepest of the prompt's `num_points` that it has; they are None where
+    no points were looked for.
     """
 
     model: str
@@ -51,6 +55,11 @@ class Holding(NamedTuple):
     num_tokens: int
     num_in_host: int = 0
     num_on_disk: int = 0
+    num_points: int | None = None
+    num_resumed_tokens: int | None = None
+
+    def as_json(self) -> Mapping[str, Any]:
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 def where(
@@ -58,33 +67,47 @@ def where(
 ) -> int:
     """Run the command. Raises ClusterError."""
     block_hash = None if arguments.file is not None else _block_hash(arguments.prompt)
+    points: Sequence[IndexEntry] | None
     if block_hash is not None:
         model, entries = arguments.model, [IndexEntry(0, block_hash)]
+        points = entries
     else:
         explained = ask_router(arguments, router_url())
         model, entries = explained["model"], _entries(explained["block_hashes"])
         if not entries:
-            raise ClusterError(f"the prompt does not fill a block: it has {explained['num_tokens']} tokens")
+            raise ClusterError(
+                f"the prompt does not fill a block of {explained['block_size']} tokens: it has"
+                f" {explained['num_tokens']}"
+            )
+        listed = explained.get("resume_points")
+        points = None if listed is None else _entries(listed)
     server = f"Redis at {without_password(redis_url)}"
     try:
-        places = find(redis_url, model, entries)
+        places = find(redis_url, model, entries, points)
     except redis.RedisError as error:
         raise ClusterError(f"{server} gave no answer: {error}") from error
     if not places:
         raise ClusterError(f"{server} has no live replica{f' of {model}' if model else ''}")
     if arguments.json:
-        say(json.dumps([place._asdict() for place in places], indent=2))
+        say(json.dumps([place.as_json() for place in places], indent=2))
     else:
         say(render(places, len(entries), has_depth=block_hash is None))
     return 0
 
 
-def find(redis_url: str, model: str | None, entries: Sequence[IndexEntry]) -> list[Holding]:
-    """Look the entries up at every live replica of one model, or of all. Raises RedisError."""
+def find(
+    redis_url: str,
+    model: str | None,
+    entries: Sequence[IndexEntry],
+    points: Sequence[IndexEntry] | None = None,
+) -> list[Holding]:
+    """Look the entries up at every live replica of one model, or of all; with `points`, the resume points of
+    a sparse model as well. Raises RedisError."""
     places = []
     members = [BLOCKS_MARKER]
     for tier in Tier:
         members += [blocks_member(entry.block_hash, tier) for entry in entries]
+    members += [point.block_hash + POINT_MARK for point in points or ()]
     with redis.Redis.from_url(redis_url, socket_timeout=5, socket_connect_timeout=5, protocol=2) as client:
         for name, replica_id in live_names(client):
             if model not in (None, name):
@@ -100,20 +123,28 @@ def find(redis_url: str, model: str | None, entries: Sequence[IndexEntry]) -> li
                     held = list(map(any, zip(device, host, disk, strict=True)))
                     depth = _depth(entries, held)
                     holding = Holding(name, replica_id, has_set, sum(held), depth, sum(host), sum(disk))
-                    places.append(holding)
+                    places.append(
+                        holding if points is None else _resuming(holding, points, answers[3 * size :])
+                    )
     return places
 
 
 def render(places: Sequence[Holding], num_asked: int, *, has_depth: bool) -> str:
     """Format the table; `has_depth` means that a prompt was looked up, not a single block."""
-    rows = [("MODEL", "REPLICA", "INDEX ENTRIES", *(("DEPTH",) if has_depth else ()))]
+    is_sparse = any(place.num_resumed_tokens is not None for place in places)
+    depths = (("RESUMES AT", "HELD TO") if is_sparse else ("DEPTH",)) if has_depth else ()
+    rows = [("MODEL", "REPLICA", "INDEX ENTRIES", *depths)]
     for place in places:
         entries = f"{place.num_entries} of {num_asked}" if place.has_set else "no set"
         tiers = ((place.num_in_host, "in host memory"), (place.num_on_disk, "on disk"))
-        below = ", ".join(f"{number} {tier}" for number, tier in tiers if number)
-        entries += f" ({below})" if below else ""
-        depth = (f"{place.num_tokens} tokens",) if has_depth else ()
-        rows.append((place.model, place.replica_id, entries, *depth))
+        remarks = [f"{number} {tier}" for number, tier in tiers if number]
+        if place.num_points and not has_depth:
+            remarks.append("a resume point")
+        entries += f" ({', '.join(remarks)})" if remarks else ""
+        deep = (place.num_resumed_tokens, place.num_tokens) if is_sparse else (place.num_tokens,)
+        rows.append(
+            (place.model, place.replica_id, entries, *(f"{each} tokens" for each in deep[: len(depths)]))
+        )
     return "\n".join(align(rows))
 
 
@@ -138,3 +169,13 @@ def _depth(entries: Sequence[IndexEntry], held: Sequence[bool]) -> int:
             break
         depth = entry.num_tokens
     return depth
+
+
+def _resuming(holding: Holding, points: Sequence[IndexEntry], held: Sequence[bool]) -> Holding:
+    """Return the holding with its resume points. What it has before the deepest is held, whatever the index,
+    which keeps only some blocks, says of it."""
+    found = [point.num_tokens for point, is_held in zip(points, held, strict=True) if is_held]
+    deepest = max(found, default=0)
+    return holding._replace(
+        num_tokens=max(holding.num_tokens, deepest), num_points=len(found), num_resumed_tokens=deepest
+    )

@@ -44,7 +44,7 @@ class PreviewRoutes:
                 preview_data(
                     prompt.generation,
                     context.dispatcher.preview(prompt.generation),
-                    block_size=asked.model.card.block_size,
+                    card=asked.model.card,
                     index_stride=context.config.index_stride,
                 )
                 for prompt in asked.prompts

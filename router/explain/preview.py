@@ -7,7 +7,9 @@ the router's own code has made.
 from collections.abc import Mapping
 from typing import Any
 
+from replicas.protocol.hits import num_hit_tokens, num_searched
 from replicas.protocol.keys import blocks_per_stride, indexed_positions
+from replicas.protocol.status import ModelCard
 from replicas.protocol.ways import moves
 from router.generation import Generation
 from router.routing.decision import Candidate, Decision, DecisionReason
@@ -32,11 +34,12 @@ _TERMS: Mapping[str, str] = {
 
 
 def preview_data(
-    generation: Generation, preview: Preview, *, block_size: int, index_stride: int
+    generation: Generation, preview: Preview, *, card: ModelCard, index_stride: int
 ) -> dict[str, Any]:
-    """`affinity_order` begins with home; `block_hashes` are those that the index keeps, as hex."""
+    """`affinity_order` begins with home; `block_hashes` are those that the index keeps, as hex. The points
+    where a hit may end are None for a model that is not sparse."""
     decision = preview.decision
-    block_hashes = generation.block_hashes
+    block_hashes, block_size = generation.block_hashes, card.block_size
     positions = indexed_positions(len(block_hashes), blocks_per_stride(block_size, index_stride))
     return {
         "model": generation.model,
@@ -51,12 +54,22 @@ def preview_data(
             "because": because(decision),
             "overlap_tokens": decision.overlap_tokens,
         },
-        "candidates": candidates_by_cost(decision),
+        "candidates": candidates_by_cost(decision, block_size),
         "block_hashes": [
             {"num_tokens": (position + 1) * block_size, "hash": block_hashes[position].hex()}
             for position in positions
         ],
+        "resume_points": _resume_points(generation, card) if card.is_sparse else None,
     }
+
+
+def _resume_points(generation: Generation, card: ModelCard) -> list[dict[str, Any]]:
+    num_blocks = num_searched(card, len(generation.token_ids))
+    return [
+        {"num_tokens": num_hit_tokens(card, end), "hash": block_hash.hex()}
+        for end, block_hash in enumerate(generation.block_hashes[:num_blocks], 1)
+        if num_hit_tokens(card, end)
+    ]
 
 
 def because(decision: Decision) -> str:
@@ -69,25 +82,30 @@ def because(decision: Decision) -> str:
     others = [each for each in decision.candidates if each is not chosen]
     passed = min(others, key=lambda each: (-each.overlap_tokens, each.rank))
     role = "its home" if passed.overlap_tokens <= chosen.overlap_tokens else "which has more of the prompt"
+    has_less = passed.num_reached_blocks < chosen.num_reached_blocks
     if passed.cost.seconds <= chosen.cost.seconds:
-        return f"not to {passed.replica_id}, {role}: it has more requests, and costs about as much"
+        why = "it has less of the prompt in some layers" if has_less else "it has more requests"
+        return f"not to {passed.replica_id}, {role}: {why}, and costs about as much"
     own, other = chosen.cost, passed.cost
     term = max(_TERMS, key=lambda name: getattr(other, name) - getattr(own, name))
+    why = "more of the prompt takes new room" if has_less and term == "room_seconds" else _TERMS[term]
     here, there = (_milliseconds(getattr(cost, term)) for cost in (own, other))
-    return f"not to {passed.replica_id}, {role}: {_TERMS[term]} ({there}, {here} at {chosen.replica_id})"
+    return f"not to {passed.replica_id}, {role}: {why} ({there}, {here} at {chosen.replica_id})"
 
 
-def candidates_by_cost(decision: Decision) -> list[dict[str, Any]]:
+def candidates_by_cost(decision: Decision, block_size: int) -> list[dict[str, Any]]:
     """The cheapest first."""
     by_cost = sorted(decision.candidates, key=lambda candidate: (candidate.cost.seconds, candidate.rank))
-    return [_candidate(candidate) for candidate in by_cost]
+    return [_candidate(candidate, block_size) for candidate in by_cost]
 
 
-def _candidate(candidate: Candidate) -> dict[str, Any]:
+def _candidate(candidate: Candidate, block_size: int) -> dict[str, Any]:
+    """Write out a candidate. `reached_tokens` are what full attention has of a sparse model, else 0."""
     return {
         "replica": candidate.replica_id,
         "rank": candidate.rank,
         "overlap_tokens": candidate.overlap_tokens,
+        "reached_tokens": candidate.num_reached_blocks * block_size,
         "num_requests": candidate.load.num_requests,
         "num_pending_tokens": candidate.load.num_pending_tokens,
         "num_pending_image_tokens": candidate.load.num_pending_image_tokens,

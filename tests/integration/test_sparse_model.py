@@ -1,9 +1,11 @@
 """A sparse model, end to end: what a router expects of two simulated replicas is what they have."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from cluster.cli import main
 from loadtests.benches.cause_asker import MODEL, Asker
 from loadtests.stacks.key_file import write_key_file
 from loadtests.stacks.local_stack import local_stack
@@ -21,20 +23,29 @@ REPLICA = {
 }
 
 
-def test_hits_are_expected_and_what_cannot_be_resumed_is_explained(tmp_path: Path) -> None:
+def test_hits_are_expected_and_what_cannot_be_resumed_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     key = write_key_file(tmp_path / "keys.json", [Tenant(name="asker")], operators=["asker"])["asker"]
     routers = {"keys_file": tmp_path / "keys.json"}
     with local_stack(replica_settings=[REPLICA] * 2, router_settings=routers) as stack:
         asker = Asker(stack, key, 16, seed=1)
         shared = asker.tokens(400)
-        told = []
+        told, shown, file = [], [], tmp_path / "request.json"
+        places = ["--url", stack.url, "--redis-url", stack.redis_url, "--api-key", key]
         for _ in range(4):
-            explanation = asker.ask(shared + asker.tokens(50))
+            prompt = shared + asker.tokens(50)
+            file.write_text(json.dumps({"prompt": prompt}))
+            assert main(["where", "--file", str(file), "--json", *places]) == 0
+            found = json.loads(capsys.readouterr().out)
+            shown.append(max((each["num_resumed_tokens"], each["num_tokens"]) for each in found))
+            explanation = asker.ask(prompt)
             assert explanation is not None
             told.append(explanation)
             asker.settle()
         asker.close()
     assert [each["cached_tokens"] for each in told] == [0, 0, 400, 400]
+    assert shown == [(0, 0), (0, 384), (400, 400), (400, 400)]
     assert len({each["replica"] for each in told}) == 1
     assert [each["cause"] for each in told[:2]] == ["never_cached", "not_resumable"]
     assert told[1]["spans"][0]["cause"] == "not_resumable" and told[1]["spans"][0]["end"] == 400

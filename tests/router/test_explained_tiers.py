@@ -31,7 +31,7 @@ def explained(load: ReplicaLoad, reach: Reach, name: str = "replica-1") -> dict[
     cost = cost_of(load, num_tokens=NUM_TOKENS, reach=reach, rates=RATES, parameters=PARAMETERS)
     candidate = Candidate(ReplicaId(name), 0, cost.num_ready_tokens, load, cost, reach)
     decision = Decision(ReplicaId(name), cost.num_ready_tokens, DecisionReason.ONLY_REPLICA, 0, (candidate,))
-    (told,) = json.loads(json.dumps(candidates_by_cost(decision)))
+    (told,) = json.loads(json.dumps(candidates_by_cost(decision, 16)))
     assert isinstance(told, dict)
     return told
 
@@ -117,7 +117,7 @@ def rendered(decision: Decision) -> str:
                 "because": because(decision),
                 "overlap_tokens": decision.overlap_tokens,
             },
-            "candidates": candidates_by_cost(decision),
+            "candidates": candidates_by_cost(decision, 16),
         }
     )
 

@@ -51,10 +51,16 @@ class FleetSource:
         )
 
     def overlaps(self, model: str, block_hashes: Sequence[BlockHash]) -> Mapping[ReplicaId, int]:
+        """Leading blocks by replica; of a sparse model those that full attention holds, if that is more than
+        can be resumed."""
         try:
-            return self._table.index(model).overlaps(block_hashes)
+            found = self._table.index(model).overlaps(block_hashes)
         except UnknownModel:
             return {}
+        if not found.reach:
+            return found
+        reached = {each: depth for depth, mask in found.reach for each in found.slots.of(mask)}
+        return {each: max(found.depth(each), reached.get(each, 0)) for each in {*found, *reached}}
 
     def mirrors(self) -> Mapping[str, IndexMirror]:
         self._table.end_lingering()

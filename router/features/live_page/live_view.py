@@ -213,7 +213,7 @@ def explained_data(recent: RecentDecision) -> dict[str, Any]:
         "output_tokens": recent.num_output_tokens,
         "rank": None if decision is None else decision.rank,
         "because": None if decision is None else because(decision),
-        "candidates": [] if decision is None else candidates_by_cost(decision),
+        "candidates": [] if decision is None else candidates_by_cost(decision, recent.block_size),
         "findings": [{"kind": one.cause.value, "text": one.text} for one in recent.findings()],
     }
 

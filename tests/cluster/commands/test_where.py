@@ -1,5 +1,7 @@
 """What `kvasir where` reads from a real Redis, by tier."""
 
+from collections.abc import Sequence
+
 import redis
 
 from cluster.commands.where import Holding, IndexEntry, find, render
@@ -9,6 +11,7 @@ from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import (
     BLOCKS_MARKER,
     MODELS_KEY,
+    POINT_MARK,
     ReplicaRecord,
     blocks_key,
     blocks_member,
@@ -23,13 +26,14 @@ HASHES = [BlockHash(bytes([number]) * 16) for number in range(5)]
 ENTRIES = [IndexEntry(128 * (number + 1), block_hash) for number, block_hash in enumerate(HASHES)]
 
 
-def register(url: str, tiers: dict[BlockHash, Tier]) -> None:
+def register(url: str, tiers: dict[BlockHash, Tier], points: Sequence[BlockHash] = ()) -> None:
     record = ReplicaRecord(REPLICA, EPOCH, "127.0.0.1:1", ReplicaState.READY, "card", 1, LoadSnapshot())
     with redis.Redis.from_url(url, protocol=2) as client:
         client.sadd(MODELS_KEY, MODEL)
         client.sadd(replicas_key(MODEL), REPLICA)
         client.hset(replica_key(MODEL, REPLICA), mapping=encode_record(record))
         members = [BLOCKS_MARKER, *(blocks_member(*each) for each in tiers.items())]
+        members += [point + POINT_MARK for point in points]
         client.sadd(blocks_key(MODEL, REPLICA, EPOCH), *members)
 
 
@@ -49,3 +53,22 @@ def test_without_tiers_nothing_is_said_of_them(redis_url: str) -> None:
     assert "2 of 5" in render([holding], 5, has_depth=True) and "(" not in render(
         [holding], 5, has_depth=True
     )
+
+
+def test_of_a_sparse_model_the_deepest_point_is_found_behind_holes(redis_url: str) -> None:
+    every_block = [IndexEntry(16 * number, BlockHash(bytes([100 + number]) * 16)) for number in range(1, 30)]
+    kept = dict.fromkeys([HASHES[0], HASHES[1], HASHES[3]], Tier.DEVICE)
+    register(redis_url, kept, [every_block[at].block_hash for at in (3, 17)])
+    [holding] = find(redis_url, MODEL, ENTRIES, every_block)
+    assert holding == Holding(MODEL, REPLICA, True, 3, 288, num_points=2, num_resumed_tokens=288)
+    [shallow] = find(redis_url, MODEL, ENTRIES, every_block[:17])
+    assert (shallow.num_resumed_tokens, shallow.num_tokens) == (64, 256)
+    header, row = render([shallow], 5, has_depth=True).splitlines()
+    assert header.split()[-4:] == ["RESUMES", "AT", "HELD", "TO"]
+    assert row.split()[-4:] == ["64", "tokens", "256", "tokens"]
+
+
+def test_a_hash_may_be_a_resume_point_that_is_no_entry(redis_url: str) -> None:
+    register(redis_url, {}, [HASHES[0]])
+    asked = [IndexEntry(0, HASHES[0])]
+    assert "0 of 1 (a resume point)" in render(find(redis_url, None, asked, asked), 1, has_depth=False)

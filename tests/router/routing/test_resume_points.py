@@ -10,6 +10,7 @@ from replicas.index.residency import Residency
 from replicas.protocol.blocks import BlockHash, hash_blocks, pack_token_ids
 from replicas.protocol.keys import Announcement, IndexChange
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
+from router.explain.preview import because
 from router.routing.bucket import bucket_of
 from router.routing.cost import CostParameters
 from router.routing.decision import RoutingRequest
@@ -230,6 +231,9 @@ def test_the_second_request_goes_where_its_junction_can_form_and_the_third_is_re
     second, third = ([*first[:1200], *prompt(0, number, 100)] for number in (8, 9))
     routed = route(table, second)
     assert (routed.decision.replica_id, routed.decision.overlap_tokens) == (home, 0)
+    if routed.decision.rank:
+        other = "r1" if home == "r0" else "r0"
+        assert because(routed.decision).startswith(f"not to {other}, its home: more of the prompt takes")
     ends = [hash_blocks(ROOT, second, BLOCK).index(each) + 1 for each in routed.announcement.points]
     assert ends == [36, 40]  # what the thinned index knows of 37 common blocks, and the prompt's end
     with route(table, third) as expected:

@@ -168,13 +168,14 @@ function explained(decision) {
 function candidates(decision) {
   const hasTiers = decision.candidates.some((candidate) => candidate.tiers);
   const depths = hasTiers ? ["Device", "Host", "Disk"] : [];
+  const isSparse = decision.candidates.some((candidate) => candidate.reached_tokens);
   const times = ["wait", ...(hasTiers ? ["move"] : []), "prefill", "delay", "room", "cost"];
-  const titles = ["Compared", "Rank", "Overlap", ...depths, "Requests", "Pending", ...times.map((name) => name[0].toUpperCase() + name.slice(1))];
+  const titles = ["Compared", "Rank", "Overlap", ...(isSparse ? ["Held to"] : []), ...depths, "Requests", "Pending", ...times.map((name) => name[0].toUpperCase() + name.slice(1))];
   const head = element("tr", {}, ...titles.map((title) => element("th", { scope: "col" }, title)));
   const body = decision.candidates.map((candidate) => {
     const seconds = times.map((name) => milliseconds(1000 * candidate[`${name}_seconds`]));
     const reached = depths.map((name) => (candidate.tiers ? count(candidate.tiers[`${name.toLowerCase()}_tokens`]) : "–"));
-    const values = [candidate.rank, count(candidate.overlap_tokens), ...reached, count(candidate.num_requests), count(candidate.num_pending_tokens), ...seconds];
+    const values = [candidate.rank, count(candidate.overlap_tokens), ...(isSparse ? [count(candidate.reached_tokens)] : []), ...reached, count(candidate.num_requests), count(candidate.num_pending_tokens), ...seconds];
     const isChosen = candidate.replica === decision.replica;
     return element(
       "tr",

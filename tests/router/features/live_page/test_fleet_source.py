@@ -1,15 +1,22 @@
-"""What the page is told of replicas that are not connected, from a real registry and real sockets."""
+"""What the page is told of its fleet: what is wrong with replicas that are not connected, from a real
+registry and real sockets, and what they hold."""
 
 import logging
+import random
+from typing import Any, cast
 
 import pytest
 
-from replicas.protocol.status import ModelCard, TokenizerBundle
+from replicas.protocol.keys import IndexChange
+from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
 from router.features.live_page.fleet_source import NOT_CONNECTED, FleetSource
 from router.features.live_page.live_view import MAX_COMPLAINT, LiveReplica, replicas_data
 from router.fleet.registry_source import RegistrySource
+from router.routing.cost import CostParameters
+from router.routing.table import RoutingTable
 from tests.own_log import own_records
 from tests.router.quiet_fleet import replica_view
+from tests.router.routing.chains import chain
 from tests.router.scripted_replica import ScriptedReplica, eventually
 from tests.router.watched_fleet import POLL_SECONDS, Registry, Start, World, registry, start, watching, world
 
@@ -101,3 +108,21 @@ async def test_a_failure_of_the_router_itself_is_told_too_and_logged_once(
 def test_a_complaint_is_one_short_line(said: str | None, shown: str | None) -> None:
     (data,) = replicas_data([replica_view("r0", complaint=said)], [])
     assert data["complaint"] == shown
+
+
+@pytest.mark.parametrize(("is_sparse", "held"), [(True, {"r0": 4, "r1": 1}), (False, {"r0": 4})])
+def test_of_a_sparse_model_the_page_shows_what_is_held_and_not_what_can_be_resumed(
+    is_sparse: bool, held: dict[str, int]
+) -> None:
+    card = ModelCard("m", "fingerprint", "simulated", 16, 1000, 10_000, 1000, is_sparse=is_sparse)
+    table = RoutingTable("kvasir", CostParameters(), random.Random(1))
+    hashes, epoch, nobody = chain("abcd"), Epoch("e"), cast(Any, None)
+    for name, blocks, points in (("r0", hashes[1::2], hashes[:2]), ("r1", [], hashes[:1])):
+        table.add_replica(ReplicaId(name), card, 32)
+        index = table.index("m")
+        index.replace(ReplicaId(name), epoch, ())
+        points = points if is_sparse else []
+        index.apply(IndexChange(ReplicaId(name), epoch, 1, added=tuple(blocks), points=tuple(points)))
+    source = FleetSource("me", nobody, table, {})
+    assert source.overlaps("m", hashes) == held
+    assert source.overlaps("other", hashes) == {}
