@@ -99,8 +99,9 @@ def _prompt(prompt: Mapping[str, Any]) -> Iterator[str]:
         MissedSpan(Cause(span["cause"]), span["start"], span["end"], span["replica"], span["at"])
         for span in prompt["spans"]
     ]
+    block_size = prompt.get("block_size", 0)
     for missed in spans:
-        yield f"  tokens {missed.start + 1:,} to {missed.end:,} {sentence_of(missed, None)}"
+        yield f"  tokens {missed.start + 1:,} to {missed.end:,} {sentence_of(missed, None, block_size)}"
     yield from _nearest(prompt)
     if prompt["lost_tokens"]:
         cost = "" if prompt["lost_ms"] is None else f", {prompt['lost_ms']:,.0f} ms of computation"

@@ -58,6 +58,7 @@ class PromptExplanation(msgspec.Struct, frozen=True, array_like=True):
     place_kind: str | None = None
     is_certain: bool = False
     sentence: str | None = None
+    block_size: int = 0
 
     @property
     def outcome(self) -> Outcome:
@@ -106,6 +107,7 @@ def prompt_explanation(
         lost_ms=_lost_ms(lost, usage.num_cached_tokens, facts, decision),
         replica_id=None if decision is None else decision.replica_id,
         earlier=None if nearest is None else _earlier(facts, nearest),
+        block_size=facts.block_size,
     )
 
 

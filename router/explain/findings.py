@@ -10,6 +10,9 @@ from replicas.protocol.frames import PromptUsage
 from router.misses import Cause, MissedSpan, Misses
 from router.routing.decision import Candidate, Decision
 
+LARGE_BLOCK_TOKENS = 128
+"""Larger blocks are named where a prompt does not fill one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -20,16 +23,16 @@ class Finding:
 def findings(
     usage: PromptUsage, decision: Decision | None, misses: Misses, block_size: int
 ) -> tuple[Finding, ...]:
-    """Return the findings in prompt order. A remainder at the end is left out."""
+    """Return the findings in prompt order. A remainder at the end is left out, unless blocks are large."""
     if misses.cause is Cause.NOT_REPORTED:
         return (Finding(Cause.NOT_REPORTED, _not_reported(decision)),)
     if misses.cause is Cause.BELOW_A_BLOCK:
-        text = f"The prompt does not fill a block of {block_size} tokens before its last token."
+        text = f"The prompt does not fill a block of {block_size:,} tokens before its last token."
         return (Finding(Cause.BELOW_A_BLOCK, text),)
     found = [
-        Finding(span.cause, f"{_tokens(span)} {sentence_of(span, decision)}")
+        Finding(span.cause, f"{_tokens(span)} {sentence_of(span, decision, block_size)}")
         for span in misses.spans
-        if span.cause is not Cause.BELOW_A_BLOCK
+        if span.cause is not Cause.BELOW_A_BLOCK or block_size > LARGE_BLOCK_TOKENS
     ]
     if misses.cause is Cause.HIT:
         found.append(Finding(Cause.HIT, "Everything that could be read from a cache was."))
@@ -43,8 +46,10 @@ def findings(
     return tuple(found)
 
 
-def sentence_of(span: MissedSpan, decision: Decision | None) -> str:
+def sentence_of(span: MissedSpan, decision: Decision | None, block_size: int) -> str:
     """Return the words after "Tokens 1 to 512"."""
+    if span.cause is Cause.BELOW_A_BLOCK and block_size > LARGE_BLOCK_TOKENS:
+        return f"do not fill a block of {block_size:,} tokens that could be read."
     if span.cause is Cause.HELD_ELSEWHERE:
         return _elsewhere(span, decision)
     return _SENTENCES[span.cause](span.replica_id or "a replica")

@@ -42,6 +42,7 @@ class ExplainedPrompt(Struct):
     cause: str
     replica: str | None
     prompt_tokens: Count
+    block_size: Count
     cached_tokens: Count | None
     cached_tokens_by_tier: TierTokens | None
     lost_tokens: Count
@@ -80,6 +81,7 @@ def _prompt(prompt: PromptExplanation, at: float) -> ExplainedPrompt:
         prompt.cause,
         prompt.replica_id,
         prompt.num_prompt_tokens,
+        prompt.block_size,
         prompt.num_cached_tokens,
         None if prompt.num_cached_tokens is None else TierTokens(*prompt.num_tier_tokens),
         prompt.num_lost_tokens,

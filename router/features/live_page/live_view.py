@@ -195,6 +195,7 @@ def decision_data(recent: RecentDecision) -> dict[str, Any]:
         "status": recent.status,
         "error": recent.error,
         "finding": None if recent.misses is None else recent.misses.cause.value,
+        "block_size": recent.block_size,
     }
 
 

@@ -54,5 +54,19 @@ def test_a_prompt_without_a_full_block_before_its_last_token_can_hit_nothing() -
 
 @pytest.mark.parametrize("cause", [each for each in Cause if each is not Cause.NOT_REPORTED])
 def test_every_cause_has_its_sentence(cause: Cause) -> None:
-    text = sentence_of(MissedSpan(cause, 0, 16, ReplicaId("b")), decision(a=0))
+    text = sentence_of(MissedSpan(cause, 0, 16, ReplicaId("b")), decision(a=0), BLOCK_SIZE)
     assert text.endswith(".") and " " in text
+
+
+def test_a_large_block_is_named_and_so_is_what_does_not_fill_it() -> None:
+    usage = PromptUsage(1300, 0, 0)
+    found = findings(usage, decision(a=0), misses(usage, decision(a=0), Past(Known(0)), 1056), 1056)
+    assert [each.text for each in found] == [
+        "Tokens 1 to 1,056 are new: no request that had ended had them.",
+        "Tokens 1,057 to 1,300 do not fill a block of 1,056 tokens that could be read.",
+    ]
+    short = PromptUsage(300, 0, 0)
+    found = findings(short, decision(a=0), misses(short, decision(a=0), Past(Known(0)), 1056), 1056)
+    assert [each.text for each in found] == [
+        "The prompt does not fill a block of 1,056 tokens before its last token."
+    ]

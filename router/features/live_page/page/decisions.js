@@ -3,6 +3,7 @@
 import { bar, cell, clock, count, element, isInUse, keyed, labelled, milliseconds, setAttribute, setBar, setText } from "./dom.js";
 
 const MOST_ROWS = 60;
+const LARGE_BLOCK = 128;
 
 const REMARKS = {
   never_cached: "not seen before",
@@ -79,7 +80,7 @@ function create(decision) {
   const cross = decision.cross_user_tokens ?? 0;
   const own = decision.own_tokens ?? 0;
   setBar(origin, [["cross", cross], ["own", own], ["unattributed", cached - cross - own], ["computed", decision.cached_tokens === null ? 0 : decision.prompt_tokens - cached]], decision.prompt_tokens);
-  const remark = isFailed ? element("span", { class: "failed" }, `${decision.status} ${decision.error}`) : element("span", {}, decision.difference ?? REMARKS[decision.finding] ?? "");
+  const remark = isFailed ? element("span", { class: "failed" }, `${decision.status} ${decision.error}`) : element("span", {}, decision.difference ?? remarkOf(decision));
   const number = (label, value) => labelled("number", label, element("span", { class: "value" }, value === null ? "–" : count(value)));
   const line = element(
     "div",
@@ -98,6 +99,11 @@ function create(decision) {
   const toggle = () => explain(decision.number, button, details);
   line.addEventListener("click", toggle);
   return element("div", { class: "entry" }, line, details);
+}
+
+function remarkOf({ finding, block_size: blockSize }) {
+  if (finding === "below_a_block" && blockSize > LARGE_BLOCK) return `less than a block of ${count(blockSize)}`;
+  return REMARKS[finding] ?? "";
 }
 
 // From where the cached tokens were read, if not all of them were on the device.
