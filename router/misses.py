@@ -80,8 +80,8 @@ class MissedSpan(NamedTuple):
 
 
 class Misses(NamedTuple):
-    """`cause` is the one by which most was lost; if nothing was, that of the first span, or HIT if all that
-    could be read was. There are no spans with NOT_REPORTED."""
+    """`cause` is the one by which most was lost; if nothing was, NEVER_CACHED or BELOW_A_BLOCK, or HIT if all
+    that could be read was. There are no spans with NOT_REPORTED."""
 
     cause: Cause
     spans: tuple[MissedSpan, ...]

@@ -52,7 +52,11 @@ class Past(NamedTuple):
     repeated_by: Cause = Cause.PREFIX_CHANGED
     stride_tokens: int = 0
     departed_points: Sequence[Departed] = ()
-    """Resume points of a sparse model."""
+    """Ends of a sparse model's resume points that left the chosen replica."""
+    num_findable_blocks: int | None = None
+    """Leading blocks that can be found in a cache; None is all but the last token's."""
+    peek_tokens: int = 0
+    """Tokens behind every hit that are computed again for a draft model."""
 
 
 class _Fact(NamedTuple):
@@ -69,7 +73,7 @@ def misses(usage: PromptUsage, decision: Decision | None, past: Past, block_size
     num_cached = usage.num_cached_tokens
     if num_cached is None:
         return Misses(Cause.NOT_REPORTED, ())
-    num_reusable = max(0, usage.num_prompt_tokens - 1) // block_size * block_size
+    num_reusable = reusable_tokens(usage, past, block_size)
     spans: list[MissedSpan] = []
     start = num_cached
     if start < num_reusable:
@@ -87,7 +91,16 @@ def misses(usage: PromptUsage, decision: Decision | None, past: Past, block_size
     is_hit = bool(num_reusable) and num_cached >= num_reusable
     if is_hit or not spans:
         return Misses(Cause.HIT, tuple(spans))
-    return Misses(next(iter(losses(spans)), spans[0].cause), tuple(spans))
+    first = next((span.cause for span in spans if span.cause is not Cause.BELOW_A_BLOCK), Cause.BELOW_A_BLOCK)
+    return Misses(next(iter(losses(spans)), first), tuple(spans))
+
+
+def reusable_tokens(usage: PromptUsage, past: Past, block_size: int) -> int:
+    """Return the tokens that could be read at most."""
+    num_blocks = past.num_findable_blocks
+    if num_blocks is None:
+        num_blocks = max(0, usage.num_prompt_tokens - 1) // block_size
+    return max(0, num_blocks * block_size - past.peek_tokens)
 
 
 def _facts(
@@ -102,6 +115,9 @@ def _facts(
     replica_id = None if decision is None else decision.replica_id
     if usage.num_unresumable_tokens:
         yield from _of_sparse(usage, num_cached, replica_id, past.departed_points)
+    num_found = num_cached + usage.num_unresumable_tokens
+    if past.peek_tokens and num_found:
+        yield _Fact(num_found + past.peek_tokens, Cause.BELOW_A_BLOCK, replica_id)
     yield from _of_replica(usage, num_cached, replica_id)
     if decision is not None:
         yield from _of_chosen(num_cached, decision, block_size)
@@ -141,7 +157,7 @@ def _of_sparse(
     and behind it."""
     end = num_cached + usage.num_unresumable_tokens
     for gone in departed_points:
-        if gone.replica_id == replica_id and not gone.is_replica_gone and gone.end <= end:
+        if gone.end <= end:
             yield _Fact(gone.end, Cause.EVICTED, replica_id, gone.at)
     yield _Fact(end, Cause.NOT_RESUMABLE, replica_id)
 

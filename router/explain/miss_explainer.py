@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from replicas.protocol.frames import PromptUsage
-from router.explain.causes import Departed, Past, misses
+from router.explain.causes import Departed, Past, misses, reusable_tokens
 from router.explain.nearest import PromptFacts
 from router.explain.prefix_tree import Known, PackedHashes
 from router.explain.prompt_memory import PromptMemory
@@ -30,8 +30,6 @@ _BEGINNING_BYTES = 4 * BEGINNING_TOKENS
 
 _BEGINNING: Sequence[Run] = ((0, BEGINNING_TOKENS),)
 """Tokens known to be computed if a prompt began alike in another namespace."""
-
-_NOTHING_KNOWN = Past(Known(0))
 
 Repeated = Callable[[int], tuple[Cause, Sequence[Run]]]
 """Finds the tokens from one on that the nearest earlier prompt has as well, and the cause by which they were
@@ -57,25 +55,26 @@ class MissExplainer:
         """Call it when the usage has come: by the request's end the past has changed. `repeated` is asked if
         at least as much is missing as counts as repeated."""
         block_size, model, num_cached = facts.block_size, facts.namespace.model, usage.num_cached_tokens
-        if num_cached is None:
-            return misses(usage, decision, _NOTHING_KNOWN, block_size)
-        first, last = num_cached // block_size, max(0, usage.num_prompt_tokens - 1) // block_size
-        if first >= last:
-            return misses(usage, decision, _NOTHING_KNOWN, block_size)
+        peek = facts.peek_tokens
+        past = Past(Known(0), num_findable_blocks=facts.num_findable_blocks, peek_tokens=peek)
+        num_reusable = reusable_tokens(usage, past, block_size)
+        if num_cached is None or num_cached >= num_reusable:
+            return misses(usage, decision, past, block_size)
         index = self._index_of(model)
         known = self._memory.known(facts, num_cached, decided_at)
-        past, hashes = Past(known), PackedHashes(facts.packed_hashes)
+        past, hashes = past._replace(known=known), PackedHashes(facts.packed_hashes)
         if index is not None:
+            first = num_cached // block_size
             past = past._replace(departed=_in_tokens(index.departed(hashes, first), block_size))
-            if usage.num_unresumable_tokens:
-                gone = index.departed_points(hashes, first)
-                past = past._replace(departed_points=_in_tokens(gone, block_size))
+            if usage.num_unresumable_tokens and decision is not None:
+                gone = index.departed_points(decision.replica_id, hashes, first)
+                past = past._replace(departed_points=_in_tokens(gone, block_size, peek))
         if known.model not in (None, model):  # two names of it: their replicas share nothing
             elsewhere: Sequence[Run] = ((0, known.num_tokens),)
             known = Known(0)
             past = past._replace(known=known, repeated=elsewhere, repeated_by=Cause.OTHER_NAMESPACE)
         else:
-            is_enough = last * block_size - num_cached >= LEAST_BLOCKS * block_size
+            is_enough = num_reusable - num_cached >= LEAST_BLOCKS * block_size
             if repeated is not None and is_enough:
                 cause, runs = repeated(num_cached)
                 past = past._replace(repeated=runs, repeated_by=cause)
@@ -106,8 +105,13 @@ def salt_tag(salt: str | None) -> bytes:
     return hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else b""
 
 
-def _in_tokens(departures: Sequence[tuple[int, Departure]], block_size: int) -> list[Departed]:
+def _in_tokens(
+    departures: Sequence[tuple[int, Departure]], block_size: int, peek_tokens: int = 0
+) -> list[Departed]:
     return [
-        Departed((block + 1) * block_size, left.replica_id, left.is_replica_gone, left.at, left.reason)
+        Departed(
+            (block + 1) * block_size - peek_tokens,
+            *(left.replica_id, left.is_replica_gone, left.at, left.reason),
+        )
         for block, left in departures
     ]

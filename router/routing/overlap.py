@@ -46,7 +46,7 @@ from replicas.protocol.status import Epoch, ReplicaId
 from router.routing.departures import Departure, Departures
 from router.routing.holders import IN_HOST, ON_DISK, Holders, StagedHashes, replicas_of
 from router.routing.levels import Depth, Overlaps, Slots, View
-from router.routing.resume_points import as_points, point_levels
+from router.routing.resume_points import as_departed, as_points, point_levels
 
 MAX_PREDICTED_BLOCKS = 200_000
 """Own and announced predictions together."""
@@ -380,11 +380,20 @@ class PrefixIndex:
         end = found[-1][0] + 1
         return found + self._departed_at(block_hashes, range(end, min(end + stride - 1, len(block_hashes))))
 
-    def departed_points(self, block_hashes: Sequence[BlockHash], first: int) -> list[tuple[int, Departure]]:
-        """Return the latest known departures of this chain's resume points from `first` on, each with the
-        position of its last block."""
-        left = self.departures.of(as_points(block_hashes[first:]))
-        return [(position, one) for position, one in enumerate(left, start=first) if one is not None]
+    def departed_points(
+        self, replica_id: ReplicaId, block_hashes: Sequence[BlockHash], first: int
+    ) -> list[tuple[int, Departure]]:
+        """Return the latest known departures of this chain's resume points from a replica as it runs now,
+        from `first` on, each with the position of its last block."""
+        left, epoch = (
+            self.departures.of(as_departed(block_hashes[first:], replica_id)),
+            self.epoch(replica_id),
+        )
+        return [
+            (position, one)
+            for position, one in enumerate(left, start=first)
+            if one is not None and one.epoch == epoch
+        ]
 
     def _departed_at(
         self, block_hashes: Sequence[BlockHash], positions: Sequence[int]
@@ -472,7 +481,8 @@ class PrefixIndex:
         if replica.predictions:
             for point in removed:
                 self._cancel(replica, point)
-        self.departures.left(change.replica_id, change.epoch, removed)
+        gone = as_departed(change.points_removed, change.replica_id)
+        self.departures.left(change.replica_id, change.epoch, gone)
         num_removed = self._holders.remove(replica.bit, removed)
         return self._holders.add(replica.bit, as_points(change.points)) - num_removed
 

@@ -10,9 +10,12 @@ of their own, the reversed hashes. They are not thinned, and lie behind holes::
 Pure: bit masks in, bit masks out.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
-from replicas.protocol.blocks import BlockHash
+from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from replicas.protocol.status import ReplicaId
 from router.routing.holders import Shards
 from router.routing.levels import Depth
 
@@ -20,6 +23,18 @@ from router.routing.levels import Depth
 def as_points(block_hashes: Iterable[BlockHash]) -> list[BlockHash]:
     """Return the names of these resume points: a hash that is reversed is no other's, but by chance."""
     return [BlockHash(block_hash[::-1]) for block_hash in block_hashes]
+
+
+def as_departed(block_hashes: Iterable[BlockHash], replica_id: ReplicaId) -> list[BlockHash]:
+    """Return the names under which it is remembered that these resume points left this replica. Each has its
+    own, since equal points leave another at another time."""
+    tag = _tag(replica_id)
+    return [BlockHash((int.from_bytes(each) ^ tag).to_bytes(HASH_BYTES)) for each in block_hashes]
+
+
+@lru_cache(maxsize=4096)
+def _tag(replica_id: ReplicaId) -> int:
+    return int.from_bytes(hashlib.blake2b(replica_id.encode(), digest_size=HASH_BYTES).digest())
 
 
 def point_levels(

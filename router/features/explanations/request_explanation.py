@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from replicas.protocol.frames import PromptUsage
+from replicas.protocol.hits import num_searched
 from router.api.api_request import ApiRequest, Prompt
 from router.caller import Caller, Right
 from router.edge.http import Header
@@ -239,7 +240,7 @@ class RequestExplanation:
 
 def facts_of(prompt: Prompt, caller: Caller, model: ServedModel, digests: Digests) -> PromptFacts:
     generation = prompt.generation
-    submit, adapter = generation.submit, generation.adapter
+    submit, adapter, card = generation.submit, generation.adapter, model.card
     return PromptFacts(
         digests,
         tenant=caller.tenant.name,
@@ -247,7 +248,7 @@ def facts_of(prompt: Prompt, caller: Caller, model: ServedModel, digests: Digest
         namespace=NamespaceName(
             generation.model, None if adapter is None else adapter.name, generation.tenant
         ),
-        block_size=model.card.block_size,
+        block_size=card.block_size,
         packed_hashes=b"".join(generation.block_hashes),
         packed_tokens=generation.with_image_ids() if generation.media else submit.packed_tokens,
         salt_tag=generation.salt_tag,
@@ -255,4 +256,6 @@ def facts_of(prompt: Prompt, caller: Caller, model: ServedModel, digests: Digest
         template_tag=model.template.tag,
         media=tuple((span.start, span.start + span.length) for span in submit.media),
         beginning=beginning_of(submit.packed_tokens, generation.caller.owner, generation.salt_tag),
+        num_findable_blocks=num_searched(card, len(generation.token_ids)),
+        peek_tokens=card.peek_tokens,
     )

@@ -195,8 +195,6 @@ def test_causes_follow_from_facts(
         ([], [("not_resumable", 256), ("never_cached", 608)]),
         ([Departed(256, A, False, 5.0)], [("evicted", 128), ("not_resumable", 128), ("never_cached", 608)]),
         ([Departed(384, A, False, 5.0)], [("evicted", 256), ("never_cached", 608)]),
-        ([Departed(256, B, False, 5.0)], [("not_resumable", 256), ("never_cached", 608)]),
-        ([Departed(256, A, True, 5.0)], [("not_resumable", 256), ("never_cached", 608)]),
         ([Departed(512, A, False, 5.0)], [("not_resumable", 256), ("never_cached", 608)]),
     ],
 )
@@ -208,6 +206,27 @@ def test_what_some_layers_have_was_never_kept_for_all_or_was_evicted(
     found = misses(usage, decision(a=128, b=0), past, BLOCK_SIZE)
     assert told(found) == [*spans, ("below_a_block", 8)]
     assert found.spans[0].replica_id == A
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "num_unresumable", "cause", "spans"),
+    [
+        (976, 0, "hit", [("below_a_block", 24)]),
+        (112, 0, "never_cached", [("below_a_block", 16), ("never_cached", 848), ("below_a_block", 24)]),
+        (0, 0, "evicted", [("evicted", 128), ("never_cached", 848), ("below_a_block", 24)]),
+        (
+            *(112, 256, "not_resumable"),
+            [("not_resumable", 256), ("below_a_block", 16), ("never_cached", 592), ("below_a_block", 24)],
+        ),
+    ],
+)
+def test_what_a_draft_model_has_computed_again_behind_a_hit_is_not_lost(
+    num_cached: int, num_unresumable: int, cause: str, spans: list[tuple[str, int]]
+) -> None:
+    usage = PromptUsage(1000, num_cached, 0, num_unresumable_tokens=num_unresumable)
+    past = Past(Known(0), num_findable_blocks=62, peek_tokens=16)
+    found = misses(usage, decision(a=128, b=0), past, BLOCK_SIZE)
+    assert (found.cause.value, told(found)) == (cause, spans)
 
 
 def test_a_short_prompt_has_no_block() -> None:

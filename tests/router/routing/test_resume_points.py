@@ -62,17 +62,27 @@ def test_a_block_and_a_point_of_one_hash_come_and_go_apart() -> None:
     assert dict(index.overlaps(hashes)) == {}
 
 
-def test_points_that_went_are_remembered_apart_from_blocks() -> None:
-    index, hashes = index_of(A), chain("abcd")
+def test_points_that_went_are_remembered_apart_from_blocks_and_from_those_of_others() -> None:
+    index, hashes = index_of(A, B), chain("abcd")
     index.departures.now = 7.0
     change(index, A, added=tuple(hashes), points=(hashes[1], hashes[3]))
     change(index, A, points_removed=(hashes[1],))
-    assert [(at, left.replica_id, left.at) for at, left in index.departed_points(hashes, 0)] == [(1, A, 7.0)]
-    assert index.departed_points(hashes, 2) == []
+    index.departures.now = 8.0
+    change(index, B, added=tuple(hashes), points=(hashes[1], hashes[2]))
+    change(index, B, points_removed=(hashes[1], hashes[2]))
+
+    def gone(replica_id: ReplicaId, first: int = 0) -> list[tuple[int, ReplicaId, float]]:
+        return [
+            (at, left.replica_id, left.at) for at, left in index.departed_points(replica_id, hashes, first)
+        ]
+
+    assert gone(A) == [(1, A, 7.0)]
+    assert gone(B) == [(1, B, 8.0), (2, B, 8.0)]
+    assert gone(A, 2) == []
     assert index.departed(hashes, 0) == []
     change(index, A, removed=(hashes[3],))
     assert [at for at, _ in index.departed(hashes, 0)] == [3]
-    assert [at for at, _ in index.departed_points(hashes, 0)] == [1]
+    assert [at for at, *_ in gone(A)] == [1]
 
 
 def test_without_full_attention_points_are_found_anywhere() -> None:

@@ -1,0 +1,99 @@
+"""Why a sparse model's tokens were not read, by the router's real parts and against the rule."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from replicas.protocol.blocks import BlockHash, hash_blocks
+from replicas.protocol.events import CacheEvent
+from replicas.protocol.frames import PromptUsage
+from replicas.protocol.status import ModelCard, ReplicaId
+from tests.examples import examples
+from tests.replicas.builders import ROOT
+from tests.replicas.simulated_engine.test_grouped_cache import SHAPES, Served, may_end
+from tests.router.explain.sparse_fleet import SparseFleet, expected_halves, said_halves
+
+REPLICAS = [ReplicaId("a"), ReplicaId("b")]
+NUM_PROMPTS = examples(960)
+
+
+class Replica:
+    """A simulated cache, and all prefixes that were ever a point there."""
+
+    def __init__(self, replica_id: ReplicaId, shape: str, hear: Callable[..., None]) -> None:
+        self.served = Served(shape, num_blocks=120, budget=256)
+        self.size = self.served.cache.alignment
+        self.ever: set[BlockHash] = set()
+        take = self.served.cache.take_events
+
+        def observed() -> list[CacheEvent]:
+            events = take()
+            hear(replica_id, events)
+            return events
+
+        self.served.cache.take_events = observed  # type: ignore[method-assign]
+
+    def run(self, prompt: Sequence[int], num_output_tokens: int) -> list[int]:
+        """Serve the prompt; returns it with its answer."""
+        _, tokens = self.served.serve(prompt, num_output_tokens)
+        chain = hash_blocks(ROOT, tokens, self.size)
+        ends = range(1, len(chain) + 1)
+        self.ever.update(chain[end - 1] for end in ends if may_end(self.served.cache, chain, end * self.size))
+        return tokens
+
+    def reach(self, hashes: Sequence[BlockHash]) -> int:
+        """Leading tokens that full attention has, by the pool."""
+        cache = self.served.cache
+        [(number, full)] = [each for each in enumerate(cache.groups) if each[1].is_full]
+        for end in range(self.size, len(hashes) * self.size + 1, self.size):
+            names = [cache.name_of(number, hashes, block) for block in full.needed(end)]
+            if any(cache.pool.find(name) is None for name in names):
+                return end - self.size
+        return len(hashes) * self.size
+
+
+class Run:
+    """One prompt at a replica, and what is to be said of it."""
+
+    def __init__(self, replicas: dict[ReplicaId, Replica], prompt: Sequence[int], num_output: int) -> None:
+        self.replicas = replicas
+        self.prompt = prompt
+        self.num_output = num_output
+        self.tokens: list[int] = []
+        self.held = 0
+        self.expected: list[tuple[str, int]] = []
+
+    def __call__(self, replica_id: ReplicaId, explain: Callable[[PromptUsage], None]) -> None:
+        replica = self.replicas[replica_id]
+        num_findable = (len(self.prompt) - 1) // replica.size
+        hashes = hash_blocks(ROOT, self.prompt, replica.size)[:num_findable]
+        points = [end * replica.size for end, name in enumerate(hashes, 1) if name in replica.ever]
+        hit = replica.served.find(self.prompt)
+        self.held = replica.reach(hashes)
+        self.expected = expected_halves(hit.num_tokens, self.held, points)
+        num_unresumable = max(0, hit.junction - hit.num_tokens)
+        explain(PromptUsage(len(self.prompt), hit.num_tokens, 0, num_unresumable_tokens=num_unresumable))
+        self.tokens = replica.run(self.prompt, self.num_output)
+
+
+@pytest.mark.parametrize("shape", [each for each in SHAPES if each.count("full") == 1 and " " in each])
+def test_of_what_full_attention_had_it_is_said_whether_a_point_was_ever_kept(shape: str) -> None:
+    rng = random.Random(6)
+    size = Replica(REPLICAS[0], shape, lambda *_: None).size
+    card = ModelCard("m", "f", "simulated", size, 1000, 10_000, 1000, is_sparse=True)
+    fleet = SparseFleet(card, ROOT, REPLICAS, 5)
+    replicas = {each: Replica(each, shape, fleet.hear) for each in REPLICAS}
+    fresh = replicas[REPLICAS[0]].served.fresh
+    known = [fresh(300)]
+    halves: Counter[str] = Counter()
+    for _ in range(NUM_PROMPTS):
+        base = rng.choice(known[-12:])
+        prompt = (base[: rng.randint(1, len(base))] + fresh(rng.randint(0, 200)))[:900]
+        run = Run(replicas, prompt, rng.choice([1, 2, 40]))
+        misses = fleet.serve(prompt, run)
+        assert said_halves(misses, run.held) == run.expected
+        halves.update(cause for cause, _ in run.expected)
+        known.append(run.tokens)
+    assert halves.total() > 5, halves
