@@ -16,6 +16,7 @@ from replicas.process.settings import (
     secret_setting,
     setting,
 )
+from replicas.protocol.bounds import checked_address
 
 ENVIRONMENT_PREFIX = "KVASIR_REPLICA_"
 
@@ -221,6 +222,12 @@ class ReplicaConfig:
         minimum=0,
     )
 
+    engine_endpoint: str | None = setting(
+        None,
+        help="host:port by which a gateway in front of the server reaches it, where engine_url names a "
+        "loopback address; none takes the address of engine_url; remote only",
+    )
+
     simulated_hardware: str = setting(
         "h100-8b", help="cost model of the simulated engine: h100-8b, h100x4-70b or instant"
     )
@@ -296,7 +303,7 @@ class ReplicaConfig:
         for name in ("engine_args", "adapters", "trust_code"):
             if getattr(self, name) and self.engine != "vllm":
                 raise SettingsError(f"setting {name} is for the engine vllm, not for {self.engine}")
-        for name in ("engine_url", "engine_key_file", "engine_model", "engine_rank"):
+        for name in ("engine_url", "engine_key_file", "engine_model", "engine_rank", "engine_endpoint"):
             if getattr(self, name) is not None and self.engine != "remote":
                 raise SettingsError(f"setting {name} is for the engine remote, not for {self.engine}")
         if self.engine == "remote":
@@ -316,6 +323,11 @@ class ReplicaConfig:
     def _check_remote(self) -> None:
         if self.engine_url is None or not self.engine_url.startswith(("http://", "https://")):
             raise SettingsError("setting engine_url is needed, such as http://127.0.0.1:8000")
+        if self.engine_endpoint is not None:
+            try:
+                checked_address(self.engine_endpoint)
+            except ValueError as error:
+                raise SettingsError(f"setting engine_endpoint: {error}") from error
         for name in ("host_kv_bytes", "num_blocks", "kv_cache_bytes", "engine_process"):
             if getattr(self, name):
                 raise SettingsError(f"setting {name} is not for the engine remote: its server decides")

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 import uvloop
@@ -33,6 +33,9 @@ from router.edge.listeners import BACKLOG, AllListeners, Listeners, address_of, 
 from router.edge.open_files import allow_connections
 from router.edge.processes import EXIT_FAILED, EXIT_NOT_STARTED, ProcessSlot, RouterProcesses
 from router.memory import return_large_blocks
+
+if TYPE_CHECKING:
+    from router.picker.server import Picker
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +117,12 @@ def run_several(config: RouterConfig, listeners: AllListeners) -> int:
 class _Server(uvicorn.Server):
     """A server whose signals end `serve`, not the process."""
 
-    def __init__(self, config: uvicorn.Config, others: Sequence[socket.socket]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, others: Sequence[socket.socket], picker: "Picker | None"
+    ) -> None:
         super().__init__(config)
         self._others = others
+        self._picker = picker
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -133,7 +139,11 @@ class _Server(uvicorn.Server):
             other.close()
         for _ in range(3):
             await asyncio.sleep(0)
-        await super().shutdown(sockets)
+        async with asyncio.TaskGroup() as tasks:
+            stopping = None if self._picker is None else tasks.create_task(self._picker.stop())
+            await super().shutdown(sockets)
+            if stopping is not None and self.force_exit:
+                stopping.cancel()
 
     async def help_others(self) -> None:
         """Accept connections waiting at siblings that died, are frozen or do not accept yet, until it
@@ -176,7 +186,9 @@ async def serve(
     """
     router = Router(config, rng=random.Random(), own_secret=own_secret)
     served = _server_config(router.apps.main, router.connections, config.drain_seconds)
-    server = _Server(served, listeners.others)
+    server = _Server(served, listeners.others, router.picker)
+    if router.picker is not None:
+        router.picker.bind()
     # All that exists now lives as long as the process: keep the collector from walking it again. It walks
     # every token of the prompts that are served, and a request that has ended leaves it nothing to find.
     gc.freeze()
@@ -187,6 +199,8 @@ async def serve(
             if place is not None:
                 await _wait_for_replicas(router, place)
                 place.accept()
+            if router.picker is not None:
+                await router.picker.start()
             logger.info("listening on %s", address_of(listeners.main))
             helping = tasks.create_task(server.help_others(), name="siblings") if listeners.others else None
             await server.serve(sockets=[listeners.main])

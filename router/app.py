@@ -91,40 +91,49 @@ def create_apps(context: ApiContext) -> Apps:
         return None if asked is None or asked.method == COUNT else generate_content
 
     config, new_id = context.config, context.new_id
-
-    def authenticated(app: ASGIApp) -> ASGIApp:
-        keys = context.keys
-        if keys is None:
-            return app
-        open_routes = [*plain.health_routes(), *docs_routes()]
-        return Authenticator(
-            app,
-            keys=keys,
-            open_paths=frozenset(("/", *(route.path for route in open_routes))),
-            count=context.metrics.count_refusal,
-            new_id=new_id,
-            clock=context.wall_clock,
-        )
-
-    def guarded(app: ASGIApp, host: str | None) -> ASGIApp:
-        return RequestGuard(
-            app,
-            host=host,
-            allowed_hosts=config.allowed_hosts,
-            cross_origin=CrossOrigin(config.cors_origins),
-            count=context.metrics.count_refusal,
-            new_id=new_id,
-        )
-
     common, index = plain.health_routes(), plain.index_routes()
     clients = client_routes(context)
     if not config.has_admin_listener:
-        everything = authenticated(_app([*common, *clients, *admin, *index], endpoint_of, new_id))
-        return Apps(guarded(everything, config.host), None)
-    main = authenticated(_app([*common, *clients, *index], endpoint_of, new_id))
+        everything = _authenticated(context, _app([*common, *clients, *admin, *index], endpoint_of, new_id))
+        return Apps(_guarded(context, everything, config.host), None)
+    main = _authenticated(context, _app([*common, *clients, *index], endpoint_of, new_id))
     admin_host = None if config.admin_port is None else config.admin_host
     admin_app = _app([*common, *admin], lambda path: None, new_id)
-    return Apps(guarded(main, config.host), guarded(admin_app, admin_host))
+    return Apps(_guarded(context, main, config.host), _guarded(context, admin_app, admin_host))
+
+
+def create_gateway_app(context: ApiContext, endpoint_of: Callable[[str], ASGIApp | None]) -> ASGIApp:
+    """The app of requests at a gateway. Those that generate are `endpoint_of`'s, the others are answered here
+    as the clients' listener answers them."""
+    routes = [*ControlRoutes(context).health_routes(), *client_routes(context)]
+    app = _app(routes, endpoint_of, context.new_id)
+    return _guarded(context, _authenticated(context, app), None)
+
+
+def _authenticated(context: ApiContext, app: ASGIApp) -> ASGIApp:
+    keys = context.keys
+    if keys is None:
+        return app
+    open_routes = [*ControlRoutes(context).health_routes(), *docs_routes()]
+    return Authenticator(
+        app,
+        keys=keys,
+        open_paths=frozenset(("/", *(route.path for route in open_routes))),
+        count=context.metrics.count_refusal,
+        new_id=context.new_id,
+        clock=context.wall_clock,
+    )
+
+
+def _guarded(context: ApiContext, app: ASGIApp, host: str | None) -> ASGIApp:
+    return RequestGuard(
+        app,
+        host=host,
+        allowed_hosts=context.config.allowed_hosts,
+        cross_origin=CrossOrigin(context.config.cors_origins),
+        count=context.metrics.count_refusal,
+        new_id=context.new_id,
+    )
 
 
 def _app(

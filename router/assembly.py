@@ -12,6 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
@@ -23,7 +24,8 @@ from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.lease_seal import LeaseSeal
 from replicas.protocol.status import ModelCard, ReplicaId, TokenizerBundle
 from router.api.context import ApiContext
-from router.app import Apps, create_apps
+from router.api.gemini.paths import GENERATE_CONTENT
+from router.app import PREPARES, Apps, create_apps, create_gateway_app
 from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.overdue import OverdueWatch
@@ -56,6 +58,9 @@ from router.queue.holding import Holding
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
 from router.shared.instruments import Instrument, gauge
+
+if TYPE_CHECKING:
+    from router.picker.server import Picker
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +125,7 @@ class Router:
                 "secret_file"
             )
         self.apps = create_apps(context)
+        self.picker = _open_picker(config, context, lambda: self.is_ready)
 
     def _open_features(self, secret: ClusterSecret | None, common_secret: ClusterSecret) -> Iterator[Feature]:
         """Raises SettingsError."""
@@ -275,6 +281,18 @@ def _open_tls(config: RouterConfig) -> RouterTls | None:
         return None
     files = TlsFiles(config.replica_tls_certificate, config.replica_tls_key, config.replica_tls_ca)
     return RouterTls(files, config.replica_tls_name)
+
+
+def _open_picker(config: RouterConfig, context: ApiContext, is_ready: Callable[[], bool]) -> "Picker | None":
+    if config.picker_port is None:
+        return None
+    from router.picker.endpoint import picked_endpoints  # here, since most routers are no gateway's
+    from router.picker.server import Picker
+
+    prepares = {path: prepare for path, prepare in PREPARES.items() if path != GENERATE_CONTENT}
+    picker = Picker(create_gateway_app(context, picked_endpoints(context, prepares)), config, is_ready)
+    context.metrics.add(picker.instruments())
+    return picker
 
 
 def _open_tracing(config: RouterConfig) -> Tracing:

@@ -198,6 +198,13 @@ class RouterConfig:
         "several processes append .0, .1 and so on",
     )
 
+    picker_port: int | None = setting(
+        None,
+        help="gRPC port on which the router is the endpoint picker of an InferencePool (Envoy's external "
+        "processing); 0 takes a free one; none means that it is not",
+    )
+    picker_host: str = setting("127.0.0.1", help="address to listen on for the picker port")
+
     log_format: str = setting("text", help="text, or json: one object per line")
     log_level: str = setting("info", help="debug, info, warning or error")
     log_requests: bool = setting(False, help="one line in the log for each request, at its end")
@@ -300,6 +307,8 @@ class RouterConfig:
             raise SettingsError(f"setting port must be between 0 and 65535, not {self.port}")
         if self.admin_port is not None and not 0 <= self.admin_port < 2**16:
             raise SettingsError(f"setting admin_port must be between 0 and 65535, not {self.admin_port}")
+        if self.picker_port is not None and not 0 <= self.picker_port < 2**16:
+            raise SettingsError(f"setting picker_port must be between 0 and 65535, not {self.picker_port}")
         if self.admin_port is not None and self.admin_socket is not None:
             raise SettingsError("settings admin_port and admin_socket cannot be used together")
         check_bounds(self)
@@ -342,8 +351,12 @@ class RouterConfig:
             raise SettingsError("setting keys_in_redis needs the cluster secret: set secret_file")
         if self.open and self.has_keys:
             raise SettingsError("setting open is for a router without keys, and this one has some")
-        if not (self.has_keys or self.open or means_loopback(self.host)):
-            raise SettingsError(
-                f"without API keys the router does not listen on {self.host}, where everyone who reaches it "
-                "would be one tenant: set keys_file (`kvasir keys create` makes keys), or open to have it so"
-            )
+        if self.has_keys or self.open:
+            return
+        for host in (self.host, *(() if self.picker_port is None else (self.picker_host,))):
+            if not means_loopback(host):
+                raise SettingsError(
+                    f"without API keys the router does not listen on {host}, where everyone who reaches it "
+                    "would be one tenant: set keys_file (`kvasir keys create` makes keys), or open to have "
+                    "it so"
+                )

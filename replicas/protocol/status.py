@@ -67,6 +67,9 @@ class ModelCard:
     the last block that it was found by, since a draft model reads that; 0 or a block. `retention_interval`:
     the tokens from one resume point to the next that a request leaves; with 0 it leaves one before its
     prompt's end, and one where the beginning ends that it shares with earlier prompts.
+
+    `endpoint` is the host:port of the server beside the replica, which gateways may send requests to by
+    themselves, and `endpoint_rank` its data-parallel rank there; empty if there is none.
     """
 
     name: str
@@ -88,6 +91,8 @@ class ModelCard:
     is_sparse: bool = False
     peek_tokens: int = 0
     retention_interval: int = 0
+    endpoint: str = ""
+    endpoint_rank: Uint32 | None = None
 
     @property
     def num_cache_tokens(self) -> int:

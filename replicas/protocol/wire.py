@@ -19,6 +19,7 @@ from replicas.protocol.bounds import (
     MAX_REQUESTS,
     MAX_TOKENS,
     Uint64,
+    checked_address,
     checked_count,
     checked_id,
     checked_name,
@@ -205,6 +206,8 @@ def _check_card(card: ModelCard) -> None:
         raise ValueError(f"a draft model peeks {shown(card.peek_tokens)} tokens, not a block or nothing")
     if len(card.eos_token_ids) > MAX_NAME_CHARACTERS or len(card.adapters) > MAX_REQUESTS:
         raise ValueError(f"a model card is too long: {shown(card)}")
+    if card.endpoint:
+        checked_address(card.endpoint)
     checked_count(len(card.image_rule), MAX_RULE_CHARACTERS, "the length of an image rule")
     for adapter in card.adapters:
         checked_name(adapter.name)

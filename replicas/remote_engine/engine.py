@@ -53,7 +53,15 @@ from replicas.remote_engine.facts import (
 from replicas.remote_engine.probes import check_tokenizer
 from replicas.remote_engine.requests import FINISH_REASONS, Choice, Usage, body_of, logprobs_of
 from replicas.remote_engine.residency import ServerResidency, Stored
-from replicas.remote_engine.server import Ended, Looked, Piece, Server, Unreachable, read_key
+from replicas.remote_engine.server import (
+    Ended,
+    Looked,
+    Piece,
+    Server,
+    Unreachable,
+    endpoint_of,
+    read_key,
+)
 from replicas.scheduling.admission import AdmissionLimits, check_admission
 from replicas.toy_model import checkpoint_directory
 
@@ -169,7 +177,18 @@ class RemoteEngine:
             max_running=config.max_running,
             adapters=model.adapters,
             takes_published=False,
+            endpoint=self._endpoint(config, model),
+            endpoint_rank=config.engine_rank,
         )
+
+    def _endpoint(self, config: ReplicaConfig, model: ServerModel) -> str:
+        if config.model_name not in (None, model.served_name):
+            logger.warning(
+                "gateways cannot send requests to the server: it has the model as %s, and clients ask for %s",
+                *(model.served_name, config.model_name),
+            )
+            return ""
+        return endpoint_of(self._server.url, config.engine_endpoint)
 
     @property
     def card(self) -> ModelCard:

@@ -6,12 +6,15 @@ that thread. Redirects are never followed, and the environment's proxies are not
 
 import asyncio
 import logging
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -228,6 +231,22 @@ async def _events(pieces: AsyncIterator[bytes], longest: int) -> AsyncIterator[b
                 yield line[6:]
         if len(buffered) > longest:
             raise ValueError(f"an event of more than {longest} bytes")
+
+
+def endpoint_of(url: str, configured: str | None) -> str:
+    """Return the host:port by which a gateway reaches the server; empty if it is on loopback and nothing is
+    configured. A name is resolved, since gateways take addresses. Raises StartupError."""
+    if configured is not None:
+        return configured
+    split = urlsplit(url)
+    port = split.port or (443 if split.scheme == "https" else 80)
+    try:
+        found = socket.getaddrinfo(split.hostname, port, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise StartupError(f"{split.hostname} cannot be resolved: {error}") from error
+    if ip_address(found).is_loopback:
+        return ""
+    return f"[{found}]:{port}" if ":" in str(found) else f"{found}:{port}"
 
 
 def read_key(file: str | None) -> str | None:

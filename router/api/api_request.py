@@ -19,7 +19,7 @@ from router.answers.parts import Part
 from router.answers.stop_strings import StopStrings
 from router.api.answer_usage import AnswerUsage
 from router.api.choice_output import ChoiceOutput
-from router.api.context import ApiContext, Runs
+from router.api.context import ApiContext, Decided
 from router.api.sampling import GenerationFields, stop_strings
 from router.caller import Caller, caller_of
 from router.edge.connections import address_of
@@ -77,7 +77,7 @@ class Prompt:
             submit = msgspec.structs.replace(submit, leases=(*submit.leases, *own))
             self.generation = replace(self.generation, submit=submit)
 
-    def decided(self, run: Runs) -> None:
+    def decided(self, run: Decided) -> None:
         """Take the decision of the replica that answers, or of the latest attempt."""
         self.decision, self.decision_seconds = run.decision, run.decision_seconds
 
@@ -109,8 +109,8 @@ class AnswerWriter(Protocol):
     theirs, or with an empty text. `keep_alive` is what a stream that is silent for long gets, between events.
     """
 
-    @property
-    def answer_id(self) -> str: ...
+    answer_id: str
+
     @property
     def keep_alive(self) -> bytes: ...
     def open(self, prompt: Prompt, choice: int) -> bytes: ...

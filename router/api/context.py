@@ -46,13 +46,18 @@ if TYPE_CHECKING:
     from router.api.api_request import ApiRequest
 
 
-class Runs(Protocol):
-    """One generation under way: a `GenerationRun` of `router.dispatch`, or a script of one in tests."""
+class Decided(Protocol):
+    """A generation for which a replica was chosen."""
 
     @property
     def decision(self) -> Decision: ...
     @property
     def decision_seconds(self) -> float: ...
+
+
+class Runs(Decided, Protocol):
+    """One generation under way: a `GenerationRun` of `router.dispatch`, or a script of one in tests."""
+
     @property
     def replica_id(self) -> ReplicaId: ...
     async def __aenter__(self) -> "Runs": ...

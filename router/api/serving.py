@@ -46,10 +46,15 @@ NO_TEXT = Text("")
 
 
 class GenerationEndpoint:
-    def __init__(self, context: ApiContext, route: str, prepare: Prepare) -> None:
+    """`exchange` runs and answers its requests."""
+
+    def __init__(
+        self, context: ApiContext, route: str, prepare: Prepare, exchange: "type[Exchange] | None" = None
+    ) -> None:
         self._context = context
         self._route = route
         self._prepare = prepare
+        self._exchange = exchange or Exchange
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = self._context
@@ -59,7 +64,7 @@ class GenerationEndpoint:
         parent = client_trace_parent(scope)
         trace = context.tracing.request(scope["method"], request.path, request.request_id, parent)
         request.trace_id = trace.trace_id
-        exchange = _Exchange(context, request, send, trace)
+        exchange = self._exchange(context, request, send, trace)
         try:
             if scope["method"] != "POST":
                 request.end_with("MethodNotAllowed", ErrorKind.METHOD)
@@ -72,7 +77,7 @@ class GenerationEndpoint:
             trace.served(served)
             context.has_ended(request, served)
 
-    async def _serve(self, exchange: "_Exchange", request: ApiRequest, receive: Receive) -> None:
+    async def _serve(self, exchange: "Exchange", request: ApiRequest, receive: Receive) -> None:
         context, caller = self._context, request.caller
         try:
             timeout_seconds = timeout_of(request.scope)
@@ -113,7 +118,7 @@ class GenerationEndpoint:
             raise
 
 
-class _Exchange:
+class Exchange:
     """One request's answer on its way out."""
 
     def __init__(self, context: ApiContext, request: ApiRequest, send: Send, trace: Trace) -> None:

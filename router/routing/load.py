@@ -78,6 +78,10 @@ class Reservation:
         self.ordinal = ordinal
         self._book.sent(self)
 
+    def counted(self) -> None:
+        """The replica's own load counts it from now on, though it was not sent from here."""
+        self._book.arrived(self)
+
     def release(self) -> None:
         if not self._released:
             self._released = True
@@ -123,7 +127,7 @@ class _ReplicaBook:
 
     def remove(self, reservation: Reservation) -> None:
         self.num_reserved -= 1
-        self._arrive(reservation)
+        self.arrived(reservation)
 
     def take(self, snapshot: LoadSnapshot, num_counted: int) -> None:
         """A snapshot came over the replica's own stream."""
@@ -133,7 +137,7 @@ class _ReplicaBook:
             oldest = next(iter(self.sent_reservations))
             if oldest > num_counted:
                 break
-            self._arrive(self.sent_reservations[oldest])
+            self.arrived(self.sent_reservations[oldest])
 
     def believe(self, snapshot: LoadSnapshot) -> None:
         self.snapshot = snapshot
@@ -145,7 +149,7 @@ class _ReplicaBook:
         )
         self.cached_view = None
 
-    def _arrive(self, reservation: Reservation) -> None:
+    def arrived(self, reservation: Reservation) -> None:
         """It is on the way no longer: counted, or given back."""
         if reservation.has_arrived:
             return

@@ -97,6 +97,10 @@ class RoutedRequest:
         """The request is the replica's `ordinal`-th (from 1) on the stream that its loads come from."""
         self._reservation.sent(ordinal)
 
+    def counted(self) -> None:
+        """The replica's own load counts the request, which somebody else has sent there."""
+        self._reservation.counted()
+
     def first_token(self) -> None:
         """The prompt has been computed: its blocks are stored."""
         self._finish_prediction(is_computed=True)

@@ -1,0 +1,177 @@
+"""PickedExchange: one request that generates, from its decision to the end of a server's answer.
+
+Owns what the router's own pipeline does not know: the deadline of a decision, the body that goes to the
+server, and what the server's answer says of itself. All before the decision is `router/api/serving.py`'s.
+"""
+
+import asyncio
+import contextlib
+import copy
+from collections.abc import AsyncIterator, Callable, Mapping
+
+from replicas.protocol.frames import PromptUsage
+from replicas.protocol.status import ModelCard
+from router.api.api_request import ApiRequest, Prepare, Prompt
+from router.api.context import ApiContext
+from router.api.json_body import with_fields
+from router.api.serving import Exchange, GenerationEndpoint
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.pick import Pick
+from router.edge.http import Header, header
+from router.errors import ErrorKind, TooLate
+from router.feature import Hooks
+from router.picker.answer_reader import AnswerReader
+from router.picker.messages import Head
+from router.picker.stream import STREAM, GatewayStream
+
+DECISION_SECONDS = 5.0
+"""Longest time from the end of a body to its decision, beyond the wait for a replica that is coming. No
+timeout of the gateway counts then."""
+
+RANK_HEADER = b"x-data-parallel-rank"
+
+_KINDS = {400: ErrorKind.INVALID, 404: ErrorKind.UNKNOWN_MODEL, 429: ErrorKind.OVERLOADED}
+"""Meaning of a server's status; any other is a failure."""
+
+
+def picked_endpoints(
+    context: ApiContext, prepares: Mapping[str, Prepare]
+) -> Callable[[str], GenerationEndpoint | None]:
+    """Find the endpoint of a path that generates, for requests at a gateway."""
+    picked = _picked_context(context)
+    endpoints = {
+        path: GenerationEndpoint(
+            picked, path.removeprefix("/v1/").replace("/", "_"), _in_time(prepare), PickedExchange
+        )
+        for path, prepare in prepares.items()
+    }
+    return endpoints.get
+
+
+def _picked_context(context: ApiContext) -> ApiContext:
+    """The same, without hooks that change a prompt's tokens: the server renders it by itself."""
+    hooks = Hooks()
+    vars(hooks).update(vars(context.hooks))
+    hooks.encoded, hooks.beginning = [], []
+    picked = copy.copy(context)
+    picked.hooks = hooks
+    return picked
+
+
+def _in_time(prepare: Prepare) -> Prepare:
+    """Prepare a request before its decision is due."""
+
+    async def prepared(context: ApiContext, request: ApiRequest) -> None:
+        async with _deadline(context, request):
+            await prepare(context, request)
+
+    return prepared
+
+
+class PickedExchange(Exchange):
+    _body = b""
+    _pick: Pick | None = None
+    _reader: AnswerReader | None = None
+
+    def has_prepared(self, body: bytes) -> None:
+        super().has_prepared(body)
+        self._body = body
+
+    async def run(self) -> None:
+        """Several prompts of one request go to one server, which is chosen by the first."""
+        request, context, stream = self._request, self._context, _stream_of(self._request)
+        dispatcher, prompt = context.dispatcher, request.prompts[0]
+        assert isinstance(dispatcher, Dispatcher)
+        trace = self.trace.generation()
+        with (
+            context.bodies.hold(request.address) as held,
+            Pick(dispatcher, prompt.generation, trace, _admits(stream.subset)) as pick,
+        ):
+            held.take(len(self._body))
+            async with _deadline(context, request):
+                card = await pick.place()
+            self._pick = pick
+            prompt.decided(pick)
+            salt = b'"cache_salt":"%b"' % prompt.generation.submit.root.hex().encode()
+            body, self._body = with_fields(self._body, salt), b""
+            await stream.forward(card.endpoint, _headers_for(request, card), body, self)
+            held.give_back()
+            try:
+                await stream.answered()
+            finally:
+                if self._reader is not None:
+                    self._read_facts(self._reader, prompt, pick)
+
+    async def finish(self) -> None:
+        """The server has answered."""
+
+    def answer_begins(self, head: Head) -> None:
+        request = self._request
+        status = head.value(b":status") or b""
+        request.status = int(status) if status.isdigit() else 200
+        if request.status != 200:
+            request.end_with("ServerRefused", _KINDS.get(request.status, ErrorKind.FAILED))
+            assert self._pick is not None
+            self._pick.failed(f"the server answers {request.status}")
+        elif head.value(b"content-encoding") in (None, b"identity"):
+            kind = head.value(b"content-type") or b""
+            self._reader = AnswerReader(is_stream=kind.startswith(b"text/event-stream"))
+
+    def answer_part(self, piece: bytes) -> None:
+        request = self._request
+        if request.first_token_seconds is None and request.status == 200:
+            request.first_token_seconds = self.seconds()
+            assert self._pick is not None
+            self._pick.first_token()
+        if self._reader is not None:
+            self._reader.feed(piece)
+
+    def _read_facts(self, reader: AnswerReader, prompt: Prompt, pick: Pick) -> None:
+        """Take what the answer says. The cached tokens of several prompts cannot be told apart."""
+        request, facts = self._request, reader.facts()
+        prompt.outputs[0].num_tokens = facts.num_output_tokens
+        if facts.answer_id is not None:
+            request.writer.answer_id = facts.answer_id
+        is_alone = len(request.prompts) == 1
+        num_prompt, num_cached = len(prompt.generation.token_ids), facts.num_cached_tokens
+        if is_alone and facts.num_prompt_tokens not in (None, num_prompt):
+            _stream_of(request).tally.num_other_renderings += 1
+        pick.used(num_cached if is_alone else None, facts.num_output_tokens)
+        if num_cached is None or not is_alone:
+            return
+        size, num_cached = request.model.card.block_size, min(num_cached, num_prompt)
+        prompt.usage = PromptUsage(num_prompt, num_cached, max(0, num_prompt // size * size - num_cached))
+        for hook in self._context.hooks.started:
+            hook(request, prompt)
+
+
+@contextlib.asynccontextmanager
+async def _deadline(context: ApiContext, request: ApiRequest) -> AsyncIterator[None]:
+    """Raises TooLate when the decision is due."""
+    ended_at = _stream_of(request).body_ended_at
+    assert ended_at is not None
+    try:
+        async with asyncio.timeout_at(ended_at + DECISION_SECONDS + context.config.wait_seconds):
+            yield
+    except TimeoutError as error:
+        raise TooLate("No server was chosen in time. Try again later.") from error
+
+
+def _stream_of(request: ApiRequest) -> GatewayStream:
+    stream = request.scope["extensions"][STREAM]
+    assert isinstance(stream, GatewayStream)
+    return stream
+
+
+def _admits(subset: frozenset[str] | None) -> Callable[[ModelCard], bool]:
+    return lambda card: bool(card.endpoint) and (subset is None or card.endpoint in subset)
+
+
+def _headers_for(request: ApiRequest, card: ModelCard) -> list[Header]:
+    """Headers that are not as the client sent them."""
+    headers: list[Header] = []
+    if card.endpoint_rank is not None:
+        headers.append((RANK_HEADER, b"%d" % card.endpoint_rank))
+    if header(request.scope, b"content-encoding") is not None:  # the body is sent as it was before
+        headers.append((b"content-encoding", b"identity"))
+    return headers

@@ -1,0 +1,139 @@
+"""Messages of external processing, beside the bytes that the official bindings make (xds-protos 1.85.0)."""
+
+import pytest
+
+from router.picker.messages import (
+    Body,
+    BodyMode,
+    Head,
+    Message,
+    Trailers,
+    decode,
+    destined,
+    destined_buffered,
+    go_on,
+    immediate,
+    same_piece,
+)
+from router.picker.protobuf import content, field, fields
+
+HEAD = (
+    "12620a600a0f0a073a6d6574686f641a04504f53540a1c0a053a706174681a132f76312f636f6d706c6574696f6e733f"
+    "783d310a200a0c436f6e74656e742d547970651a106170706c69636174696f6e2f6a736f6e0a0d0a05782d6f6c641204"
+    "74657874428e010a770a14656e766f792e6c622e7375627365745f68696e74125f0a0e0a016e120911000000000000f8"
+    "3f0a4d0a25782d676174657761792d64657374696e6174696f6e2d656e64706f696e742d737562736574122432220a0f"
+    "1a0d31302e302e302e313a383030300a0f1a0d31302e302e302e323a383030300a130a056f74686572120a0a080a0161"
+    "12031a01624a0f0a0178120a0a080a016112031a01625a0408041002"
+)
+SUBSET_AS_TEXT = (
+    "1202180142630a610a14656e766f792e6c622e7375627365745f68696e7412490a470a25782d676174657761792d6465"
+    "7374696e6174696f6e2d656e64706f696e742d737562736574121e1a1c31302e302e302e313a383030302c2031302e30"
+    "2e302e323a38303030"
+)
+BODY = "22100a0c7b226122203a205b315d7d201001"
+DESTINED = (
+    "0a540a52124e0a330a2f0a1e782d676174657761792d64657374696e6174696f6e2d656e64706f696e741a0d31302e30"
+    "2e302e313a3830303018020a170a130a0e636f6e74656e742d6c656e6774681a01391802280142430a410a08656e766f"
+    "792e6c6212352a330a310a1e782d676174657761792d64657374696e6174696f6e2d656e64706f696e74120f1a0d3130"
+    "2e302e302e313a38303030"
+)
+BUFFERED = (
+    "1a610a5f124e0a330a2f0a1e782d676174657761792d64657374696e6174696f6e2d656e64706f696e741a0d31302e30"
+    "2e302e313a3830303018020a170a130a0e636f6e74656e742d6c656e6774681a013918021a0b0a097b2261223a203132"
+    "7d280142430a410a08656e766f792e6c6212352a330a310a1e782d676174657761792d64657374696e6174696f6e2d65"
+    "6e64706f696e74120f1a0d31302e302e302e313a38303030"
+)
+PIECE = "1a130a111a0f1a0d0a097b2261223a2031327d1001"
+IMMEDIATE = "3a210a0308f70312160a140a100a0b72657472792d61667465721a013118021a026e6f"
+
+ENDPOINT = "10.0.0.1:8000"
+LENGTH = [(b"content-length", b"9")]
+BOTH = frozenset({ENDPOINT, "10.0.0.2:8000"})
+
+
+def known(number: int, message: bytes) -> list[bytes]:
+    return [content(value) for at, value in fields(message) if at == number]
+
+
+def test_a_head_with_its_subset_and_the_modes() -> None:
+    message = decode(bytes.fromhex(HEAD))
+    assert message == Message(
+        Head(
+            [
+                (b":method", b"POST"),
+                (b":path", b"/v1/completions?x=1"),
+                (b"content-type", b"application/json"),
+                (b"x-old", b"text"),
+            ],
+            is_last=False,
+        ),
+        is_response=False,
+        subset=BOTH,
+        request_mode=BodyMode.FULL_DUPLEX,
+        response_mode=BodyMode.BUFFERED,
+    )
+
+
+def test_a_subset_may_be_one_text() -> None:
+    message = decode(bytes.fromhex(SUBSET_AS_TEXT))
+    assert message.subset == BOTH and message.part == Head([], is_last=True)
+
+
+def test_a_subset_may_be_empty_and_then_nothing_is_in_it() -> None:
+    emptied = SUBSET_AS_TEXT.replace("31302e302e302e313a383030302c2031302e302e302e323a38303030", "20" * 28)
+    assert decode(bytes.fromhex(emptied)).subset == frozenset()
+
+
+def test_bodies_and_trailers_of_both_directions() -> None:
+    assert decode(bytes.fromhex(BODY)) == Message(Body(b'{"a" : [1]} ', is_last=True), is_response=False)
+    assert decode(bytes.fromhex("2a030a0178")) == Message(Body(b"x", is_last=False), is_response=True)
+    assert decode(bytes.fromhex("3a0a0a080a060a01611a0162")) == Message(Trailers(), is_response=True)
+
+
+@pytest.mark.parametrize("encoded", ["", "0801", "22ff", "22ffffffffffffffffffff01", "2001", "17", "09"])
+def test_nonsense_is_refused(encoded: str) -> None:
+    with pytest.raises(ValueError):
+        decode(bytes.fromhex(encoded))
+
+
+def test_a_destination_is_in_a_header_and_in_the_metadata() -> None:
+    head, piece = destined(ENDPOINT, LENGTH, b'{"a": 12}', ends=True)
+    assert head.hex() == DESTINED
+    assert piece.hex() == PIECE
+    assert destined_buffered(ENDPOINT, LENGTH, b'{"a": 12}').hex() == BUFFERED
+
+
+def test_an_answer_in_the_place_of_a_servers() -> None:
+    assert immediate(503, [(b"retry-after", b"1")], b"no").hex() == IMMEDIATE
+
+
+@pytest.mark.parametrize("size", [0, 1, 62_000, 62_001, 300_000])
+def test_a_long_body_goes_in_pieces_of_which_the_last_ends_it(size: int) -> None:
+    body = bytes(range(256)) * (size // 256) + bytes(size % 256)
+    _, *pieces = destined(ENDPOINT, [], body, ends=True)
+    read = []
+    for piece in pieces:
+        assert len(piece) < 2**16
+        (outer,) = known(3, piece)
+        (streamed,) = known(3, known(3, known(1, outer)[0])[0])
+        read.append(dict(fields(streamed)))
+    assert b"".join(content(each[1]) for each in read) == body
+    assert [each[2] for each in read] == [0] * (len(read) - 1) + [1]
+
+
+def test_with_trailers_no_piece_is_the_last() -> None:
+    _, piece = destined(ENDPOINT, [], b"x", ends=False)
+    assert piece.hex() == "1a0b0a091a071a050a01781000"
+
+
+def test_parts_of_an_answer_go_on_as_they_are() -> None:
+    assert go_on(Message(Head([], is_last=False), is_response=True)).hex() == "1200"
+    assert go_on(Message(Trailers(), is_response=False)).hex() == "2a00"
+    piece = same_piece(Message(Body(b"x", is_last=True), is_response=True))
+    assert piece.hex() == "220b0a091a071a050a01781001"
+
+
+def test_numbers_of_many_bytes() -> None:
+    for number in (0, 127, 128, 300, 2**32, 2**63):
+        assert list(fields(field(7, number))) == [(7, number)]
+    assert list(fields(field(2000, b"x"))) == [(2000, b"x")]

@@ -1,0 +1,382 @@
+"""Requests at a gateway: each is decided like one of our own, told with its body, and read to its end."""
+
+import asyncio
+import gzip
+import json
+import time
+from typing import Any
+
+import grpc
+import pytest
+
+from replicas.protocol.blocks import BlockHash
+from router.caller import Caller, Tenant
+from router.errors import KeyFault
+from router.misses import Cause
+from router.picker import endpoint
+from router.picker.messages import BodyMode
+from router.picker.protobuf import field
+from router.picker.server import SERVICES
+from tests.router import tiny_model
+from tests.router.picker.conftest import A, B, Picking, picking_fleet
+from tests.router.picker.gateway import head_of
+
+LONG = "The quick brown fox jumps over the lazy dog. " * 12
+COMPLETION: dict[str, Any] = {"model": tiny_model.MODEL, "prompt": LONG, "max_tokens": 4}
+CHAT: dict[str, Any] = {
+    "model": tiny_model.MODEL,
+    "messages": [{"role": "user", "content": LONG}],
+    "max_tokens": 4,
+}
+RESPONSE = {"model": tiny_model.MODEL, "input": LONG, "max_output_tokens": 16}
+BODIES = {
+    "/v1/completions": COMPLETION,
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": CHAT,
+    "/v1/responses": RESPONSE,
+}
+JSON_HEAD = {":status": "200", "content-type": "application/json"}
+SSE_HEAD = {":status": "200", "content-type": "text/event-stream; charset=utf-8"}
+
+
+def answer(num_cached: int, num_prompt: int = 1) -> bytes:
+    usage = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": 4,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+    return json.dumps({"id": "cmpl-of-server", "choices": [{"text": "four"}], "usage": usage}).encode()
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("mode", [BodyMode.FULL_DUPLEX, BodyMode.BUFFERED])
+async def test_every_dialect_gets_a_destination_and_its_body_with_the_salt(
+    picking: Picking, path: str, mode: BodyMode
+) -> None:
+    sent = BODIES[path]
+    async with picking.gateway.ask(path, sent, request_mode=mode) as asked:
+        told = await asked.until_decided()
+        assert told.destination in (A, B) and told.metadata == told.destination
+        assert told.headers["content-length"] == str(len(told.body))
+        received = json.loads(told.body)
+        root = picking.context.catalog.get(tiny_model.MODEL).root(None, None)
+        assert received.pop("cache_salt") == root.hex()
+        assert received == sent
+        assert picking.table.loads.num_reserved == 1
+        whole = answer(0)
+        assert await asked.answers(JSON_HEAD, whole) == whole
+    await picking.until_idle()
+    (served,) = picking.ended.served
+    assert (served.status, served.error, served.answer_id) == (200, None, "cmpl-of-server")
+    assert served.prompts[0].decision is not None
+
+
+async def test_a_salt_of_the_client_is_part_of_the_namespace_and_replaced(picking: Picking) -> None:
+    async def salt_of(own: str | None) -> str:
+        told = await picking.gateway.decide("/v1/completions", {**COMPLETION, "cache_salt": own})
+        salt: str = json.loads(told.body)["cache_salt"]
+        return salt
+
+    salts = [await salt_of(own) for own in (None, "one", "two", "one")]
+    assert len(set(salts)) == 3 and salts[1] == salts[3]
+    assert all(len(bytes.fromhex(each)) == 16 for each in salts)
+
+
+async def test_a_prompt_goes_where_its_blocks_are(picking: Picking) -> None:
+    async with picking.gateway.ask("/v1/chat/completions", CHAT) as asked:
+        first = await asked.until_decided()
+        for _ in range(5):  # its blocks are foretold while it runs
+            assert (
+                await picking.gateway.decide("/v1/chat/completions", CHAT)
+            ).destination == first.destination
+
+
+async def test_what_was_cached_is_read_and_explained(picking: Picking) -> None:
+    for is_first in (True, False):
+        async with picking.gateway.ask("/v1/completions", COMPLETION) as asked:
+            await asked.until_decided()
+            await asked.answers(JSON_HEAD, answer(0 if is_first else 32))
+        await picking.until_idle()
+    cold, warm = (served.prompts[0] for served in picking.ended.served)
+    assert cold.usage is not None and warm.usage is not None
+    num_tokens = len(cold.generation.token_ids)
+    assert (cold.usage.num_prompt_tokens, cold.usage.num_cached_tokens) == (num_tokens, 0)
+    assert warm.usage.num_cached_tokens == 32 and warm.num_output_tokens == 4
+    assert cold.misses is not None and cold.misses.cause is Cause.NEVER_CACHED
+    assert picking.ended.explanations.find("default", "cmpl-of-server") is not None
+
+
+async def test_a_stream_goes_through_as_it_comes(picking: Picking) -> None:
+    events = [b'data: {"id":"c1","choices":[{"text":"a"}]}\n\n', b'data: {"id":"c1","choices":[],"usa']
+    events += [
+        b'ge":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":16}}}\n\n'
+    ]
+    async with picking.gateway.ask("/v1/completions", {**COMPLETION, "stream": True}) as asked:
+        await asked.until_decided()
+        assert (
+            await asked.answers(SSE_HEAD, *events, b"data: [DONE]\n\n")
+            == b"".join(events) + b"data: [DONE]\n\n"
+        )
+    await picking.until_idle()
+    (served,) = picking.ended.served
+    assert served.first_token_seconds is not None
+    assert served.prompts[0].usage is not None and served.prompts[0].usage.num_cached_tokens == 16
+    assert picking.picker._tally.num_other_renderings == 1
+
+
+@pytest.mark.parametrize("mode", [BodyMode.STREAMED, BodyMode.BUFFERED, BodyMode.NONE])
+async def test_answers_that_are_not_full_duplex_go_on_unchanged(picking: Picking, mode: BodyMode) -> None:
+    async with picking.gateway.ask("/v1/completions", COMPLETION, response_mode=mode) as asked:
+        await asked.until_decided()
+        pieces = () if mode is BodyMode.NONE else (answer(16),)
+        assert await asked.answers(JSON_HEAD, *pieces) == b""
+        assert asked.num_answer_heads == 1
+    await picking.until_idle()
+    (served,) = picking.ended.served
+    assert (served.status, served.error) == (200, None)
+    assert (served.prompts[0].usage is None) == (mode is BodyMode.NONE)
+
+
+async def test_only_the_subset_may_be_chosen(picking: Picking) -> None:
+    for only in (A, B):
+        for _ in range(3):
+            told = await picking.gateway.decide("/v1/completions", COMPLETION, subset=[only])
+            assert told.destination == only
+    began = time.perf_counter()
+    for subset in ([], ["10.0.0.9:8000"]):
+        told = await picking.gateway.decide("/v1/completions", COMPLETION, subset=subset)
+        assert (told.status, told.error()["error"]["code"]) == (503, "no_replica_available")
+    assert time.perf_counter() - began < 1.0
+
+
+async def test_replicas_without_an_address_are_not_picked() -> None:
+    async with picking_fleet() as picking:
+        picking.join("inner", "")
+        told = await picking.gateway.decide("/v1/completions", COMPLETION)
+        assert told.status == 503 and told.headers["retry-after"] == "1"
+        picking.join("outer", A)
+        for _ in range(5):
+            assert (await picking.gateway.decide("/v1/completions", COMPLETION)).destination == A
+
+
+async def test_a_data_parallel_rank_is_named() -> None:
+    async with picking_fleet() as picking:
+        picking.join("a-1", A, endpoint_rank=1)
+        told = await picking.gateway.decide("/v1/completions", COMPLETION)
+        assert (told.destination, told.headers["x-data-parallel-rank"]) == (A, "1")
+
+
+async def test_a_body_of_many_pieces(picking: Picking) -> None:
+    body = {**COMPLETION, "prompt": [7] * 400, "x_note": "u" * 300_000}
+    async with picking.gateway.ask("/v1/completions", body, piece_bytes=5000) as asked:
+        told = await asked.until_decided()
+        assert json.loads(told.body)["x_note"] == body["x_note"]
+        assert told.num_messages > 4
+
+
+async def test_a_compressed_body_is_sent_on_as_it_was_before(picking: Picking) -> None:
+    compressed = gzip.compress(json.dumps(COMPLETION).encode())
+    told = await picking.gateway.decide("/v1/completions", compressed, headers={"content-encoding": "gzip"})
+    assert json.loads(told.body)["prompt"] == LONG
+    assert told.headers["content-encoding"] == "identity"
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_bad_body_is_refused_in_its_dialect(picking: Picking, path: str) -> None:
+    told = await picking.gateway.decide(path, {**BODIES[path], "temperature": "hot"})
+    assert told.status == 400 and told.headers["content-type"] == "application/json"
+    assert "temperature" in told.error()["error"]["message"]
+    assert told.error().get("type") == ("error" if path == "/v1/messages" else None)
+    told = await picking.gateway.decide(path, b"{")
+    assert told.status == 400
+
+
+async def test_an_unknown_model_is_named(picking: Picking) -> None:
+    told = await picking.gateway.decide("/v1/completions", {**COMPLETION, "model": "other"})
+    assert (told.status, told.error()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_other_routes_are_answered_by_the_router(picking: Picking) -> None:
+    models = await picking.gateway.decide("/v1/models", None, method="GET")
+    assert models.status == 200 and models.error()["data"][0]["id"] == tiny_model.MODEL
+    for path, method in (("/v1/embeddings", "POST"), ("//v1/completions", "POST"), ("/metrics", "GET")):
+        body = None if method == "GET" else COMPLETION
+        assert (await picking.gateway.decide(path, body, method=method)).status == 404
+    assert (await picking.gateway.decide("/v1/completions", None, method="GET")).status == 405
+
+
+async def test_a_body_that_is_too_large_is_refused() -> None:
+    async with picking_fleet(max_body_bytes=2000) as picking:
+        picking.join("a", A)
+        body = {**COMPLETION, "user": "u" * 9000}
+        told = await picking.gateway.decide("/v1/completions", body, piece_bytes=1000)
+        assert told.status == 413
+        declared = {"content-length": "9000"}
+        told = await picking.gateway.decide("/v1/completions", body, headers=declared, is_whole=False)
+        assert told.status == 413
+
+
+async def test_a_body_that_stops_coming_is_refused() -> None:
+    async with picking_fleet(upload_seconds=0.1) as picking:
+        picking.join("a", A)
+        assert (await picking.gateway.decide("/v1/completions", b"{", is_whole=False)).status == 408
+
+
+async def test_more_than_may_be_in_flight_is_refused() -> None:
+    async with picking_fleet(max_in_flight=1) as picking:
+        picking.join("a", A)
+        async with picking.gateway.ask("/v1/completions", COMPLETION) as asked:
+            await asked.until_decided()
+            told = await picking.gateway.decide("/v1/completions", COMPLETION)
+            assert (told.status, told.error()["error"]["code"]) == (429, "rate_limit_exceeded")
+
+
+async def test_more_streams_than_connections_are_refused() -> None:
+    async with picking_fleet(max_connections=1) as picking:
+        picking.join("a", A)
+        async with picking.gateway.ask("/v1/completions", COMPLETION) as asked:
+            await asked.until_decided()
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await picking.gateway.decide("/v1/completions", COMPLETION)
+            assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("how", ["cancels", "ends its side"])
+@pytest.mark.parametrize("when", ["in the body", "before the answer", "in the answer"])
+async def test_a_client_that_leaves_gives_everything_back(picking: Picking, when: str, how: str) -> None:
+    asked = picking.gateway.ask("/v1/completions", COMPLETION, is_whole=when != "in the body")
+    if when == "in the body":
+        await picking.until(lambda: picking.context.bodies.num_bytes > 0)
+    else:
+        await asked.until_decided()
+        assert picking.table.loads.num_reserved == 1
+    if when == "in the answer":
+        asked.send(field(3, head_of(SSE_HEAD)))
+        asked.send(field(5, field(1, b"data: {}\n\n")))
+        assert await asked.read() and await asked.read()
+    if how == "cancels":
+        asked.leave()
+    else:
+        asked.end()
+    await picking.until_idle()
+    assert picking.ended.served[-1].status == 499
+    assert picking.table.num_predictions == 0
+
+
+async def test_a_client_that_leaves_while_it_waits_for_a_replica() -> None:
+    async with picking_fleet(wait_seconds=20.0) as picking:
+        picking.join("a", A)
+        picking.table.set_stalled(next(iter(picking.table.replica_ids(tiny_model.MODEL))), is_stalled=True)
+        asked = picking.gateway.ask("/v1/completions", COMPLETION)
+        await picking.until(lambda: picking.dispatcher.room.num_waiting > 0)
+        asked.leave()
+        await picking.until_idle()
+        assert picking.dispatcher.room.num_waiting == 0
+
+
+async def test_a_request_waits_for_a_replica_that_is_coming(picking: Picking) -> None:
+    replica_ids = picking.table.replica_ids(tiny_model.MODEL)
+    for each in replica_ids:
+        picking.table.set_stalled(each, is_stalled=True)
+    async with picking.gateway.ask("/v1/completions", COMPLETION) as asked:
+        await asyncio.sleep(0.05)
+        picking.table.set_stalled(replica_ids[1], is_stalled=False)
+        assert (await asked.until_decided()).destination == B
+
+
+async def test_a_decision_that_takes_too_long_is_given_up(
+    picking: Picking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "DECISION_SECONDS", -0.1)
+    replica_ids = picking.table.replica_ids(tiny_model.MODEL)
+    for each in replica_ids:
+        picking.table.set_stalled(each, is_stalled=True)
+    began = time.perf_counter()
+    told = await picking.gateway.decide("/v1/completions", COMPLETION)
+    assert (told.status, told.error()["error"]["code"]) == (503, "too_late")
+    assert time.perf_counter() - began < 2.0
+
+
+async def test_a_server_that_refuses_is_counted(picking: Picking) -> None:
+    async with picking.gateway.ask("/v1/completions", COMPLETION) as asked:
+        await asked.until_decided()
+        assert await asked.answers({":status": "503"}, b"full") == b"full"
+    await picking.until_idle()
+    assert (picking.ended.served[0].status, picking.ended.served[0].error) == (503, "ServerRefused")
+
+
+async def test_an_answer_of_the_gateway_itself_ends_the_request(picking: Picking) -> None:
+    async with picking.gateway.ask("/v1/completions", COMPLETION, is_whole=False) as asked:
+        assert await asked.answers({":status": "408"}, b"slow") == b"slow"
+    await picking.until_idle()
+    assert picking.ended.served[0].status == 499
+
+
+async def test_a_computed_prompt_is_no_load_on_top_of_what_the_replica_says(picking: Picking) -> None:
+    (replica_id, _) = picking.table.replica_ids(tiny_model.MODEL)
+    async with picking.gateway.ask("/v1/completions", COMPLETION, subset=[A]) as asked:
+        await asked.until_decided()
+        assert picking.table.load(replica_id).num_pending_tokens > 100
+        await asked.answers(SSE_HEAD, b"data: {}\n\n", b"")
+        assert picking.table.load(replica_id).num_pending_tokens == 0
+
+
+async def test_a_conversation_is_rendered_as_the_server_renders_it(picking: Picking) -> None:
+    """Never from the tokens of an earlier answer, which the server does not go on from."""
+    turns = [
+        *CHAT["messages"],
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Go on"},
+    ]
+    await picking.gateway.decide("/v1/chat/completions", {**CHAT, "messages": turns})
+    await picking.until_idle()
+    generation = picking.ended.served[0].prompts[0].generation
+    model = picking.context.catalog.get(tiny_model.MODEL)
+    text = model.template.render(turns, add_generation_prompt=True)
+    assert list(generation.token_ids) == model.tokenizer.encode(text)
+
+
+class OneKey:
+    def find(self, key: str, now: float) -> Caller | KeyFault:
+        return Caller(tenant=Tenant(name="acme"), key_id="k1") if key == "good" else KeyFault.UNKNOWN
+
+
+async def test_keys_are_asked_for_as_at_the_http_port() -> None:
+    async with picking_fleet(keys=OneKey()) as picking:
+        picking.join("a", A)
+        for key, status in ((None, 401), ("bad", 401), ("good", None)):
+            headers = {} if key is None else {"authorization": f"Bearer {key}"}
+            told = await picking.gateway.decide("/v1/completions", COMPLETION, headers=headers)
+            assert told.status == status
+        own = BlockHash(bytes.fromhex(json.loads(told.body)["cache_salt"]))
+        model = picking.context.catalog.get(tiny_model.MODEL)
+        assert own == model.root("tenant:acme", None) != model.root(None, None)
+        health = await picking.gateway.decide("/health", None, method="GET")
+        assert health.status == 200
+
+
+async def test_health() -> None:
+    async with picking_fleet() as picking:
+        names = {name: field(1, name) if name else b"" for name in SERVICES}
+        before = {name: await picking.gateway.check(asking) for name, asking in names.items()}
+        assert before == {name: field(1, 1 if name == "liveness" else 2) for name in SERVICES}
+        picking.join("a", A)
+        assert {await picking.gateway.check(asking) for asking in names.values()} == {field(1, 1)}
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await picking.gateway.check(field(1, "other"))
+        assert error.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.STREAMED])
+async def test_a_gateway_that_does_not_send_bodies_is_told(picking: Picking, mode: BodyMode) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await picking.gateway.decide("/v1/completions", COMPLETION, request_mode=mode)
+    assert "set it to FULL_DUPLEX_STREAMED" in (error.value.details() or "")
+
+
+async def test_nonsense_ends_one_stream_alone(picking: Picking) -> None:
+    async with picking.gateway.ask("/v1/completions", COMPLETION, is_whole=False) as asked:
+        asked.send(b"\xff\xff")
+        assert not await asked.read()
+    await picking.until_idle()
+    assert (await picking.gateway.decide("/v1/completions", COMPLETION)).destination in (A, B)
