@@ -190,20 +190,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine", choices=("torch", "vllm", "simulated"), default="torch", help="default: torch"
     )
-    parser.add_argument(
-        "--join",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="a vLLM server that runs already, such as http://127.0.0.1:8000, in place of replicas of ours;"
-        " repeatable",
-    )
-    parser.add_argument(
-        "--join-file",
-        metavar="FILE",
-        help="a file with such addresses, one a line, instead: it is read again while the cluster runs",
-    )
-    parser.add_argument("--join-key-file", metavar="FILE", help="file with the API key of those servers")
+    _add_join(parser)
     parser.add_argument("--model", metavar="DIR", help="checkpoint directory (default: the toy model)")
     parser.add_argument(
         "--model-name", metavar="NAME", help="model name that clients use (default: the directory's name)"
@@ -232,6 +219,29 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a setting of the replicas; repeatable",
     )
+
+
+def _add_join(parser: argparse.ArgumentParser) -> None:
+    """Add the options for servers that run already."""
+    parser.add_argument(
+        "--join",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a vLLM server that runs already, such as http://127.0.0.1:8000, in place of replicas of ours;"
+        " repeatable",
+    )
+    parser.add_argument(
+        "--join-file",
+        metavar="FILE",
+        help="a file with such addresses, one a line, instead: it is read again while the cluster runs",
+    )
+    parser.add_argument(
+        "--join-dns",
+        metavar="URL",
+        help="an address with a name whose every IP address is a server's, instead: it is asked again",
+    )
+    parser.add_argument("--join-key-file", metavar="FILE", help="file with the API key of those servers")
 
 
 def _add_ways_in(parser: argparse.ArgumentParser) -> None:

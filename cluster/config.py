@@ -17,6 +17,7 @@ from replicas.process.settings import SettingsError
 from replicas.protocol.status import ReplicaId
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_KUBERNETES_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _OF_A_SERVER = "_at_"
 """Stands between a pool's name and that of a server that it found."""
 
@@ -105,13 +106,33 @@ class EngineSource:
     urls: tuple[str, ...] = ()
     file: str | None = None
     """Path of a file with an address a line."""
+    dns: str | None = None
+    """Address with a name whose every IP address is a server's."""
+    service: str | None = None
+    """Kubernetes Service whose ready pods are servers."""
+    inference_pool: str | None = None
+    """InferencePool whose ready pods are servers, one for each target port."""
+    namespace: str | None = None
+    """Namespace of Service or InferencePool; None is that of the pod that looks."""
+    port: str | None = None
+    """Name or number of the Service's port; None if it has one only."""
     at_most: int = MOST_ENGINES
 
     def __post_init__(self) -> None:
-        if len([way for way in (self.urls, self.file) if way]) != 1:
-            raise SettingsError("engines are found by urls or file: give one of them")
-        for url in self.urls:
+        ways = ("urls", "file", "dns", "service", "inference_pool")
+        if len([way for way in ways if getattr(self, way)]) != 1:
+            raise SettingsError(f"engines are found by one of {', '.join(ways)}")
+        for url in (*self.urls, *([self.dns] if self.dns else [])):
             check_address(url)
+        if self.dns and (not self.dns.startswith("http://") or urlsplit(self.dns).path not in ("", "/")):
+            raise SettingsError(f"dns is an address such as http://vllm.default.svc:8000, not {self.dns!r}")
+        for name in (self.service, self.inference_pool, self.namespace):
+            if name is not None and not _KUBERNETES_NAME.fullmatch(name):
+                raise SettingsError(f"{name!r} cannot be the name of anything in Kubernetes")
+        if self.port and not self.service:
+            raise SettingsError("port goes with service")
+        if self.namespace and not (self.service or self.inference_pool):
+            raise SettingsError("namespace goes with service or inference_pool")
 
 
 def check_address(url: str) -> None:

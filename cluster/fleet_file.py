@@ -36,7 +36,7 @@ POOL_FIELDS = (
     *("drain_seconds", "surge", "autoscaling", "engines"),
 )
 RESOURCE_FIELDS = ("cpus", "gpus", "custom", "bundle")
-ENGINES_FIELDS = ("urls", "file", "at_most")
+ENGINES_FIELDS = (*("urls", "file", "dns", "service", "inference_pool", "namespace", "port"), "at_most")
 AUTOSCALING_FIELDS = (
     *("min", "max", "target_in_flight", "target_pending_tokens"),
     *("up_seconds", "down_seconds", "tolerance"),
@@ -200,8 +200,9 @@ def _engines(fields: Mapping[str, Any], what: str) -> EngineSource:
     try:
         return EngineSource(
             tuple(urls),
-            _text(content, "file", what),
-            _whole(content, "at_most", what, 1, MOST_REPLICAS, default=MOST_ENGINES),
+            **{name: _text(content, name, what) for name in ENGINES_FIELDS[1:-2]},
+            port=str(content["port"]) if "port" in content else None,
+            at_most=_whole(content, "at_most", what, 1, MOST_REPLICAS, default=MOST_ENGINES),
         )
     except SettingsError as error:
         raise SettingsError(f"{what}: {error}") from error

@@ -78,12 +78,12 @@ def options_from(
 
 def _joined(arguments: argparse.Namespace) -> tuple[EngineSource, JoinedServer] | tuple[None, None]:
     """Ask the servers to join, if there are any. Raises ClusterError."""
-    if not (arguments.join or arguments.join_file):
+    if not (arguments.join or arguments.join_file or arguments.join_dns):
         return None, None
     if arguments.ram is not None:
         raise ClusterError("--ram is for replicas of ours: the memory of a server that runs is its own")
     try:
-        engines = EngineSource(tuple(arguments.join), _absolute(arguments.join_file))
+        engines = EngineSource(tuple(arguments.join), _absolute(arguments.join_file), arguments.join_dns)
         return engines, ask_servers(engines, read_key(arguments.join_key_file))
     except SettingsError as error:
         raise ClusterError(str(error)) from error

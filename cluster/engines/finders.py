@@ -5,10 +5,14 @@ it is `belief.py`'s.
 """
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from cluster.config import EngineSource, check_address
+from cluster.engines.addresses import SourceFailed, urls_of
+from cluster.engines.kubernetes import KubernetesFinder
 from replicas.process.settings import SettingsError
 
 LOOK_SECONDS = 2.0
@@ -19,9 +23,10 @@ MOST_FILE_BYTES = 2**20
 FILE_LINGER_SECONDS = 5.0
 """A file may be read while it is written."""
 
+DNS_LINGER_SECONDS = 30.0
+"""An answer may have a part of many addresses only."""
 
-class SourceFailed(Exception):
-    """The source cannot be read; one sentence."""
+DNS_SECONDS = 5.0
 
 
 class Finder(Protocol):
@@ -85,7 +90,35 @@ class FileFinder(_Polled):
         return content.decode("utf-8")
 
 
+class DnsFinder(_Polled):
+    """All addresses of a name, asked of the machine's resolver."""
+
+    linger_seconds = DNS_LINGER_SECONDS
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._host, self._port = str(parts.hostname), parts.port or 80
+
+    async def look(self) -> set[str]:
+        try:
+            async with asyncio.timeout(DNS_SECONDS):
+                found = await asyncio.get_running_loop().getaddrinfo(
+                    self._host, self._port, type=socket.SOCK_STREAM
+                )
+            return urls_of((str(address[0]), self._port) for *_, address in found)
+        except socket.gaierror as error:
+            if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
+                return set()
+            raise SourceFailed(f"DNS does not know {self._host}: {error.strerror}") from error
+        except (TimeoutError, UnicodeError, ValueError) as error:
+            raise SourceFailed(f"DNS does not answer for {self._host}: {error!r}") from error
+
+
 def finder_of(source: EngineSource) -> Finder:
     if source.file is not None:
         return FileFinder(source.file)
+    if source.dns is not None:
+        return DnsFinder(source.dns)
+    if source.service is not None or source.inference_pool is not None:
+        return KubernetesFinder(source)
     return ListFinder(source.urls)

@@ -9,9 +9,10 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from cluster.config import FoundServer, PoolSpec
+from cluster.engines.addresses import SourceFailed
 from cluster.engines.asking import Asker
 from cluster.engines.belief import Belief, Failed, believed
-from cluster.engines.finders import LOOK_SECONDS, SourceFailed, finder_of
+from cluster.engines.finders import LOOK_SECONDS, finder_of
 
 logger = logging.getLogger(__name__)
 

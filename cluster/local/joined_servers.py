@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.config import EngineSource
-from cluster.engines.finders import SourceFailed, finder_of
+from cluster.engines.addresses import SourceFailed
+from cluster.engines.finders import finder_of
 from cluster.errors import ClusterError
 from replicas.errors import StartupError
 from replicas.remote_engine.facts import read_cache_sizes, read_models

@@ -167,7 +167,20 @@ def test_a_pool_that_finds_servers_has_a_replica_for_each() -> None:
     assert pool_of_id(ReplicaId("p_at_b-1-rank1-7")) == base_name(second.name) == "p"
 
 
-@pytest.mark.parametrize("source", [{}, {"urls": ("http://a:1",), "file": "f"}, {"urls": ("a:1",)}])
+@pytest.mark.parametrize(
+    "source",
+    [
+        {},
+        {"urls": ("http://a:1",), "file": "f"},
+        {"urls": ("a:1",)},
+        {"dns": "https://a:1"},
+        {"dns": "http://a:1/b"},
+        {"service": "a/b"},
+        {"service": "a", "namespace": "../b"},
+        {"file": "f", "namespace": "n"},
+        {"inference_pool": "p", "port": "http"},
+    ],
+)
 def test_servers_are_found_in_one_way_at_addresses(source: dict[str, Any]) -> None:
     with pytest.raises(SettingsError):
         EngineSource(**source)

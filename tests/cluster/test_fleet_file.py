@@ -174,6 +174,8 @@ def test_a_pool_may_find_servers_that_run_already() -> None:
     assert (only.num_replicas, only.replica.engine) == (0, "remote")
     (only,) = parse_fleet(text(pool(engines={"file": "/etc/servers"}))).pools
     assert only.engines == EngineSource(file="/etc/servers")
+    (only,) = parse_fleet(text(pool(engines={"service": "vllm", "namespace": "llm", "port": 8000}))).pools
+    assert only.engines == EngineSource(service="vllm", namespace="llm", port="8000")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
+import asyncio
+import socket
 from pathlib import Path
 
 import pytest
 
 from cluster.config import EngineSource
 from cluster.engines import finders
-from cluster.engines.finders import SourceFailed, finder_of
+from cluster.engines.addresses import SourceFailed
+from cluster.engines.finders import finder_of
 
 
 async def test_a_list_names_what_was_given() -> None:
@@ -22,6 +25,49 @@ async def test_a_file_is_read_at_each_look(tmp_path: Path) -> None:
     assert await finder.look() == {"http://c:1"}
     file.write_text("")
     assert await finder.look() == set()
+
+
+class Resolver:
+    """Answers for every name with these addresses, or raises."""
+
+    def __init__(self, *answer: str | Exception) -> None:
+        self.answer = answer
+
+    async def getaddrinfo(self, host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        assert (host, port) == ("vllm.example", 8000)
+        for address in self.answer:
+            if isinstance(address, Exception):
+                raise address
+        return [(0, 0, 0, "", (address, port)) for address in self.answer]
+
+
+def resolve(monkeypatch: pytest.MonkeyPatch, *answer: str | Exception) -> None:
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", Resolver(*answer).getaddrinfo)
+
+
+async def test_every_address_of_a_name_is_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    finder = finder_of(EngineSource(dns="http://vllm.example:8000"))
+    resolve(monkeypatch, "10.0.0.2", "10.0.0.1", "10.0.0.2")
+    assert await finder.look() == {"http://10.0.0.1:8000", "http://10.0.0.2:8000"}
+    resolve(monkeypatch, "fd00::1")
+    assert await finder.look() == {"http://[fd00::1]:8000"}
+    resolve(monkeypatch, "fd00::1", "10.0.0.1")
+    assert await finder.look() == {"http://10.0.0.1:8000"}, "a server with both addresses is one"
+
+
+async def test_no_address_is_an_answer_and_no_answer_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    finder = finder_of(EngineSource(dns="http://vllm.example:8000"))
+    for errno in (socket.EAI_NONAME, socket.EAI_NODATA):
+        resolve(monkeypatch, socket.gaierror(errno, "no"))
+        assert await finder.look() == set()
+    for error in (socket.gaierror(socket.EAI_AGAIN, "later"), TimeoutError(), UnicodeError("label too long")):
+        resolve(monkeypatch, error)
+        with pytest.raises(SourceFailed, match=r"vllm\.example"):
+            await finder.look()
+
+
+async def test_the_machines_own_resolver_is_asked() -> None:
+    assert "http://127.0.0.1:7" in await finder_of(EngineSource(dns="http://localhost:7")).look()
 
 
 @pytest.mark.parametrize("content", [b"http://a:1\nnonsense\n", b"\xff", b"http://a:99999", b"http://a b:1"])
