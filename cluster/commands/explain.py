@@ -6,7 +6,7 @@ Owns the question and the table. The router decides, with the code that decides 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -81,9 +81,15 @@ def render(explained: Mapping[str, Any]) -> str:
         *align(rows),
         "",
         *(f"{sentence}." for sentence in sentences if sentence),
+        *_predicted(candidates),
         f"It would go to {decision['replica']} with {cached} tokens cached: {decision['because']}.",
     ]
     return "\n".join(lines)
+
+
+def _predicted(candidates: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = ", ".join(each["replica"] for each in candidates if each["is_predicted"])
+    return [f"The overlap at {names} is predicted: no cache events say what is held there."] if names else []
 
 
 def _header(*, is_sparse: bool, has_tiers: bool) -> tuple[str, ...]:

@@ -135,5 +135,5 @@ def _load_cells(load: LoadSnapshot | None, block_size: int) -> tuple[str, str, s
     return (
         f"{load.num_running}{waiting}",
         f"{load.num_used_blocks}/{load.num_total_blocks}",
-        str(load.num_cached_blocks * block_size),
+        f"{load.num_cached_blocks * block_size}{' (predicted)' if load.is_predicted else ''}",
     )

@@ -57,6 +57,8 @@ class Holding(NamedTuple):
     num_on_disk: int = 0
     num_points: int | None = None
     num_resumed_tokens: int | None = None
+    is_predicted: bool = False
+    """Its engine does not say what it holds."""
 
     def as_json(self) -> Mapping[str, Any]:
         return {name: value for name, value in self._asdict().items() if value is not None}
@@ -115,14 +117,15 @@ def find(
             with contextlib.suppress(redis.ResponseError, ValueError):  # `kvasir status` says what is wrong
                 values = client.hmget(replica_key(name, replica_id), RECORD_FIELDS)
                 if any(values):
-                    epoch = decode_record(replica_id, record_fields(values)).epoch
-                    key = blocks_key(name, replica_id, epoch)
+                    record = decode_record(replica_id, record_fields(values))
+                    key = blocks_key(name, replica_id, record.epoch)
                     has_set, *answers = map(bool, client.smismember(key, members))
                     size = len(entries)
                     device, host, disk = (answers[at : at + size] for at in (0, size, 2 * size))
                     held = list(map(any, zip(device, host, disk, strict=True)))
                     depth = _depth(entries, held)
                     holding = Holding(name, replica_id, has_set, sum(held), depth, sum(host), sum(disk))
+                    holding = holding._replace(is_predicted=record.load.is_predicted)
                     places.append(
                         holding if points is None else _resuming(holding, points, answers[3 * size :])
                     )
@@ -140,6 +143,8 @@ def render(places: Sequence[Holding], num_asked: int, *, has_depth: bool) -> str
         remarks = [f"{number} {tier}" for number, tier in tiers if number]
         if place.num_points and not has_depth:
             remarks.append("a resume point")
+        if place.is_predicted:
+            remarks.append("predicted")
         entries += f" ({', '.join(remarks)})" if remarks else ""
         deep = (place.num_resumed_tokens, place.num_tokens) if is_sparse else (place.num_tokens,)
         rows.append(

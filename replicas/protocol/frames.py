@@ -283,6 +283,8 @@ class LoadSnapshot(Struct, frozen=True, omit_defaults=True):
     `num_host_bytes` and `num_disk_bytes` are in use, of at most `max_host_bytes` and `max_disk_bytes`, which
     are 0 without such a tier.
 
+    `is_predicted`: what the replica says it holds is believed, not reported by its engine.
+
     `num_pending_tokens` are prompt tokens of admitted requests still to be computed, and
     `num_pending_image_tokens` those of images still to be encoded, each of which takes
     `encode_seconds_per_token` more. `num_context_tokens` are held by running requests.
@@ -307,6 +309,7 @@ class LoadSnapshot(Struct, frozen=True, omit_defaults=True):
     max_disk_bytes: NumBytes = 0
     encode_seconds_per_token: Seconds = 0.0
     num_pending_image_tokens: NumTokens = 0
+    is_predicted: bool = False
 
     @property
     def has_speeds(self) -> bool:

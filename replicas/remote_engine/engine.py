@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from replicas.checkpoints.model_config import read_eos_token_ids, read_text_sizes
@@ -39,6 +39,7 @@ from replicas.protocol.frames import (
 from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.media import ImageQuery
 from replicas.protocol.status import ModelCard, TokenizerBundle
+from replicas.remote_engine.believed import BelievedResidency
 from replicas.remote_engine.event_feed import EventFeed, Events, Restarted
 from replicas.remote_engine.facts import (
     CacheSizes,
@@ -85,6 +86,11 @@ class _Live:
     first_at: float = 0.0
     last_at: float = 0.0
     num_output_tokens: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+    chain: list[BlockHash] | None = None
+    """The prompt's blocks, once they are believed to be held."""
+    num_believed: int = 0
+    """How many of them were believed to be held before."""
     finish: FinishReason | None = None
     usage: Usage | None = None
 
@@ -128,12 +134,6 @@ class RemoteEngine:
         self._card = self._model_card(config, directory, self._model, read_cache_sizes(metrics, rank))
         check_tokenizer(self._server.ask, self._model.served_name, self._bundle)
         source = read_event_source(self._server.ask("/kv_event_sources"), rank, self._server.url)
-        if source is None:
-            raise StartupError(
-                "the server publishes no cache events: start it with --kv-events-config"
-                ' \'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint":'
-                ' "tcp://*:5558"}\''
-            )
         self._limits = AdmissionLimits(
             self._card.context_length,
             self._card.num_cache_tokens,
@@ -150,10 +150,18 @@ class RemoteEngine:
         self._stored_since_add, self._added_at = False, 0.0
         self._ended: list[Ended] = []
         self._unsaid: list[CacheEvent] = []
+        self._predicted: list[CacheEvent] = []
         self._has_warned = False
         self._proof: set[BlockHash] = set()
         self._residency = ServerResidency(self._card.block_size, self._card.num_blocks)
-        self._feed = EventFeed(source, self._tell)
+        self._believed: BelievedResidency | None = None
+        self._feed = None if source is None else EventFeed(source, self._tell)
+        if source is None:
+            self._believe(
+                "it publishes none: start vLLM with --kv-events-config"
+                ' \'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint":'
+                ' "tcp://*:5558"}\''
+            )
         self._server.start()
 
     def _model_card(
@@ -249,7 +257,7 @@ class RemoteEngine:
                     self._take(news)
                 case Ended():
                     self._ended.append(news)
-                case Events():
+                case Events() if self._believed is None:
                     events += self._follow(news)
                 case Looked():
                     self._look(news.load)
@@ -259,18 +267,20 @@ class RemoteEngine:
                     raise EngineDied("the server was started anew")
         while self._ended and not self._awaits_events():
             self._end(self._ended.pop(0))
-        if self._residency.complaint is not None:
-            raise EngineDied(f"the server cannot be followed: {self._residency.complaint}")
+        events += self._take_believed()
         deltas, self._ready = self._ready, []
         started, self._started = self._started, []
         return StepFrame(deltas, events, self._load(), started=started)
 
     def reset_prefix_cache(self) -> bool:
         """Clear nothing: a server keeps what the proof has stored, under a root of its own."""
+        if self._believed is not None:
+            self._believed.clear()
         return not self._live
 
     def close(self) -> None:
-        self._feed.close()
+        if self._feed is not None:
+            self._feed.close()
         self._server.close()
 
     def _name(self, key: RequestKey) -> str:
@@ -290,7 +300,7 @@ class RemoteEngine:
 
     def _awaits_events(self) -> bool:
         """In the proof, whether the blocks of the request that has ended are still to be reported."""
-        is_late = time.monotonic() > self._added_at + EVENT_SECONDS
+        is_late = self._believed is not None or time.monotonic() > self._added_at + EVENT_SECONDS
         return self._wake is None and not self._stored_since_add and not is_late
 
     def _follow(self, news: Events) -> list[CacheEvent]:
@@ -301,6 +311,9 @@ class RemoteEngine:
             events.append(self._residency.clear())
         if self._wake is not None:
             events += self._residency.apply(news.events)
+            if self._residency.complaint is not None:
+                self._believe(self._residency.complaint)
+                return [self._residency.clear()]
             return self._without_proof(events) if self._proof else events
         for event in news.events:
             translated = self._residency.apply((event,))
@@ -310,7 +323,50 @@ class RemoteEngine:
                 self._proof.update(each for stored in translated for each in _stored_in(stored))
             else:
                 self._unsaid += translated
+        if self._residency.complaint is not None:
+            self._believe(self._residency.complaint)
+            self._unsaid.clear()
         return events
+
+    def _believe(self, why: str) -> None:
+        """From now on predict what the server holds: its cache events do not say."""
+        logger.warning("what the server holds is predicted, since its cache events do not say: %s", why)
+        self._believed = BelievedResidency(self._card.block_size, self._card.num_blocks)
+
+    def _is_computed(self, live: _Live) -> None:
+        """The server has the blocks of a prompt."""
+        if self._believed is None or live.chain is not None:
+            return
+        submit, size = live.request.submit, self._card.block_size
+        live.chain = hash_blocks(submit.root, live.request.token_ids, size)
+        live.num_believed = self._believed.num_leading(live.chain)
+        num_prompt_blocks = live.num_prompt_tokens // size
+        self._predicted += self._believed.computed(live.chain, num_prompt_blocks, submit.user)
+
+    def _is_answered(self, live: _Live) -> None:
+        """It has those of the answer too, all of whose tokens but the last were computed."""
+        self._is_computed(live)
+        if self._believed is None or live.chain is None:
+            return
+        submit, size = live.request.submit, self._card.block_size
+        num_reusable = (len(live.request.token_ids) - 1) // size
+        told = self._num_told(live)
+        if told is not None and told // size < min(live.num_believed, num_reusable):
+            self._predicted += self._believed.corrected(live.chain, told // size, submit.user)
+        if len(live.output_token_ids) < live.num_output_tokens:
+            return  # it was predicted only from some token on
+        start = len(live.chain) * size
+        rest = [*live.request.token_ids[start:], *live.output_token_ids[:-1]]
+        parent = live.chain[-1] if live.chain else None
+        more = hash_blocks(submit.root, rest[: len(rest) // size * size], size, parent=parent)
+        if more:
+            num_prompt_blocks = live.num_prompt_tokens // size
+            chain = live.chain + more
+            self._predicted += self._believed.computed(chain, num_prompt_blocks, submit.user)
+
+    def _take_believed(self) -> list[CacheEvent]:
+        predicted, self._predicted = self._predicted, []
+        return predicted
 
     def _without_proof(self, events: Sequence[CacheEvent]) -> list[CacheEvent]:
         """Leave out removals of the proof's blocks, of which routers were never told."""
@@ -355,6 +411,9 @@ class RemoteEngine:
                 return
         self._time(live, len(token_ids), at)
         live.num_output_tokens += len(token_ids)
+        if self._believed is not None and token_ids:
+            live.output_token_ids += token_ids
+            self._is_computed(live)
         if choice.finish_reason is not None:
             live.finish = FINISH_REASONS.get(choice.finish_reason, FinishReason.ERROR)
         if token_ids:
@@ -371,6 +430,7 @@ class RemoteEngine:
             self._fail(ended.name, refusal)
             return
         del self._live[ended.name]
+        self._is_answered(live)
         self._ready.append(
             TokenDelta(live.request.key, finish_reason=live.finish, usage=self._usage_of(live))
         )
@@ -383,17 +443,22 @@ class RemoteEngine:
     def _usage_of(self, live: _Live) -> PromptUsage:
         submit, size, num_prompt_tokens = live.request.submit, self._card.block_size, live.num_prompt_tokens
         leases = without_tiers(submit.leases).answers
-        said = None if live.usage is None else live.usage.num_cached_tokens
-        if said is None or not 0 <= said <= len(live.request.token_ids):
-            self._warn_of(said)
+        told = self._num_told(live)
+        if told is not None or self._believed is not None:
+            num_read = live.num_believed * size if told is None else told
+            num_computed = max(1, len(live.request.token_ids) - num_read)
+            self._prefill.observe(num_computed, max(0.0, live.first_at - live.submitted_at))
+        if told is None:
+            self._warn_of(live.usage)
             return PromptUsage(num_prompt_tokens, None, 0, leases=leases)
-        num_cached = min(said, num_prompt_tokens)
+        num_cached = min(told, num_prompt_tokens)
         shares = NO_SHARES
         if num_cached and submit.user != NO_USER:
             found = hash_blocks(submit.root, live.request.token_ids[: num_cached // size * size], size)
-            shares = self._residency.shares(found, submit.user, num_prompt_tokens=num_prompt_tokens)
-        num_computed = len(live.request.token_ids) - num_cached
-        self._prefill.observe(max(1, num_computed), max(0.0, live.first_at - live.submitted_at))
+            if self._believed is not None:
+                found = found[: live.num_believed]  # who computed the others is not known
+            residency = self._believed or self._residency
+            shares = residency.shares(found, submit.user, num_prompt_tokens=num_prompt_tokens)
         return PromptUsage(
             num_prompt_tokens=num_prompt_tokens,
             num_cached_tokens=num_cached,
@@ -403,9 +468,15 @@ class RemoteEngine:
             leases=leases,
         )
 
-    def _warn_of(self, said: int | None) -> None:
+    def _num_told(self, live: _Live) -> int | None:
+        """Return the server's count of cached tokens; None if it gives none, or one that cannot be."""
+        said = None if live.usage is None else live.usage.num_cached_tokens
+        return said if said is not None and 0 <= said <= len(live.request.token_ids) else None
+
+    def _warn_of(self, usage: Usage | None) -> None:
         if not self._has_warned:
             self._has_warned = True
+            said = None if usage is None else usage.num_cached_tokens
             what = "does not say" if said is None else f"says {said} tokens when asked"
             logger.warning(
                 "the server %s how much of a prompt was cached: start vLLM with"
@@ -453,7 +524,8 @@ class RemoteEngine:
             num_pending_tokens=sum(live.num_expected_tokens for live in waiting),
             num_context_tokens=sum(len(live.request.token_ids) + live.num_output_tokens for live in running),
             num_used_blocks=round(self._seen.share_used * self._card.num_blocks),
-            num_cached_blocks=min(self._residency.num_copies, self._card.num_blocks),
+            num_cached_blocks=min((self._believed or self._residency).num_copies, self._card.num_blocks),
+            is_predicted=self._believed is not None,
             num_total_blocks=self._card.num_blocks,
             prefill_seconds_per_token=self._prefill.seconds_per_unit or 0.0,
             decode_step_seconds=self._decode_seconds,

@@ -36,6 +36,9 @@ def findings(
     ]
     if misses.cause is Cause.HIT:
         found.append(Finding(Cause.HIT, "Everything that could be read from a cache was."))
+    if decision is not None and _is_predicted(decision):
+        text = f"No cache events say what {decision.replica_id} holds: that is predicted."
+        found.append(Finding(misses.cause, text))
     num_more = 0 if decision is None else (usage.num_cached_tokens or 0) - decision.overlap_tokens
     if decision is not None and num_more > 0:
         text = (
@@ -87,11 +90,17 @@ _SENTENCES: Mapping[Cause, Callable[[str], str]] = {
 }
 
 
+def _is_predicted(decision: Decision) -> bool:
+    chosen = _candidate(decision, decision.replica_id)
+    return chosen is not None and chosen.load.is_predicted
+
+
 def _not_reported(decision: Decision | None) -> str:
     text = "The engine does not say how many tokens it read from its cache"
     if decision is None:
         return text + "."
-    return f"{text}; the router expected {decision.overlap_tokens:,} at {decision.replica_id}."
+    predicted = ", a prediction" if _is_predicted(decision) else ""
+    return f"{text}; the router expected {decision.overlap_tokens:,} at {decision.replica_id}{predicted}."
 
 
 def _elsewhere(span: MissedSpan, decision: Decision | None) -> str:

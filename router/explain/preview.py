@@ -117,6 +117,7 @@ def _candidate(candidate: Candidate, block_size: int) -> dict[str, Any]:
         "room_seconds": candidate.cost.room_seconds,
         "cost_seconds": candidate.cost.seconds,
         "tiers": _tiers(candidate),
+        "is_predicted": candidate.load.is_predicted,
     }
 
 

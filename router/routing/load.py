@@ -33,7 +33,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
 
     `num_context_tokens` are held by its requests. `cache_fill` is the share of its KV blocks in use; a
     replica that has not reported counts as new, and empty. Rates are None until the replica has measured
-    them; `speeds` are those of moving KV.
+    them; `speeds` are those of moving KV. `is_predicted`: what it holds is not reported by its engine.
     """
 
     num_requests: int = 0
@@ -45,6 +45,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     speeds: MoveSpeeds = NO_MOVES
     num_pending_image_tokens: int = 0
     encode_seconds_per_token: float | None = None
+    is_predicted: bool = False
 
 
 class Reservation:
@@ -175,6 +176,7 @@ class _ReplicaBook:
                 speeds=self.speeds,
                 num_pending_image_tokens=snapshot.num_pending_image_tokens + self.num_pending_image_tokens,
                 encode_seconds_per_token=snapshot.encode_seconds_per_token or None,
+                is_predicted=snapshot.is_predicted,
             )
         return self.cached_view
 

@@ -106,6 +106,12 @@ def test_the_numbers_are_those_that_the_decision_used(load: ReplicaLoad, reach: 
     assert found["compute_seconds"] == pytest.approx((reach.local - reach.device) * 1e-4)
 
 
+def test_a_prediction_is_called_one() -> None:
+    loads = {"r0": ReplicaLoad(is_predicted=True), "r1": ReplicaLoad()}
+    made = decided({"r0": (4, 4, 4)}, loads)
+    assert "The overlap at r0 is predicted: no cache events say what is held there." in rendered(made)
+
+
 def rendered(decision: Decision) -> str:
     return render(
         {

@@ -65,6 +65,7 @@ def _replica(replica: LiveReplica, slots: Sequence[Slot]) -> dict[str, Any]:
         "pending_tokens": load.num_pending_tokens,
         "used_blocks": load.num_used_blocks,
         "cached_blocks": load.num_cached_blocks,
+        "is_predicted": load.is_predicted,
         "total_blocks": load.num_total_blocks,
         "tiers": _tiers(load),
         "requests": [0 if one is None else one[0] for one in seen],

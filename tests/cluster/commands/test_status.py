@@ -41,6 +41,13 @@ def test_a_replica_is_shown_with_its_load_from_the_registry() -> None:
     assert "DISK" not in table
 
 
+def test_what_no_engine_has_reported_is_said_to_be_predicted() -> None:
+    entry = ReplicaEntry("replica-0", "ready", 77, "127.0.0.1:9", "e1")
+    lease = replace(record("replica-0", "e1"), load=LoadSnapshot(num_cached_blocks=10, is_predicted=True))
+    table = render(state(entry), Registry({ReplicaId("replica-0"): lease}))
+    assert row(table, "replica-0")[-2:] == ["160", "(predicted)"]
+
+
 def test_tiers_below_the_device_are_shown_where_a_replica_has_any() -> None:
     registry = {
         ReplicaId(name): replace(record(name, "e1"), load=load)

@@ -26,8 +26,11 @@ HASHES = [BlockHash(bytes([number]) * 16) for number in range(5)]
 ENTRIES = [IndexEntry(128 * (number + 1), block_hash) for number, block_hash in enumerate(HASHES)]
 
 
-def register(url: str, tiers: dict[BlockHash, Tier], points: Sequence[BlockHash] = ()) -> None:
-    record = ReplicaRecord(REPLICA, EPOCH, "127.0.0.1:1", ReplicaState.READY, "card", 1, LoadSnapshot())
+def register(
+    url: str, tiers: dict[BlockHash, Tier], points: Sequence[BlockHash] = (), *, is_predicted: bool = False
+) -> None:
+    load = LoadSnapshot(is_predicted=is_predicted)
+    record = ReplicaRecord(REPLICA, EPOCH, "127.0.0.1:1", ReplicaState.READY, "card", 1, load)
     with redis.Redis.from_url(url, protocol=2) as client:
         client.sadd(MODELS_KEY, MODEL)
         client.sadd(replicas_key(MODEL), REPLICA)
@@ -44,6 +47,12 @@ def test_a_prompt_is_found_in_whatever_tier_its_blocks_lie(redis_url: str) -> No
     assert holding == Holding(MODEL, REPLICA, True, 4, 3 * 128, num_in_host=1, num_on_disk=2)
     text = render([holding], 5, has_depth=True)
     assert "4 of 5 (1 in host memory, 2 on disk)" in text and "384 tokens" in text
+
+
+def test_what_no_engine_has_reported_is_said_to_be_predicted(redis_url: str) -> None:
+    register(redis_url, dict.fromkeys(HASHES[:2], Tier.DEVICE), is_predicted=True)
+    [holding] = find(redis_url, MODEL, ENTRIES)
+    assert holding.is_predicted and "2 of 5 (predicted)" in render([holding], 5, has_depth=True)
 
 
 def test_without_tiers_nothing_is_said_of_them(redis_url: str) -> None:

@@ -115,6 +115,10 @@ class StandIn:
         self.next_number = 0
         self.kept.clear()
 
+    def forget(self) -> None:
+        """Empty the cache and tell nobody."""
+        self._held.clear()
+
     def _answer_replays(self) -> None:
         while not self._stops.is_set():
             if not self._router.poll(50):

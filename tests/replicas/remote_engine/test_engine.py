@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from replicas.errors import EngineDied, StartupError
 from replicas.process.settings import SettingsError
 from replicas.proof import prove_hashes
 from replicas.protocol.blocks import hash_blocks
-from replicas.protocol.events import BlockStored, CacheEvent
+from replicas.protocol.events import AllBlocksCleared, BlockStored, CacheEvent
 from replicas.protocol.frames import (
     FinishReason,
     PromptUsage,
@@ -26,6 +27,7 @@ from replicas.protocol.frames import (
     UserTag,
 )
 from replicas.protocol.prefix_leases import PrefixLease
+from replicas.remote_engine.believed import SHARE_BELIEVED
 from replicas.remote_engine.engine import RemoteEngine
 from tests.replicas.builders import ROOT, EventBalance, engine_request
 from tests.replicas.remote_engine.stand_in import BLOCK_SIZE, NUM_BLOCKS, StandIn, token_of
@@ -257,11 +259,31 @@ def test_a_server_that_is_gone_is_given_up(driven: Driven, server: StandIn) -> N
     driven.dies("is gone")
 
 
-def test_groups_of_layers_are_said_not_to_be_followed(driven: Driven, server: StandIn) -> None:
-    server.publish(
-        {"type": "BlockStored", "block_hashes": [1], "token_ids": [1] * 16, "block_size": 16, "group_idx": 1}
-    )
-    driven.dies("different caches")
+GROUP = {"type": "BlockStored", "block_hashes": [1], "token_ids": [1] * 16, "block_size": 16, "group_idx": 1}
+
+
+def test_events_of_groups_of_layers_are_not_followed_and_what_is_held_is_predicted_from_then_on(
+    driven: Driven, server: StandIn, caplog: pytest.LogCaptureFixture
+) -> None:
+    driven.finish(driven.add(PROMPT, max_tokens=1))
+    driven.step_until(lambda: driven.balance.held.total() == 3)
+    assert not driven.frame.load.is_predicted
+    server.publish(GROUP)
+    driven.step_until(lambda: driven.frame.load.is_predicted)
+    assert driven.events[-1] == AllBlocksCleared() and "different caches" in caplog.text
+    driven.finish(driven.add(PROMPT, max_tokens=1))
+    assert driven.balance.held.total() == 3
+
+
+def test_a_server_of_groups_passes_the_proof(server: StandIn) -> None:
+    server.publish(GROUP)
+    engine = RemoteEngine(config(server))
+    prove_hashes(engine, random.Random(1))
+    engine.begin(lambda: None)
+    driven = Driven(engine)
+    driven.step()
+    assert driven.frame.load.is_predicted and driven.events == []
+    engine.close()
 
 
 def test_the_key_goes_with_every_request(server: StandIn, tmp_path: Path) -> None:
@@ -297,10 +319,70 @@ def test_settings_that_the_server_contradicts(server: StandIn, settings: Any, se
         RemoteEngine(config(server, **settings))
 
 
-def test_a_server_without_events_is_refused_with_the_flag(server: StandIn) -> None:
+@pytest.fixture
+def silent(server: StandIn, caplog: pytest.LogCaptureFixture) -> Iterator[Driven]:
+    """An engine of a server without cache events."""
     server.has_events = False
-    with pytest.raises(StartupError, match="--kv-events-config"):
-        RemoteEngine(config(server))
+    engine = RemoteEngine(config(server))
+    assert "predicted" in caplog.text and "--kv-events-config" in caplog.text
+    prove_hashes(engine, random.Random(1))
+    engine.begin(lambda: None)
+    yield Driven(engine)
+    engine.close()
+
+
+def test_without_events_what_was_sent_and_came_back_is_believed_to_be_held(silent: Driven) -> None:
+    key = silent.add(PROMPT, max_tokens=BLOCK_SIZE + 1, user=UserTag(b"u"))
+    silent.finish(key)
+    whole = hash_blocks(ROOT, PROMPT + silent.tokens(key)[:-1], BLOCK_SIZE)
+    assert silent.events == [
+        BlockStored(tuple(whole[:3]), 0, ends_prompt=True),
+        BlockStored(tuple(whole[3:]), 3),
+    ]
+    assert silent.frame.load.is_predicted and silent.frame.load.num_cached_blocks == 4
+    again = silent.finish(silent.add(PROMPT, max_tokens=1, user=UserTag(b"v")))
+    assert again.usage is not None
+    assert (again.usage.num_cached_tokens, again.usage.num_cross_user_tokens) == (48, 48)
+
+
+def test_a_shorter_hit_than_believed_corrects_it(silent: Driven, server: StandIn) -> None:
+    longer = [*PROMPT[:-1], *range(300, 300 + 2 * BLOCK_SIZE)]
+    for prompt in (longer, PROMPT):
+        silent.finish(silent.add(prompt, max_tokens=1))
+    assert silent.balance.held.total() == 5
+    server.forget()
+    silent.finish(silent.add(PROMPT, max_tokens=1))
+    assert +silent.balance.held == Counter(hash_blocks(ROOT, PROMPT, BLOCK_SIZE))
+
+
+def test_a_longer_hit_than_believed_is_of_no_known_user(silent: Driven) -> None:
+    silent.finish(silent.add(PROMPT, max_tokens=1, user=UserTag(b"u")))
+    silent.engine.reset_prefix_cache()
+    again = silent.finish(silent.add(PROMPT, max_tokens=1, user=UserTag(b"v")))
+    assert again.usage is not None and again.usage.num_cached_tokens == 48
+    assert (again.usage.num_own_tokens, again.usage.num_cross_user_tokens) == (0, 0)
+
+
+def test_nothing_that_is_told_of_a_hit_is_no_correction(silent: Driven, server: StandIn) -> None:
+    for says in (None, -1, 10_000):
+        server.says_cached = lambda _, says=says: says
+        silent.finish(silent.add(PROMPT, max_tokens=1))
+        assert silent.balance.held.total() == 3
+
+
+def test_the_belief_is_bounded_by_the_servers_cache(silent: Driven) -> None:
+    for number in range(12):
+        silent.finish(silent.add([number + 3] * 3 * BLOCK_SIZE, max_tokens=1))
+        assert silent.balance.held.total() <= SHARE_BELIEVED * NUM_BLOCKS
+    assert silent.frame.load.num_cached_blocks == silent.balance.held.total()
+
+
+def test_a_request_that_fails_before_its_first_token_leaves_no_belief(
+    silent: Driven, server: StandIn
+) -> None:
+    server.fault = "fails"
+    silent.finish(silent.add(PROMPT, max_tokens=1))
+    assert silent.events == []
 
 
 @pytest.mark.parametrize("fault", ["redirects", "html"])

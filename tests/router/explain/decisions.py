@@ -17,6 +17,8 @@ def decision(
     gone: Collection[str] = (),
     speeds: MoveSpeeds = NO_MOVES,
     pull_from: str | None = None,
+    *,
+    is_predicted: bool = False,
     **stored: int,
 ) -> Decision:
     """`promised` is what the index foretold of each, if it is more than it has stored; `gone` are no
@@ -27,7 +29,7 @@ def decision(
             ReplicaId(name),
             rank,
             num,
-            ReplicaLoad(3, 500, speeds=speeds),
+            ReplicaLoad(3, 500, speeds=speeds, is_predicted=is_predicted),
             Cost(0.01, 0.02, 0.0, 0.0),
             Reach(num, num, num, num),
         )

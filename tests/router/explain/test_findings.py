@@ -46,6 +46,14 @@ def test_what_the_engine_does_not_say_is_said_with_what_was_expected() -> None:
     ]
 
 
+def test_a_prediction_is_called_one() -> None:
+    assert told(0, decision(a=992, is_predicted=True), Past(Known(992)))[-1] == (
+        "No cache events say what a holds: that is predicted."
+    )
+    (sentence,) = told(None, decision(a=512, is_predicted=True), Past(Known(992)))
+    assert sentence.endswith("the router expected 512 at a, a prediction.")
+
+
 def test_a_prompt_without_a_full_block_before_its_last_token_can_hit_nothing() -> None:
     assert told(0, decision(a=0), Past(Known(0)), num_prompt_tokens=16) == [
         "The prompt does not fill a block of 16 tokens before its last token."

@@ -84,7 +84,7 @@ function update(row, replica, slots, busiest) {
   const idle = Math.max(0, replica.cached_blocks - replica.used_blocks);
   const all = replica.total_blocks;
   setBar(parts.fill, [["used", replica.used_blocks], ["cached", Math.min(idle, all - replica.used_blocks)]], all);
-  setText(parts.fillText, `${compact(replica.used_blocks)} used, ${compact(replica.cached_blocks)} cached of ${compact(all)}`);
+  setText(parts.fillText, `${compact(replica.used_blocks)} used, ${compact(replica.cached_blocks)} cached${replica.is_predicted ? " (predicted)" : ""} of ${compact(all)}`);
   parts.fill.parentElement.title = `${count(replica.used_blocks)} blocks held by requests, ${count(replica.cached_blocks)} findable by hash, ${count(all)} in all, of ${replica.block_size ?? "?"} tokens`;
   keyed(parts.tiers, replica.tiers, (tier) => tier.tier, createTier, updateTier);
   value("rate", rate(latest(slots, replica.requests)));
