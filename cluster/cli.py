@@ -64,6 +64,7 @@ def _run(words: list[str]) -> int:
         "status": _status,
         "chat": _chat,
         "fleet": _fleet,
+        "join": _join,
         "keys": _keys,
         "explain": _explain,
         "where": _where,
@@ -152,6 +153,13 @@ def _add_with_modules(commands: "argparse._SubParsersAction[_Parser]", common: _
         from cluster.commands.fleet import add_arguments
 
         add_arguments(fleet)
+    join = commands.add_parser(
+        "join", allow_abbrev=False, help="run replicas for the servers that a fleet file finds, without Ray"
+    )
+    if command == "join":
+        from cluster.commands.join import add_arguments as add_join
+
+        add_join(join)
     keys = commands.add_parser("keys", allow_abbrev=False, help="make and revoke API keys, and limit tenants")
     if command == "keys":
         from cluster.commands.key_arguments import add_arguments as add_key_arguments
@@ -451,6 +459,12 @@ def _fleet(arguments: argparse.Namespace) -> int:
 
     answers = sys.stdout  # Ray gets another one
     return run(arguments, dict(os.environ), lambda text: print(text, file=answers, flush=True))
+
+
+def _join(arguments: argparse.Namespace) -> int:
+    from cluster.commands.join import run
+
+    return run(arguments, os.environ, _say)
 
 
 def _keys(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,133 @@
+"""`kvasir join`: which replicas run, where, and what becomes of them."""
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.local.joined_replicas import environment_of, plan_slots
+from cluster.registry import read_registry
+from loadtests.stacks.local_stack import free_port
+from replicas.config import ENVIRONMENT_PREFIX, ReplicaConfig
+from replicas.process.settings import load_settings
+from replicas.toy_model import checkpoint_directory
+from tests.cluster.kvasir_command import COMMAND, wait_until
+from tests.redis_server import RedisServer
+from tests.replicas.remote_engine.stand_in import SERVED_NAME, StandIn
+
+NAMES = st.sets(st.sampled_from("abcdef"))
+
+
+@given(st.lists(st.tuples(NAMES, NAMES), max_size=8))
+def test_every_wanted_server_has_one_slot_of_its_own_and_the_lowest(
+    steps: list[tuple[set[str], set[str]]],
+) -> None:
+    taken: dict[str, int] = {}
+    for wanted, ended in steps:
+        starting, ending = plan_slots(wanted, taken)
+        assert not starting.keys() & taken.keys(), "one that still drains has its name and its ports"
+        assert set(ending) == taken.keys() - wanted
+        taken |= starting
+        assert wanted <= taken.keys()
+        assert len(set(taken.values())) == len(taken)
+        assert plan_slots(wanted, taken)[0] == {}
+        taken = {name: slot for name, slot in taken.items() if name in wanted or name not in ended}
+        if not taken:
+            assert sorted(plan_slots({"x", "y"}, taken)[0].values()) == [0, 1]
+
+
+def test_a_replica_has_the_settings_of_its_pool_from_its_environment() -> None:
+    config = ReplicaConfig(
+        engine="vllm",
+        engine_args={"seed": None, "ratio": 0.5, "name": "a,b=c"},
+        trust_code=True,
+        redis_url="redis://:pass word@redis:6379/1",
+        host_kv_bytes=2**40,
+    )
+    read = load_settings(
+        ReplicaConfig,
+        arguments=[],
+        environment=environment_of(config),
+        prefix=ENVIRONMENT_PREFIX,
+        program="",
+        description="",
+    )
+    assert read == config
+    assert environment_of(ReplicaConfig()) == {}
+
+
+@contextmanager
+def joining(folder: Path, *, redis_url: str, port: int) -> Iterator["subprocess.Popen[str]"]:
+    pool = {
+        "name": "p",
+        "engines": {"file": str(folder / "servers")},
+        "settings": {"model": str(checkpoint_directory(None))},
+    }
+    (folder / "fleet.yaml").write_text(yaml.safe_dump({"pools": [pool], "drain_seconds": 5}))
+    command = [*COMMAND, "join", str(folder / "fleet.yaml"), "--redis-url", redis_url]
+    command += ["--port", str(port), "--metrics-port", str(port + 10)]
+    with (folder / "out").open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.cluster
+def test_replicas_of_found_servers_come_and_go(tmp_path: Path) -> None:
+    servers, redis, port = [StandIn() for _ in range(3)], RedisServer(), free_port()
+    redis.start()
+    said = (tmp_path / "out").read_text
+
+    def becomes(*expected: StandIn) -> None:
+        ids = {f"p_at_127.0.0.1-{server.port}-0" for server in expected}
+        wait_until(lambda: set(read_registry(redis.url).records) == ids, said, 60)
+
+    def listed(*named: StandIn) -> None:
+        (tmp_path / "servers").write_text("".join(f"{server.url}\n" for server in named))
+
+    try:
+        a, b, c = servers
+        listed(a, b)
+        with joining(tmp_path, redis_url=redis.url, port=port) as process:
+            becomes(a, b)
+            metrics = httpx.get(f"http://127.0.0.1:{port + 10}/metrics", trust_env=False).text
+            for server in (a, b):
+                labels = f'pool="p",replica="p_at_127.0.0.1-{server.port}-0"'
+                assert f"replica_steps_total{{{labels}}}" in metrics
+                assert f'replica_info{{engine="remote",model="{SERVED_NAME}",{labels},' in metrics
+            listed(a, c)
+            becomes(a, c)
+            a.started_at += 1
+            wait_until(
+                lambda: f"p_at_127.0.0.1-{a.port}-0 ended with code 1; starting it again in 0 s" in said(),
+                said,
+            )
+            becomes(a, c)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0, said()
+            becomes()
+    finally:
+        for server in servers:
+            server.close()
+        redis.kill()
+
+
+def test_only_pools_that_find_servers_are_taken(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    pools = [{"name": "own", "settings": {"model": "toy"}}]
+    file.write_text(yaml.safe_dump({"redis_url": "redis://127.0.0.1:1", "pools": pools}))
+    done = subprocess.run([*COMMAND, "join", str(file)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "kvasir: pool own has no engines, and kvasir join starts no others\n",
+    )
