@@ -200,9 +200,10 @@ class CoreView:
             self._num_encoded_tokens += sum(features[each].mm_position.length for each in inputs)
         for internal_id, num_tokens in output.num_scheduled_tokens.items():
             request = self._scheduler.requests[internal_id]
+            num_drafted = len(output.scheduled_spec_decode_tokens.get(internal_id, ()))
             # The scheduler counts them as computed already.
-            if num_tokens == 1 and request.num_computed_tokens > request.num_prompt_tokens:
-                self._num_decode_tokens += 1
+            if num_tokens == 1 + num_drafted and request.num_computed_tokens > request.num_prompt_tokens:
+                self._num_decode_tokens += num_tokens
             else:
                 self._num_prefill_tokens += num_tokens
         return output

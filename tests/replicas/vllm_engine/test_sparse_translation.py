@@ -7,7 +7,7 @@ import pytest
 
 from replicas.protocol.hits import points_left
 from tests.examples import examples
-from tests.replicas.vllm_engine.sparse_router import Prompts, SparseRouter
+from tests.replicas.vllm_engine.router_view import Prompts, RouterView
 
 pytestmark = pytest.mark.vllm
 
@@ -27,7 +27,7 @@ def replay(name: str, num_prompts: int, seed: int = 1) -> Counter[str]:
 
     run = SchedulerRun(SHAPES[name])
     assert run.shape.problem is None
-    router = SparseRouter(run.card)
+    router = RouterView(run.card)
     prompts = Prompts(seed, run.shape.hash_block, LONGEST)
     figures: Counter[str] = Counter()
     for number in range(num_prompts):
@@ -73,7 +73,7 @@ def test_requests_at_once_and_preempted_leave_the_points_of_what_is_held(
     from tests.replicas.vllm_engine.scheduler_run import SHAPES, SchedulerRun
 
     run = SchedulerRun(SHAPES[name])
-    router, prompts = SparseRouter(run.card), Prompts(2, run.shape.hash_block, LONGEST // 2)
+    router, prompts = RouterView(run.card), Prompts(2, run.shape.hash_block, LONGEST // 2)
     requests: list[Any] = []
     num_preempted = num_hits = 0
     for number in range(NUM_PROMPTS):

@@ -1,4 +1,4 @@
-"""A router's view of a sparse replica, from its events alone, and prompts that share and leave beginnings."""
+"""A router's view of a replica, from its events alone, and prompts that share and leave beginnings."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from replicas.protocol.status import ModelCard
 ROOT = BlockHash(bytes(range(HASH_BYTES)))
 
 
-class SparseRouter:
+class RouterView:
     def __init__(self, card: ModelCard) -> None:
         self.card = card
         self.points: set[BlockHash] = set()
@@ -40,20 +40,22 @@ class SparseRouter:
                     self.points = (self.points | set(added)) - set(removed)
                     self.num_steps_with_points += 1
 
-    def chain(self, token_ids: Sequence[int]) -> list[BlockHash]:
-        return hash_blocks(ROOT, token_ids, self.card.block_size)
+    def chain(self, token_ids: Sequence[int], root: BlockHash = ROOT) -> list[BlockHash]:
+        return hash_blocks(root, token_ids, self.card.block_size)
 
-    def hit(self, token_ids: Sequence[int]) -> int:
+    def hit(self, token_ids: Sequence[int], root: BlockHash = ROOT) -> int:
         """The tokens that a prompt would find in the cache."""
-        chain = self.chain(token_ids)
-        ends = range(num_searched(self.card, len(token_ids)), 0, -1)
-        found = next((end for end in ends if chain[end - 1] in self.points), 0)
+        num_findable = num_searched(self.card, len(token_ids))
+        if not self.card.is_sparse:
+            return num_hit_tokens(self.card, min(num_findable, self.num_reached(token_ids, root)))
+        chain = self.chain(token_ids, root)
+        found = next((end for end in range(num_findable, 0, -1) if chain[end - 1] in self.points), 0)
         return num_hit_tokens(self.card, found)
 
-    def num_reached(self, token_ids: Sequence[int]) -> int:
-        """Leading blocks of a prompt that full attention holds."""
+    def num_reached(self, token_ids: Sequence[int], root: BlockHash = ROOT) -> int:
+        """Leading blocks of a prompt that are held; of a sparse model, by full attention."""
         reached = set(self.reached)
-        chain = self.chain(token_ids)
+        chain = self.chain(token_ids, root)
         return next((at for at, each in enumerate(chain) if each not in reached), len(chain))
 
 
