@@ -7,6 +7,7 @@ from replicas.index.residency import Residency
 from replicas.protocol.blocks import BlockHash, hash_blocks, pack_token_ids
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import NO_USER, PromptUsage
+from replicas.protocol.hits import num_searched
 from replicas.protocol.keys import IndexChange
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
 from router.explain.miss_explainer import MissExplainer
@@ -53,7 +54,11 @@ class SparseFleet:
         request = RoutingRequest(bucket_of(self._root, None, packed, None, size), len(tokens), size)
         exclude = [self._rng.choice(self._replica_ids)] if self._rng.random() < 0.4 else []
         namespace = NamespaceName("m", None, "default")
-        facts = PromptFacts(_DIGESTS, "default", self._root, namespace, size, b"".join(hashes), packed)
+        facts = PromptFacts(
+            *(_DIGESTS, "default", self._root, namespace, size, b"".join(hashes), packed),
+            num_findable_blocks=num_searched(self.card, len(tokens)),
+            peek_tokens=self.card.peek_tokens,
+        )
         found: list[tuple[PromptUsage, Misses]] = []
         with self._table.route("m", request, hashes, exclude=exclude) as routed:
             decision = routed.decision
