@@ -47,6 +47,7 @@ from router.fleet.index_mirror import IndexMirror, mirror_instruments
 from router.fleet.membership import Membership
 from router.fleet.registry_source import RegistrySource
 from router.large_bodies.jobs import Bounds
+from router.limits.first_replica import FirstReplica
 from router.observation.access_log import AccessLog
 from router.observation.loop_lag import LoopLag
 from router.observation.metrics import RouterMetrics
@@ -101,7 +102,10 @@ class Router:
         )
         self._tls = _open_tls(config)
         self._membership = self._follow_members(secret)
-        self._dispatcher = _new_dispatcher(config, self._table, self._membership, rng, clock)
+        self._first_replica = _new_first_replica(config, self._table, self._membership)
+        self._dispatcher = _new_dispatcher(
+            config, self._table, self._membership, self._first_replica, rng, clock
+        )
         self.metrics = metrics = RouterMetrics(CollectorRegistry())
         self._lag = LoopLag()
         context = ApiContext(
@@ -114,6 +118,7 @@ class Router:
             index_of=self._table.index,
             tracing=self._tracing,
             bounds=bounds or Bounds(),
+            first_replica=self._first_replica,
         )
         self._context, self.connections = context, context.connections
         for feature in self._open_features(secret, common_secret):
@@ -167,8 +172,8 @@ class Router:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is a replica to route to."""
-        return any(self._table.replica_ids(model) for model in self._table.models)
+        """Whether there is a replica to route to, or requests may wait for one."""
+        return self._context.may_wait or any(self._table.replica_ids(model) for model in self._table.models)
 
     async def run(self) -> None:
         """Follow the fleet until cancelled."""
@@ -207,6 +212,8 @@ class Router:
         )
 
     def _set_live(self, model: str, records: Mapping[ReplicaId, ReplicaRecord]) -> None:
+        if self._first_replica is not None:
+            self._first_replica.look(model)
         mirror = self._mirrors.get(model)
         if mirror is None:
             if not records:
@@ -249,6 +256,7 @@ def _new_dispatcher(
     config: RouterConfig,
     table: RoutingTable,
     membership: Membership,
+    first_replica: FirstReplica | None,
     rng: random.Random,
     clock: Callable[[], float],
 ) -> Dispatcher:
@@ -256,7 +264,7 @@ def _new_dispatcher(
         table,
         membership.client,
         rng=rng,
-        retry=RetryPolicy(wait_seconds=config.wait_seconds),
+        retry=RetryPolicy(wait_seconds=max(config.wait_seconds, config.wait_for_replica_seconds)),
         room=WaitingRoom(max_waiting=config.max_waiting, max_bytes=config.max_waiting_bytes),
         outlook=membership.outlook,
         clock=clock,
@@ -265,6 +273,20 @@ def _new_dispatcher(
             QueueRules(config.queue_target_seconds, config.queue_seconds),
             lambda: FairQueue(max_waiting=config.max_queued, max_bytes=config.max_waiting_bytes),
         ),
+        first_replica=first_replica,
+    )
+
+
+def _new_first_replica(
+    config: RouterConfig, table: RoutingTable, membership: Membership
+) -> FirstReplica | None:
+    if not config.wait_for_replica_seconds:
+        return None
+    return FirstReplica(
+        config.wait_for_replica_seconds,
+        FairQueue(max_waiting=config.max_waiting, max_bytes=config.max_waiting_bytes),
+        has_ready=table.has_ready,
+        registered=lambda: membership.registered,
     )
 
 

@@ -130,6 +130,12 @@ class RouterConfig:
         help="maximum wait while a model has no ready replica but some are starting; then requests get 503",
         minimum=0,
     )
+    wait_for_replica_seconds: float = setting(
+        0.0,
+        help="maximum wait for the first replica of a model that has none, as where an autoscaler starts one "
+        "for requests that wait; then they get 503, and with 0 at once unless one is starting",
+        minimum=0,
+    )
     queue_seconds: float = setting(
         1.0,
         help="maximum time for which a request without a deadline is held in an overload, unless its own "

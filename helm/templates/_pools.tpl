@@ -165,10 +165,26 @@ resources:
 {{- fail (printf "pool %s: autoscaling.targetQueueSeconds and targetKvShare are for hpa and keda, not for kuberay" .name) -}}
 {{- else if and (eq $scaling.by "keda") (not $scaling.prometheus) -}}
 {{- fail (printf "pool %s: autoscaling.by is keda, so autoscaling.prometheus must be the address of a Prometheus" .name) -}}
+{{- else if not $scaling.minReplicas -}}
+{{- include "kvasir.checkZero" . -}}
 {{- else if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) -}}
 {{- fail (printf "pool %s: autoscaling.minReplicas is %d, more than maxReplicas, %d" .name (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
 {{- else if not (or $scaling.targetInFlight $scaling.targetPendingTokens $scaling.targetQueueSeconds $scaling.targetKvShare) -}}
 {{- fail (printf "pool %s: autoscaling is enabled, but no target says by what" .name) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The same for a pool that may have no replica: something must remember its model, and start the first one. */}}
+{{- define "kvasir.checkZero" -}}
+{{- $redis := .root.Values.redis -}}
+{{- if ne .scaling.by "keda" -}}
+{{- fail (printf "pool %s: autoscaling.minReplicas is 0, which needs autoscaling.by keda" .name) -}}
+{{- else if not .scaling.targetInFlight -}}
+{{- fail (printf "pool %s: autoscaling.minReplicas is 0, so targetInFlight must not be: requests that wait start the first replica" .name) -}}
+{{- else if not .root.Values.router.settings.wait_for_replica_seconds -}}
+{{- fail (printf "pool %s: autoscaling.minReplicas is 0, so router.settings.wait_for_replica_seconds must say how long requests wait for the first replica" .name) -}}
+{{- else if and (eq $redis.mode "builtin") (not $redis.builtin.persistence.enabled) -}}
+{{- fail (printf "pool %s: autoscaling.minReplicas is 0, so redis.builtin.persistence must be enabled: a Redis that restarts would forget the model while it has no replica" .name) -}}
 {{- end -}}
 {{- end -}}
 

@@ -29,6 +29,7 @@ from router.large_bodies.jobs import Bounds
 from router.large_bodies.worker import Worker
 from router.limits.admission import Admission, demand_of
 from router.limits.body_budget import BodyBudget, BodyHold
+from router.limits.first_replica import FirstReplica
 from router.limits.in_flight import InFlight
 from router.limits.tenant_turns import TenantTurns
 from router.observation.metrics import RouterMetrics
@@ -116,6 +117,8 @@ class ApiContext:
     bodies: BodyBudget = field(init=False)
     images: BodyBudget = field(init=False)
     """Images of requests being served."""
+    first_replica: FirstReplica | None = None
+    """Keeps requests until their model has a first replica; None without that."""
     unknown_fields: UnknownFields = field(init=False)
     tenant_turns: TenantTurns = field(default_factory=TenantTurns)
     turns: Turns = field(default_factory=Turns)
@@ -140,6 +143,11 @@ class ApiContext:
         self.bodies = BodyBudget(self.config.body_memory_bytes, address_share=self.config.address_share)
         self.images = BodyBudget(self.config.image_memory_bytes, address_share=self.config.address_share)
         self.metrics.add(self._instruments())
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether requests may wait for the first replica of a model that is registered."""
+        return self.first_replica is not None and bool(self.first_replica.registered())
 
     def _instruments(self) -> Iterator[Instrument]:
         yield from self.bodies.body_instruments()

@@ -124,8 +124,9 @@ class ControlRoutes:
     async def ready(self, request: Request) -> Response:
         num_replicas = {name: self._num_replicas(name) for name in self._context.catalog.names()}
         total = sum(num_replicas.values())
-        status = 200 if total else 503
-        said = "ready" if total else "no replica is ready"
+        is_ready = total > 0 or self._context.may_wait
+        status = 200 if is_ready else 503
+        said = "ready" if is_ready else "no replica is ready"
         return json_response(Readiness(said, total, num_replicas), status)
 
     async def version(self, request: Request) -> Response:

@@ -7,7 +7,7 @@ Knows no field of a body and nothing of routing.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.types import Receive, Scope, Send
 
@@ -31,7 +31,8 @@ from router.edge.http import (
     send_whole,
 )
 from router.edge.http_error import INTERNAL_ERROR, HttpError, http_error, method_not_allowed
-from router.errors import ErrorKind, RouterError
+from router.errors import ErrorKind, NoReplicaAvailable, RouterError, UnknownModel
+from router.limits.first_replica import FirstReplica
 from router.observation.trace_points import Trace
 from router.served import CLIENT_GONE, TokenGaps
 
@@ -41,6 +42,9 @@ MAX_WAITING_DELTAS = 8192
 """Unread deltas of one prompt; beyond that the client is disconnected."""
 
 LOOK_SECONDS = 0.5
+
+BYTES_PER_TOKEN_OF_TEXT = 4
+"""A guess, for bodies that cannot be rendered yet."""
 
 NO_TEXT = Text("")
 
@@ -89,11 +93,18 @@ class GenerationEndpoint:
                 with context.in_flight.hold(request.address):
                     async with exchange.while_connected(receive):
                         await context.tenant_turns.turn(caller.tenant, len(body))
-                        await self._prepare(context, request)
+                        try:
+                            await self._prepare(context, request)
+                        except (NoReplicaAvailable, UnknownModel) as error:
+                            await _wait_for_model(context, request, error, timeout_seconds)
+                            request.read_seconds = exchange.seconds()
+                            await self._prepare(context, request)
                         set_timeout(request.prompts, timeout_seconds)
                         exchange.has_prepared(body)
                         request.body = body = b""
                         held.give_back()
+                        if context.first_replica is not None:
+                            await _wait_for_replica(context.first_replica, request, exchange.seconds)
                         with context.admit(request):
                             await exchange.run()
             await exchange.finish()
@@ -116,6 +127,37 @@ class GenerationEndpoint:
             request.status = 503
             request.end_with(type(error).__name__, ErrorKind.CUT_OFF)
             raise
+
+
+async def _wait_for_model(
+    context: ApiContext,
+    request: ApiRequest,
+    error: NoReplicaAvailable | UnknownModel,
+    timeout_seconds: float | None,
+) -> None:
+    """Wait for a model that this router has not met, because its last replica went before. Raises `error` for
+    a model that was never registered, and where requests do not wait."""
+    first, model = context.first_replica, error.model
+    if first is None or model is None or model not in first.registered():
+        raise error
+    tenant = request.caller.tenant
+    limits = [each for each in (timeout_seconds, tenant.slo_seconds) if each is not None]
+    num_tokens = len(request.body) // BYTES_PER_TOKEN_OF_TEXT
+    await first.wait(model, tenant, num_tokens, min(limits, default=None))
+
+
+async def _wait_for_replica(first: FirstReplica, request: ApiRequest, seconds: Callable[[], float]) -> None:
+    """Wait where the model of a prepared request has no replica. What this takes counts for its deadline."""
+    model = request.model.card.name
+    if first.has_ready(model):
+        return
+    generations, tenant = request.generations, request.caller.tenant
+    limits = [each for each in (generations[0].timeout_seconds, tenant.slo_seconds) if each is not None]
+    longest = min(limits, default=None)
+    began = seconds()
+    await first.wait(model, tenant, sum(len(each.token_ids) for each in generations), longest)
+    if longest is not None:
+        set_timeout(request.prompts, max(0.0, longest - (seconds() - began)))
 
 
 class Exchange:

@@ -15,16 +15,17 @@ from weakref import WeakKeyDictionary
 from replicas.protocol.status import ReplicaId
 from router.dispatch.attempt import Attempt, PromptOf
 from router.dispatch.generation_run import GenerationRun
-from router.dispatch.placement import BYTES_PER_TOKEN
 from router.dispatch.retries import RetryBudget, RetryPolicy
 from router.dispatch.suspects import Presence, Suspects, blamed
 from router.dispatch.waiting_room import WaitingRoom
 from router.fleet.fleet_health import NOTHING_COMING, FleetHealth
 from router.fleet.replica_client import ReplicaClient
 from router.generation import Generation
+from router.limits.first_replica import FirstReplica
 from router.observation.trace_points import NO_TRACE, Trace
 from router.queue.held import QueueRules
 from router.queue.holding import Holding
+from router.queue.work import BYTES_PER_TOKEN
 from router.routing.decision import RoutingRequest
 from router.routing.table import Preview, RoutingTable
 from router.shared.instruments import Instrument, counter, gauge
@@ -82,6 +83,7 @@ class Dispatcher:
         outlook: Callable[[str], FleetHealth] = lambda _: NOTHING_COMING,
         clock: Callable[[], float] = time.monotonic,
         holding: Holding | None = None,
+        first_replica: FirstReplica | None = None,
     ) -> None:
         self.table = table
         self.clients = clients
@@ -91,6 +93,9 @@ class Dispatcher:
         self.room = room or WaitingRoom(max_waiting=MAX_WAITING, max_bytes=MAX_WAITING_BYTES)
         self.outlook = outlook
         self.holding = holding or Holding(table, QueueRules())
+        self._waiting_places: list[WaitingRoom | Holding | FirstReplica] = [self.room, self.holding]
+        if first_replica is not None:
+            self._waiting_places.append(first_replica)
         self.budget = RetryBudget()
         self.suspects = Suspects(rng.randbytes(32))
         self.num_running = 0
@@ -226,10 +231,10 @@ class Dispatcher:
         )
 
     def _unplaced(self) -> Mapping[str, tuple[int, int]]:
-        """Numbers of waiting generations, and the memory of their prompts, by model."""
+        """Count waiting generations, and the memory of their prompts, by model."""
         found = dict.fromkeys(self.table.models, (0, 0))
-        for waiting in (self.room.waiting_by_model, self.holding.waiting_by_model):
-            for model, (number, num_bytes) in waiting.items():
+        for place in self._waiting_places:
+            for model, (number, num_bytes) in place.waiting_by_model.items():
                 before = found.get(model, (0, 0))
                 found[model] = before[0] + number, before[1] + num_bytes
         return found

@@ -26,15 +26,12 @@ from router.errors import GenerationFailed, NoReplicaAvailable, Overloaded, Rout
 from router.generation import Generation
 from router.observation.trace_points import Trace
 from router.queue.held import Asking, Held
-from router.queue.work import Charge
+from router.queue.work import BYTES_PER_TOKEN, Charge
 from router.routing.decision import RoutingRequest
 from router.routing.table import RoutedRequest
 
 if TYPE_CHECKING:
     from router.dispatch.dispatcher import Dispatcher
-
-BYTES_PER_TOKEN = 40
-"""Per token of a waiting prompt: a Python list of integers."""
 
 LONGEST_PAUSE_SECONDS = 1.0
 """Interval at which a held request checks by itself."""

@@ -16,7 +16,7 @@ and from the streams themselves, which notice a death first.
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from replicas.process.tls import RouterTls
@@ -124,6 +124,8 @@ class Membership:
         self._proof_seconds = proof_seconds
         self._members: dict[ReplicaId, Member] = {}
         self._models: dict[str, _Model] = {}
+        self.registered: Collection[str] = ()
+        """Names of the models that the registry has, also of those without a replica."""
         self.num_lost_streams = 0
         self.num_refused = 0
         self._traffic = Traffic()
@@ -226,6 +228,7 @@ class Membership:
         yield from traffic.images.instruments()
 
     def _apply(self, view: ReplicaRecords, tasks: asyncio.TaskGroup) -> None:
+        self.registered = view.keys()
         for member in self.members():
             self._review(member, view.get(member.model, {}).get(member.record.replica_id))
         for model, records in view.items():

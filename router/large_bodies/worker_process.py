@@ -27,7 +27,7 @@ import msgspec
 
 from replicas.protocol.status import TokenizerBundle
 from router.answers.formats import AnswerFormat, answer_format
-from router.errors import UnknownModel
+from router.errors import UnknownModel, about_model
 from router.large_bodies.jobs import (
     LENGTH,
     LOAD,
@@ -70,7 +70,8 @@ class _Models:
         window = self.windows.get(name)
         model = None if window is None else self.loaded.get(window.digest)
         if window is None or model is None:
-            raise UnknownModel(f"The model '{name[:200]}' does not exist or is not served here.")
+            with about_model(name):
+                raise UnknownModel(f"The model '{name[:200]}' does not exist or is not served here.")
         return replace(model, card=window)
 
     def names(self) -> Sequence[str]:

@@ -22,7 +22,7 @@ from replicas.protocol.frames import NO_USER, UserTag
 from replicas.protocol.status import Adapter, ModelCard, TokenizerBundle
 from router.answers.formats import answer_format
 from router.caller import DEFAULT_TENANT
-from router.errors import NoReplicaAvailable, UnknownModel
+from router.errors import NoReplicaAvailable, UnknownModel, about_model
 from router.prompt.chains import DEFAULT_CACHE_BYTES as DEFAULT_CHAIN_BYTES
 from router.prompt.chains import ChainHasher
 from router.prompt.quoting import Quoter
@@ -238,8 +238,9 @@ class ModelCatalog:
         """
         model = self._models.get(name) or self._get_adapted(name)
         if model is None:
-            self.check_known()
-            raise UnknownModel(f"The model '{name[:200]}' does not exist or is not served here.")
+            with about_model(name):
+                self.check_known()
+                raise UnknownModel(f"The model '{name[:200]}' does not exist or is not served here.")
         return model
 
     def check_known(self) -> None:

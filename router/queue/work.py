@@ -9,6 +9,9 @@ from router.queue.counters import VirtualCounters
 CACHED_TOKEN = 0.05
 OUTPUT_TOKEN = 2.0
 
+BYTES_PER_TOKEN = 40
+"""Memory of a waiting prompt per token: a Python list of integers."""
+
 LEAST_SECONDS = 1e-3
 """Least seconds of a prompt without further knowledge."""
 

@@ -163,6 +163,15 @@ TOGGLES: dict[str, Values] = {
             "d": {"replicas": 3, "model": {"source": "image", "path": "/opt/other"}},
         },
     },
+    "a pool that goes down to zero": {
+        "fleet": {"mode": "statefulset"},
+        "router": {"settings": {"wait_for_replica_seconds": 600}},
+        "redis": {"builtin": {"persistence": {"enabled": True}}},
+        "poolDefaults": {
+            "autoscaling": {"enabled": True, "by": "keda", "prometheus": PROMETHEUS, "minReplicas": 0},
+            "startSeconds": 900,
+        },
+    },
     "mTLS": {"mtls": {"enabled": True}},
     "mTLS, given issuer": {
         "mtls": {

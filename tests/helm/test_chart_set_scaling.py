@@ -8,6 +8,7 @@ import pytest
 
 from tests.helm.api_server import api_server, helm_at
 from tests.helm.chart import EVERY_TARGET, PROMETHEUS, Object, chart, named, of_kind, rendered, with_keys
+from tests.helm.chart_programs import router_config
 from tests.helm.promql import asked
 from tests.metric_catalog import series_labels
 
@@ -110,6 +111,16 @@ def test_keda_asks_prometheus_itself() -> None:
         ("Value", "0.8"),
     ]
     assert triggers[0]["metadata"]["query"].startswith("(sum(replica_open_sequences{")
+
+
+def test_a_pool_without_replicas_gets_its_first_one_for_requests_that_wait_in_routers() -> None:
+    case = "a pool that goes down to zero"
+    spec = named("ScaledObject", "demo-kvasir-pool-main", rendered(case))["spec"]
+    assert (spec["minReplicaCount"], spec["cooldownPeriod"], spec["initialCooldownPeriod"]) == (0, 300, 900)
+    assert "router_unplaced_requests" in spec["triggers"][0]["metadata"]["query"]
+    assert router_config(case).wait_for_replica_seconds == 600
+    kept = named("ScaledObject", "demo-kvasir-pool-b", rendered(CASE))["spec"]
+    assert "initialCooldownPeriod" not in kept
 
 
 def test_it_grows_and_shrinks_as_slowly_as_the_values_say_and_one_cache_goes_at_a_time() -> None:

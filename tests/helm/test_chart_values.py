@@ -12,7 +12,7 @@ from helm_python import HelmRenderError, HelmValuesError
 from helm.make_readme import documented_values, values_table, with_table
 from replicas.config import ReplicaConfig
 from router.config import RouterConfig
-from tests.helm.chart import FOLDER, render
+from tests.helm.chart import FOLDER, PROMETHEUS, render, with_keys
 
 VALUES = (FOLDER / "values.yaml").read_text(encoding="utf-8")
 SCHEMA = json.loads((FOLDER / "values.schema.json").read_text(encoding="utf-8"))
@@ -121,7 +121,7 @@ def test_every_setting_of_the_programs_can_be_set_once(
         ({"pools": {"a": {"autoscaling": {"tolerance": 1}}}}, "/pools/a/autoscaling/tolerance"),
         ({"pools": {"a": {"autoscaling": {"by": "vpa"}}}}, "/pools/a/autoscaling/by"),
         ({"pools": {"a": {"autoscaling": {"prometheus": "here:9090"}}}}, "/pools/a/autoscaling/prometheus"),
-        ({"poolDefaults": {"autoscaling": {"minReplicas": 0}}}, "/poolDefaults/autoscaling/minReplicas"),
+        ({"poolDefaults": {"autoscaling": {"minReplicas": -1}}}, "/poolDefaults/autoscaling/minReplicas"),
         ({"ray": {"autoscaler": {"idleSecond": 3}}}, "idleSecond"),
         ({"runAsUser": 0}, "/runAsUser"),
         ({"redis": {"mode": "external"}}, "/redis/external/host"),
@@ -163,6 +163,8 @@ def test_additions_that_would_take_the_place_of_the_charts_own_are_refused(pool:
 
 
 KUBERAY = {"fleet": {"mode": "kuberay"}}
+ZERO = {"enabled": True, "by": "keda", "prometheus": PROMETHEUS, "minReplicas": 0}
+WAITING = {"router": {"settings": {"wait_for_replica_seconds": 600}}}
 HUB = {"source": "hub", "repository": "Qwen/Qwen3-8B"}
 
 
@@ -227,6 +229,22 @@ HUB = {"source": "hub", "repository": "Qwen/Qwen3-8B"}
         (
             {**KUBERAY, "pools": {"a": {"autoscaling": {"enabled": True, "minReplicas": 9}}}},
             "pool a: autoscaling.minReplicas is 9, more than maxReplicas, 4",
+        ),
+        (
+            {**KUBERAY, "pools": {"a": {"autoscaling": {"enabled": True, "minReplicas": 0}}}},
+            "pool a: autoscaling.minReplicas is 0, which needs autoscaling.by keda",
+        ),
+        (
+            {"pools": {"a": {"autoscaling": {**ZERO, "targetInFlight": 0, "targetKvShare": 0.5}}}},
+            "pool a: .* so targetInFlight must not be",
+        ),
+        (
+            {"pools": {"a": {"autoscaling": ZERO}}},
+            "pool a: .* so router.settings.wait_for_replica_seconds must say how long",
+        ),
+        (
+            {"pools": {"a": {"autoscaling": ZERO}}, "router": with_keys(WAITING)["router"]},
+            "pool a: .* so redis.builtin.persistence must be enabled",
         ),
         (
             {**KUBERAY, "poolDefaults": {"autoscaling": {"enabled": True, "targetInFlight": 0}}},
