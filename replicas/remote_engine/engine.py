@@ -43,6 +43,7 @@ from replicas.remote_engine.believed import BelievedResidency
 from replicas.remote_engine.event_feed import EventFeed, Events, Restarted
 from replicas.remote_engine.facts import (
     CacheSizes,
+    EventSource,
     ServerLoad,
     ServerModel,
     declared_fingerprint,
@@ -57,6 +58,7 @@ from replicas.remote_engine.residency import ServerResidency, Stored
 from replicas.remote_engine.server import (
     Ended,
     Looked,
+    NotThere,
     Piece,
     Server,
     Unreachable,
@@ -133,7 +135,7 @@ class RemoteEngine:
         self._seen_at = time.monotonic()
         self._card = self._model_card(config, directory, self._model, read_cache_sizes(metrics, rank))
         check_tokenizer(self._server.ask, self._model.served_name, self._bundle)
-        source = read_event_source(self._server.ask("/kv_event_sources"), rank, self._server.url)
+        source = self._event_source(rank)
         self._limits = AdmissionLimits(
             self._card.context_length,
             self._card.num_cache_tokens,
@@ -163,6 +165,14 @@ class RemoteEngine:
                 ' "tcp://*:5558"}\''
             )
         self._server.start()
+
+    def _event_source(self, rank: int) -> EventSource | None:
+        try:
+            return read_event_source(self._server.ask("/kv_event_sources"), rank, self._server.url)
+        except NotThere:
+            version = self._server.ask("/version").decode(errors="replace")[:100]
+            logger.warning("vLLM says where its cache events go from 0.31 on, and the server is %s", version)
+            return None
 
     def _model_card(
         self, config: ReplicaConfig, directory: Path, model: ServerModel, sizes: CacheSizes

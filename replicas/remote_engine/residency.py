@@ -35,7 +35,7 @@ class Stored(msgspec.Struct, tag="BlockStored", tag_field="type"):
     extra_keys: list[list[object] | None] | None = None
     group_idx: int | None = None
     session_id: str | None = None
-    lookahead_token_ids: list[int] | None = None
+    lookahead_token_ids: list[list[int]] | None = None
 
 
 class Removed(msgspec.Struct, tag="BlockRemoved", tag_field="type"):

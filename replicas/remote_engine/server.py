@@ -67,6 +67,10 @@ class Unreachable(NamedTuple):
     is_refused: bool
 
 
+class NotThere(StartupError):
+    """The server does not know this path."""
+
+
 Tell = Callable[[Piece | Ended | Looked | Unreachable], None]
 
 
@@ -95,7 +99,8 @@ class Server:
         except httpx.HTTPError as error:
             raise StartupError(f"{self.url} does not answer: {error!r}") from error
         if answer.status_code != 200:
-            raise StartupError(
+            kind = NotThere if answer.status_code == 404 else StartupError
+            raise kind(
                 f"{self.url}{path} answers {answer.status_code}: {_said(answer.content)}"
                 + (f" (to {answer.headers['location']})" if answer.has_redirect_location else "")
             )

@@ -43,6 +43,7 @@ class StandIn:
         self.key: str | None = None
         self.says_cached: Callable[[int], int | None] = lambda num_cached: num_cached
         self.has_events = True
+        self.is_old = False
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.num_open = 0
@@ -65,6 +66,7 @@ class StandIn:
             Route("/health", lambda _: PlainTextResponse("")),
             Route("/v1/models", self._models),
             Route("/metrics", self._metrics),
+            Route("/version", lambda _: JSONResponse({"version": "0.30.0"})),
             Route("/kv_event_sources", self._sources),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/v1/completions", self._complete, methods=["POST"]),
@@ -156,6 +158,8 @@ class StandIn:
         )
 
     def _sources(self, _: Request) -> Response:
+        if self.is_old:
+            return JSONResponse({"detail": "Not Found"}, 404)
         if not self.has_events:
             return JSONResponse({})
         return JSONResponse(

@@ -275,6 +275,14 @@ def test_events_of_groups_of_layers_are_not_followed_and_what_is_held_is_predict
     assert driven.balance.held.total() == 3
 
 
+def test_tokens_behind_a_block_in_its_hash_are_not_followed_either(
+    driven: Driven, server: StandIn, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.publish({**GROUP, "group_idx": 0, "lookahead_token_ids": [[4, 5]]})
+    driven.step_until(lambda: driven.frame.load.is_predicted)
+    assert "disable_lookahead_block_hashes" in caplog.text
+
+
 def test_a_server_of_groups_passes_the_proof(server: StandIn) -> None:
     server.publish(GROUP)
     engine = RemoteEngine(config(server))
@@ -317,6 +325,14 @@ def test_another_tokenizer_is_refused_with_the_first_difference(server: StandIn)
 def test_settings_that_the_server_contradicts(server: StandIn, settings: Any, sentence: str) -> None:
     with pytest.raises(StartupError, match=sentence):
         RemoteEngine(config(server, **settings))
+
+
+def test_a_server_too_old_to_name_its_event_sources_is_said_to_be(
+    server: StandIn, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.is_old = True
+    RemoteEngine(config(server)).close()
+    assert "from 0.31 on" in caplog.text and "0.30.0" in caplog.text and "predicted" in caplog.text
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def test_hits_are_divided_by_who_computed_them() -> None:
 def test_what_cannot_be_followed_is_said() -> None:
     for fields, word in (
         ({"group_idx": 1}, "different caches"),
-        ({"lookahead_token_ids": [4]}, "disable_lookahead_block_hashes"),
+        ({"lookahead_token_ids": [[4]]}, "disable_lookahead_block_hashes"),
     ):
         residency = ServerResidency(SIZE, 16)
         assert residency.apply([stored([1], 0, salt=ROOT.hex(), **fields)]) == []
