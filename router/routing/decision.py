@@ -8,7 +8,7 @@ import enum
 import functools
 import heapq
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     import random
 
 _NO_LAYOUTS: Mapping[ReplicaId, str] = {}
+
+JUNCTION_SHARE = 0.5
+"""The worth of a resume point where prompts were seen to part, in times of computing up to it."""
 
 DRAWN_PER_CHOSEN = 3
 """The least busy of this many times the number that is wanted."""
@@ -246,21 +249,30 @@ def weigh(
         candidates.append(Candidate(replica_id, rank, cost.num_ready_tokens, load, cost, reach))
     if not overlaps.reach:
         return tuple(candidates)
-    reached = map(overlaps.reach_of, bits)
-    return tuple([_reaching(request, *each) for each in zip(candidates, reached, strict=True)])
+    return _reaching(request, candidates, [*map(overlaps.reach_of, bits)], rates)
 
 
-def _reaching(request: RoutingRequest, candidate: Candidate, num_reached_blocks: int) -> Candidate:
-    """Return the candidate with this reach of full attention: what it has of the prompt is computed again
-    without a hit, and yet is no second copy in the fleet, which has its price."""
-    num_new = request.num_tokens - candidate.reach.device
-    num_copied = request.num_tokens - max(candidate.reach.device, num_reached_blocks * request.block_size)
-    room_seconds = candidate.cost.room_seconds * max(0, num_copied) / num_new
-    return msgspec.structs.replace(
-        candidate,
-        cost=msgspec.structs.replace(candidate.cost, room_seconds=room_seconds),
-        num_reached_blocks=num_reached_blocks,
-    )
+def _reaching(
+    request: RoutingRequest, candidates: Sequence[Candidate], reached: Sequence[int], rates: FleetRates
+) -> tuple[Candidate, ...]:
+    """Return the candidates with the blocks that full attention has reached at each.
+
+    What it has of the prompt is computed again without a hit, and yet is no second copy in the fleet, which
+    has its price. Where it reaches deeper than any resume point of the fleet, the request leaves a point that
+    spares later ones the same tokens; a request that goes elsewhere pays for a share of them.
+    """
+    deepest_point = max(candidate.reach.device for candidate in candidates)
+    deepest = max(reached) * request.block_size
+    junction_price = JUNCTION_SHARE * rates.prefill_seconds_per_token
+    found = []
+    for candidate, num_reached_blocks in zip(candidates, reached, strict=True):
+        num_hit, num_reached = candidate.reach.device, num_reached_blocks * request.block_size
+        num_copied = request.num_tokens - max(num_hit, num_reached)
+        room_seconds = candidate.cost.room_seconds * max(0, num_copied) / (request.num_tokens - num_hit)
+        room_seconds += junction_price * max(0, deepest - max(deepest_point, num_reached))
+        cost = msgspec.structs.replace(candidate.cost, room_seconds=room_seconds)
+        found.append(msgspec.structs.replace(candidate, cost=cost, num_reached_blocks=num_reached_blocks))
+    return tuple(found)
 
 
 class _Reaches:

@@ -8,6 +8,7 @@ import pytest
 
 from replicas.index.residency import Residency
 from replicas.protocol.blocks import BlockHash, hash_blocks, pack_token_ids
+from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import Announcement, IndexChange
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
 from router.explain.preview import because
@@ -308,5 +309,20 @@ def test_what_full_attention_has_is_computed_again_but_is_no_second_copy() -> No
     )
     assert there.overlap_tokens == elsewhere.overlap_tokens == 0
     assert there.cost.prefill_seconds == elsewhere.cost.prefill_seconds
-    assert there.cost.room_seconds == pytest.approx(elsewhere.cost.room_seconds / 3)
+    junction_seconds = 0.5 * 1280 * CostParameters().default_prefill_seconds_per_token
+    assert there.cost.room_seconds == pytest.approx((elsewhere.cost.room_seconds - junction_seconds) / 3)
     assert decision.replica_id == "r1"
+
+
+def test_a_request_waits_where_it_leaves_a_junction_unless_a_point_as_deep_is_elsewhere() -> None:
+    table = sparse_table(3)
+    first = prompt(0, 7, 6400)
+    hashes = hash_blocks(ROOT, first, BLOCK)
+    index = table.index("m")
+    change(index, ReplicaId("r1"), added=tuple(hashes[3::4]))
+    table.update_load(ReplicaId("r1"), LoadSnapshot(num_pending_tokens=6000))
+    with route(table, [*first, *prompt(0, 8, 640)]) as routed:
+        assert routed.decision.replica_id == "r1"
+    change(index, ReplicaId("r2"), added=tuple(hashes[3::4]), points=(hashes[-1],))
+    table.update_load(ReplicaId("r2"), LoadSnapshot(num_pending_tokens=20_000))
+    assert route(table, [*first, *prompt(0, 9, 640)]).decision.replica_id == "r0"
