@@ -55,7 +55,9 @@ and where the chart cannot look at the cluster it takes StatefulSets each time. 
 {{- if and (eq .Values.fleet.mode "auto") (.Capabilities.APIVersions.Has "ray.io/v1/RayCluster") -}}
 {{- $sets = lookup "apps/v1" "StatefulSet" .Release.Namespace "" -}}
 {{- end -}}
-{{- if ne .Values.fleet.mode "auto" -}}
+{{- if eq (include "kvasir.pools" .) "{}" -}}
+{mode: statefulset, why: no pool has replicas of its own}
+{{- else if ne .Values.fleet.mode "auto" -}}
 {mode: {{ .Values.fleet.mode }}, why: fleet.mode says so}
 {{- else if not (.Capabilities.APIVersions.Has "ray.io/v1/RayCluster") -}}
 {mode: statefulset, why: KubeRay's API is not there}
@@ -83,11 +85,13 @@ and where the chart cannot look at the cluster it takes StatefulSets each time. 
 {{- if eq (include "kvasir.fleetChoice" . | fromYaml).mode "kuberay" -}}yes{{- end -}}
 {{- end -}}
 
-{{/* All pools with poolDefaults filled in, and with what follows from the rest, as YAML: name → pool. */}}
+{{/* All pools with replicas of their own, with poolDefaults filled in and with what follows from the rest, as YAML:
+name → pool. */}}
 {{- define "kvasir.pools" -}}
 {{- $pools := dict -}}
 {{- range $name, $pool := default (dict "main" dict) .Values.pools -}}
 {{- $whole := mergeOverwrite (deepCopy $.Values.poolDefaults) (deepCopy (default dict $pool)) -}}
+{{- if not (include "kvasir.engines" $whole) -}}
 {{- /* The model that ships needs no GPU, and little of the rest. */ -}}
 {{- $is_small := and (eq $whole.model.source "toy") (not $whole.gpu.count) (ne $whole.engine "vllm") -}}
 {{- $_ := set $whole "engine" (default (ternary "torch" "vllm" $is_small) $whole.engine) -}}
@@ -100,6 +104,7 @@ and where the chart cannot look at the cluster it takes StatefulSets each time. 
 {{- $limits := dict "memory" (ternary "2Gi" "16Gi" $is_small) -}}
 {{- $_ := set $whole "resources" (merge (default dict $whole.resources) (dict "requests" $requests "limits" $limits)) -}}
 {{- $_ := set $pools $name $whole -}}
+{{- end -}}
 {{- end -}}
 {{- toYaml $pools -}}
 {{- end -}}
@@ -138,6 +143,10 @@ and the reserve that leases are kept apart by.
 {{- $replicas := ternary $pool.autoscaling.maxReplicas $pool.replicas $pool.autoscaling.enabled | int64 -}}
 {{- $stream := div (default 67108864 $pool.settings.events_stream_bytes | int64) 1048576 -}}
 {{- $total = add $total (mul 2 $stream) (mul 16 $replicas) -}}
+{{- end -}}
+{{- range $pool := include "kvasir.findingPools" . | fromYaml -}}
+{{- $stream := div (default 67108864 $pool.settings.events_stream_bytes | int64) 1048576 -}}
+{{- $total = add $total (mul 2 $stream) (mul 16 (int64 $pool.engines.atMost)) -}}
 {{- end -}}
 {{- $total -}}
 {{- end -}}

@@ -104,13 +104,7 @@ resources:
 {{- $served := dict -}}
 {{- range $name, $pool := include "kvasir.pools" . | fromYaml -}}
 {{- $model := $pool.model -}}
-{{- if and (eq $model.source "hub") (not (contains "/" $model.repository)) -}}
-{{- fail (printf "pool %s: model.source is hub, so model.repository must be one such as Qwen/Qwen3-8B, not %q" $name $model.repository) -}}
-{{- else if and (eq $model.source "claim") (not (and $model.claim $model.path)) -}}
-{{- fail (printf "pool %s: model.source is claim, so model.claim and model.path must be set" $name) -}}
-{{- else if and (eq $model.source "image") (not (hasPrefix "/" $model.path)) -}}
-{{- fail (printf "pool %s: model.source is image, so model.path must be a directory in the image, not %q" $name $model.path) -}}
-{{- end -}}
+{{- include "kvasir.checkModel" (dict "name" $name "pool" $pool) -}}
 {{- if ne $pool.engine "vllm" -}}
 {{- range $setting := list "engine_args" "adapters" "trust_code" -}}
 {{- if get $pool.settings $setting -}}
@@ -129,6 +123,18 @@ resources:
 {{- fail (printf "pools %s and %s both serve %q, but not the same model in blocks of the same size: give one of them another model.name" $other.pool $name $model_name) -}}
 {{- end -}}
 {{- $_ := set $served $model_name (dict "pool" $name "what" $what) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The same for where a pool's model comes from: dict "name" … "pool" …. */}}
+{{- define "kvasir.checkModel" -}}
+{{- $model := .pool.model -}}
+{{- if and (eq $model.source "hub") (not (contains "/" $model.repository)) -}}
+{{- fail (printf "pool %s: model.source is hub, so model.repository must be one such as Qwen/Qwen3-8B, not %q" .name $model.repository) -}}
+{{- else if and (eq $model.source "claim") (not (and $model.claim $model.path)) -}}
+{{- fail (printf "pool %s: model.source is claim, so model.claim and model.path must be set" .name) -}}
+{{- else if and (eq $model.source "image") (not (hasPrefix "/" $model.path)) -}}
+{{- fail (printf "pool %s: model.source is image, so model.path must be a directory in the image, not %q" .name $model.path) -}}
 {{- end -}}
 {{- end -}}
 
@@ -204,6 +210,13 @@ resources:
     - {{ $model.revision | quote }}
     - --local-dir
     - {{ include "kvasir.modelPath" .pool | quote }}
+    {{- if include "kvasir.engines" .pool }}
+    {{- /* The servers have the weights. */}}
+    {{- range $files := list "*.json" "*.model" "*.jinja" "*.txt" }}
+    - --include
+    - {{ $files | quote }}
+    {{- end }}
+    {{- end }}
   securityContext:
     {{- include "kvasir.poolContainerSecurity" .pool | nindent 4 }}
   env:

@@ -38,6 +38,7 @@ KINDS: dict[str, dict[str, str]] = {
     "gateway.networking.k8s.io/v1": {"HTTPRoute": "httproutes"},
     "autoscaling/v2": {"HorizontalPodAutoscaler": "horizontalpodautoscalers"},
     "networking.k8s.io/v1": {"Ingress": "ingresses", "NetworkPolicy": "networkpolicies"},
+    "rbac.authorization.k8s.io/v1": {"Role": "roles", "RoleBinding": "rolebindings"},
     "policy/v1": {"PodDisruptionBudget": "poddisruptionbudgets"},
     "monitoring.coreos.com/v1": {
         "PodMonitor": "podmonitors",

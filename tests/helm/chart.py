@@ -192,6 +192,32 @@ TOGGLES: dict[str, Values] = {
         },
     },
     "mTLS, KubeRay": {"mtls": {"enabled": True}, "fleet": {"mode": "kuberay"}},
+    "servers of a Service": {
+        "pools": {
+            "run": {
+                "engines": {"service": "vllm", "port": 8000, "keySecret": "for-servers"},
+                "model": {"source": "hub", "repository": "Qwen/Qwen3-8B"},
+                "settings": {"max_running": 512},
+            }
+        },
+        "monitoring": MONITORING,
+        "traces": {"endpoint": "http://collector:4318"},
+    },
+    "mTLS, servers of an InferencePool": {
+        "pools": {"run": {"engines": {"inferencePool": "qwen", "namespace": "models"}}, "own": {}},
+        "mtls": {"enabled": True},
+        "networkPolicy": {"metricsFrom": []},
+    },
+    "servers in DNS, KubeRay": {
+        "pools": {
+            "run": {
+                "engines": {"dns": "http://vllm:8000", "atMost": 3},
+                "model": {"source": "claim", "claim": "models", "path": "/qwen", "name": "qwen"},
+            },
+            "own": {},
+        },
+        "fleet": {"mode": "kuberay"},
+    },
     "open to everyone": {"router": {"keys": {"open": True}}},
     "keys in a Secret": {
         "router": {"keys": {"existingSecret": "mine", "key": "tenants"}},

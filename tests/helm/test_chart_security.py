@@ -15,6 +15,9 @@ SAFE = {
 }
 
 
+FINDS_BY_KUBERNETES = {"running-servers", "servers of a Service", "mTLS, servers of an InferencePool"}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_no_process_is_root_or_can_become_it(case: str) -> None:
     for name, pod in pods(rendered(case)):
@@ -32,25 +35,28 @@ def test_no_process_is_root_or_can_become_it(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_pod_can_ask_kubernetes_for_anything(case: str) -> None:
+def test_no_pod_can_ask_kubernetes_for_anything_but_servers_to_be_found(case: str) -> None:
     objects = rendered(case)
     for item in of_kind("ServiceAccount", objects):
         assert item["automountServiceAccountToken"] is False
     for _, pod in pods(objects):
         assert pod["spec"]["automountServiceAccountToken"] is False
-    assert not {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"} & {
-        item["kind"] for item in objects
-    }
+    roles = {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"} & {item["kind"] for item in objects}
+    assert roles == ({"Role", "RoleBinding"} if case in FINDS_BY_KUBERNETES else set())
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_of_all_containers_only_rays_autoscaler_gets_a_token_of_kubernetes(case: str) -> None:
+def test_of_all_containers_only_rays_autoscaler_and_what_finds_servers_get_a_token_of_kubernetes(
+    case: str,
+) -> None:
     autoscaler = ray_autoscaler(rendered(case))
     for name, pod in pods(rendered(case)):
         tokens = {volume["name"] for volume in pod["spec"]["volumes"] if "projected" in volume}
-        assert bool(tokens) == (component_of(pod) == "ray-head" and autoscaler is not None), name
+        finds = component_of(pod) == "engines" and case in FINDS_BY_KUBERNETES
+        assert bool(tokens) == ((component_of(pod) == "ray-head" and autoscaler is not None) or finds), name
         for container in containers(pod):
-            assert not tokens & {mount["name"] for mount in container["volumeMounts"]}
+            mounted = {mount["name"] for mount in container["volumeMounts"]}
+            assert tokens & mounted == (tokens if container["name"] == "join" else set())
     if autoscaler is not None:
         assert autoscaler["securityContext"] == SAFE
         mounts = {mount["name"]: mount["mountPath"] for mount in autoscaler["volumeMounts"]}

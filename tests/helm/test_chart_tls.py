@@ -27,7 +27,7 @@ from tests.helm.chart_programs import (
     router_config,
 )
 
-OWN_CA = ["mTLS", "mTLS, KubeRay", "mTLS, KV pulled by peers"]
+OWN_CA = ["mTLS", "mTLS, KubeRay", "mTLS, KV pulled by peers", "mTLS, servers of an InferencePool"]
 BY_CERT_MANAGER = [*OWN_CA, "mTLS, given issuer"]
 WITH_TLS = [*BY_CERT_MANAGER, "mTLS, given secrets"]
 KEYS = {"ca.crt", "tls.crt", "tls.key"}
@@ -70,7 +70,7 @@ def test_each_side_has_its_certificate_where_its_settings_say(case: str) -> None
         "replica": TlsFiles(replicas[0].tls_certificate, replicas[0].tls_key, replicas[0].tls_client_ca),
     }
     for _, pod in pods(rendered(case)):
-        if (side := component_of(pod)) in found:
+        if (side := component_of(pod).replace("engines", "replica")) in found:
             for path in (files[side].certificate, files[side].key, files[side].ca):
                 found[side].add(secret_at(path, pod))
         else:
