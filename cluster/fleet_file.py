@@ -220,7 +220,7 @@ def _replica(
     model = None if content["model"] == TOY_MODEL else content["model"]
     values = {**content, "model": model, **shared, "drain_seconds": drain_seconds}
     if finds:
-        for setting in ("engine", "engine_url", "engine_rank"):
+        for setting in ("engine", "engine_url", "engine_rank", "engine_endpoint"):
             if setting in content:
                 raise SettingsError(f"pool {pool_name} cannot set {setting}: it finds its servers")
         values |= {"engine": "remote", "engine_url": EACH_SERVER}

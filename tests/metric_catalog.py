@@ -82,6 +82,7 @@ def _router_families() -> Iterator[Instrument]:
             secret="5" * 64,
             keys_in_redis=True,
             record_bodies=f"{folder}/bodies.jsonl",
+            picker_port=0,
         )
         yield from Router(config, rng=random.Random(0)).metrics.families()
 

@@ -190,6 +190,10 @@ def test_a_pool_may_find_servers_that_run_already() -> None:
             {"engines": {"file": "x"}, "settings": {"model": "/m", "engine": "vllm"}},
             "pool small cannot set engine: it finds its servers",
         ),
+        (
+            {"engines": {"file": "x"}, "settings": {"model": "/m", "engine_endpoint": "10.0.0.1:8000"}},
+            "pool small cannot set engine_endpoint: it finds its servers",
+        ),
         ({"name": "a_at_b"}, "cannot be named so"),
     ],
 )

@@ -58,21 +58,12 @@ class StandIn:
         self.kept: dict[int, bytes] = {}
         self.num_lost = 0
         """How many of the next batches never reach a subscriber."""
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(checkpoint_directory(None) / "tokenizer.json"))
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(checkpoint_directory(None) / "tokenizer.json"))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        routes = [
-            Route("/health", lambda _: PlainTextResponse("")),
-            Route("/v1/models", self._models),
-            Route("/metrics", self._metrics),
-            Route("/version", lambda _: JSONResponse({"version": "0.30.0"})),
-            Route("/kv_event_sources", self._sources),
-            Route("/tokenize", self._tokenize, methods=["POST"]),
-            Route("/v1/completions", self._complete, methods=["POST"]),
-        ]
         config = uvicorn.Config(
-            Starlette(routes=routes),
+            Starlette(routes=self.routes()),
             host="127.0.0.1",
             port=self.port,
             log_config=None,  # the loggers are those of all tests
@@ -91,6 +82,17 @@ class StandIn:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/health", lambda _: PlainTextResponse("")),
+            Route("/v1/models", self._models),
+            Route("/metrics", self._metrics),
+            Route("/version", lambda _: JSONResponse({"version": "0.30.0"})),
+            Route("/kv_event_sources", self._sources),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+        ]
 
     def close(self) -> None:
         self._http.should_exit = self._http.force_exit = True
@@ -175,10 +177,10 @@ class StandIn:
 
     async def _tokenize(self, request: Request) -> Response:
         body = await request.json()
-        tokens = self._tokenizer.encode(body["prompt"], add_special_tokens=False).ids
+        tokens = self.tokenizer.encode(body["prompt"], add_special_tokens=False).ids
         return JSONResponse({"tokens": [*tokens[:-1], tokens[-1] + self.shift_tokens]})
 
-    async def _complete(self, request: Request) -> Response:
+    async def complete(self, request: Request) -> Response:
         body = await request.json()
         self.bodies.append(body)
         match self.fault:
@@ -198,7 +200,7 @@ class StandIn:
         self.num_open += 1
         try:
             prompt = body["prompt"]
-            num_cached = self._store(prompt, body["cache_salt"], body.get("session_id"))
+            num_cached = self.store(prompt, body["cache_salt"], body.get("session_id"))
             for number in range(body["max_tokens"] + (self.fault == "too many")):
                 if self.fault == "breaks off" and number == 2:
                     raise ConnectionError("on purpose")
@@ -221,7 +223,7 @@ class StandIn:
         finally:
             self.num_open -= 1
 
-    def _store(self, prompt: list[int], salt: str, session: str | None) -> int:
+    def store(self, prompt: list[int], salt: str, session: str | None) -> int:
         """Store the prompt's full blocks, least recently used out first; returns the tokens it found."""
         num_full = len(prompt) // BLOCK_SIZE
         hashes = [_hash(salt, prompt[: (place + 1) * BLOCK_SIZE]) for place in range(num_full)]
