@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, str]] = {
     "keda.sh/v1alpha1": {"ScaledObject": "scaledobjects"},
     "cert-manager.io/v1": {"Issuer": "issuers", "Certificate": "certificates"},
     "gateway.networking.k8s.io/v1": {"HTTPRoute": "httproutes"},
+    "inference.networking.k8s.io/v1": {"InferencePool": "inferencepools"},
     "autoscaling/v2": {"HorizontalPodAutoscaler": "horizontalpodautoscalers"},
     "networking.k8s.io/v1": {"Ingress": "ingresses", "NetworkPolicy": "networkpolicies"},
     "rbac.authorization.k8s.io/v1": {"Role": "roles", "RoleBinding": "rolebindings"},

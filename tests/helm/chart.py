@@ -21,6 +21,7 @@ DEFINED_BY_OTHERS = {
     ("monitoring.coreos.com/v1", "PodMonitor"),
     ("monitoring.coreos.com/v1", "PrometheusRule"),
     ("gateway.networking.k8s.io/v1", "HTTPRoute"),
+    ("inference.networking.k8s.io/v1", "InferencePool"),
     ("ray.io/v1", "RayCluster"),
     ("keda.sh/v1alpha1", "ScaledObject"),
     ("cert-manager.io/v1", "Issuer"),
@@ -57,6 +58,9 @@ TOGGLES: dict[str, Values] = {
         "ingress": {"enabled": True, "hosts": ["a.example", "b.example"], "path": "/"},
         "gateway": {"enabled": True, "parentRefs": [{"name": "public"}], "hostnames": ["a.example"]},
         "networkPolicy": {"routerFrom": [{"namespaceSelector": {}}], "metricsFrom": []},
+    },
+    "endpoint picker": {
+        "router": {"picker": {"enabled": True, "selector": {"app": "vllm"}, "targetPorts": [8000, 8001]}},
     },
     "external Redis": {"redis": {"mode": "external", "external": EXTERNAL}},
     "external Redis over TLS": {

@@ -91,6 +91,29 @@ def test_routers_scale_by_requests_in_flight_and_by_cpu_and_nobody_else_sets_the
     assert rendered("nothing set") and not of_kind("HorizontalPodAutoscaler", rendered("nothing set"))
 
 
+def test_a_pool_of_servers_asks_the_routers_where_to() -> None:
+    objects = rendered("endpoint picker")
+    (pool,) = of_kind("InferencePool", objects)
+    assert pool["spec"] == {
+        "selector": {"matchLabels": {"app": "vllm"}},
+        "targetPorts": [{"number": 8000}, {"number": 8001}],
+        "endpointPickerRef": {
+            "name": "demo-kvasir-picker",
+            "port": {"number": 9002},
+            "failureMode": "FailClose",
+        },
+    }
+    (port,) = named("Service", "demo-kvasir-picker", objects)["spec"]["ports"]
+    assert (port["port"], port["targetPort"], port["appProtocol"]) == (9002, "picker", "kubernetes.io/h2c")
+    (router,) = of_kind("Deployment", objects)
+    (container,) = router["spec"]["template"]["spec"]["containers"]
+    assert {"name": "picker", "containerPort": 9002} in container["ports"]
+    assert {"name": "KVASIR_ROUTER_PICKER_PORT", "value": "9002"} in container["env"]
+    policy = named("NetworkPolicy", "demo-kvasir-router", objects)["spec"]["ingress"][0]
+    assert {"port": "picker"} in policy["ports"]
+    assert not of_kind("InferencePool", rendered("nothing set"))
+
+
 def test_from_outside_only_openais_api_is_reached_unless_the_values_say_otherwise() -> None:
     def paths(path: dict[str, str]) -> set[str]:
         values = {

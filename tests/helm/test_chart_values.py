@@ -21,8 +21,8 @@ CHART_SETS = {"redis_url", "secret", "secret_file", "host", "port", "index_strid
 CHART_SETS |= {"log_format", "log_level", "otlp_endpoint", "trace_sample_ratio"}
 """Settings with values of their own in the chart, for routers and replicas."""
 
-ROUTER_PORTS = {"admin_host", "admin_port", "admin_socket", "processes"}
-"""The chart sets the first two; the others are for machines, where pods are for themselves."""
+ROUTER_PORTS = {"admin_host", "admin_port", "picker_host", "picker_port", "admin_socket", "processes"}
+"""The chart sets all but the last two, which are for machines, where pods are for themselves."""
 
 ROUTER_KEYS = {"keys_file", "keys_in_redis", "open"}
 """What `router.keys` sets; in Kubernetes a Secret has the keys, so Redis has none."""
@@ -129,6 +129,7 @@ def test_every_setting_of_the_programs_can_be_set_once(
         ({"redis": {"external": {"tls": {"enable": True}}}}, "enable"),
         ({"ingress": {"enabled": True}}, "/ingress/hosts"),
         ({"gateway": {"enabled": True}}, "/gateway/parentRefs"),
+        ({"router": {"picker": {"enabled": True}}}, "/router/picker/selector"),
         ({"ingress": {"path": "v1"}}, "/ingress/path"),
         ({"networkPolicy": {"enabeld": False}}, "enabeld"),
         ({"mtls": {"existingSecret": {}}}, "existingSecret"),
