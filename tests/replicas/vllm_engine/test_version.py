@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,12 @@ from PIL import Image
 from replicas.config import ReplicaConfig
 from replicas.engines import build_engine_here
 from replicas.errors import StartupError
+from replicas.kvcache.hash_map import root_in
 from replicas.process.settings import SettingsError
+from replicas.protocol.blocks import HASH_BYTES, BlockHash, PublishedBeginning
+from replicas.protocol.frames import SamplingParams, Submit
 from replicas.vllm_engine.reads import READS, TIER_READS
+from replicas.vllm_engine.salts import salt_of
 from replicas.vllm_engine.version import NEWEST, OLDEST, check_version, missing_names
 
 REPLICAS = Path(__file__).parents[3] / "replicas"
@@ -250,6 +254,33 @@ def test_what_vllm_calls_takes_what_vllm_passes(environment: None) -> None:
                 if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
                     taken = {parameter.name for parameter in parameters}
                     assert taken >= set(inspect.signature(getattr(base, name)).parameters), (each, name)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("has_tags", [True, False])
+def test_the_root_behind_a_published_beginning_comes_with_the_event(
+    environment: None, monkeypatch: pytest.MonkeyPatch, has_tags: bool
+) -> None:
+    from vllm.v1.core import kv_cache_utils
+
+    from replicas.vllm_engine.core_view import hash_second_roots
+
+    if not has_tags:
+        monkeypatch.delattr(kv_cache_utils, "to_event_extra_keys", raising=False)
+    elif not hasattr(kv_cache_utils, "to_event_extra_keys"):
+        pytest.skip("this version has no tags")
+    monkeypatch.setattr(kv_cache_utils, "_gen_prompt_embeds_extra_hash_keys", lambda *_: [])
+    hash_second_roots()
+    root, published = (BlockHash(bytes([number]) * HASH_BYTES) for number in (1, 2))
+    salt = salt_of(
+        Submit(1, b"", SamplingParams(max_tokens=1), root, published=PublishedBeginning(published, 2))
+    )
+    request = SimpleNamespace(cache_salt=salt)
+    for start, expected in ((32, None), (64, root), (96, None)):
+        keys = kv_cache_utils._gen_prompt_embeds_extra_hash_keys(request, start, start + 32)
+        if has_tags and keys:
+            (keys,) = kv_cache_utils.to_event_extra_keys([tuple(keys)])
+        assert root_in(keys) == expected
 
 
 @pytest.mark.vllm
