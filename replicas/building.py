@@ -74,7 +74,7 @@ class _Work:
             self._engine, bundle = build(config)
             started = time.monotonic()
             num_tokens = prove_hashes(self._engine, random.SystemRandom())
-            seconds = (time.monotonic() - started) / num_tokens
+            seconds = (time.monotonic() - started) / max(1, num_tokens)
             proven = ProvenEngine(self._engine, bundle, seconds)
         except BaseException as error:  # the thread's outermost frame: the one that waits must hear of it
             if self._engine is not None:

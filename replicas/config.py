@@ -20,7 +20,9 @@ from replicas.protocol.bounds import checked_address
 
 ENVIRONMENT_PREFIX = "KVASIR_REPLICA_"
 
-ENGINES = ("torch", "vllm", "simulated", "remote")
+ENGINES = ("torch", "vllm", "simulated", "remote", "openai")
+SERVERS = ("remote", "openai")
+"""Engines that are a server which runs already."""
 ATTENTIONS = ("auto", "gather", "kernel")
 
 DEFAULT_MAX_RUNNING = 256
@@ -46,7 +48,9 @@ class ReplicaConfig:
         "are accepted, too; without secret and file, anyone who reaches the port may call",
     )
     engine: str = setting(
-        "torch", help="torch, vllm, simulated or remote, which is a server that runs already"
+        "torch",
+        help="torch, vllm, simulated, or a server that runs already: remote takes tokens, openai takes the "
+        "bodies of clients",
     )
     model: str | None = setting(
         None, help="checkpoint directory; none means the toy model that ships with Kvasir"
@@ -208,13 +212,13 @@ class ReplicaConfig:
     )
 
     engine_url: str | None = setting(
-        None, help="the server that computes, such as http://127.0.0.1:8000; remote only"
+        None, help="the server that computes, such as http://127.0.0.1:8000; remote and openai only"
     )
     engine_key_file: str | None = setting(
-        None, help="file with the API key that the server asks for; remote only"
+        None, help="file with the API key that the server asks for; remote and openai only"
     )
     engine_model: str | None = setting(
-        None, help="name under which the server has the model; none means its first; remote only"
+        None, help="name under which the server has the model; none means its first; remote and openai only"
     )
     engine_rank: int | None = setting(
         None,
@@ -304,10 +308,10 @@ class ReplicaConfig:
             if getattr(self, name) and self.engine != "vllm":
                 raise SettingsError(f"setting {name} is for the engine vllm, not for {self.engine}")
         for name in ("engine_url", "engine_key_file", "engine_model", "engine_rank", "engine_endpoint"):
-            if getattr(self, name) is not None and self.engine != "remote":
+            if getattr(self, name) is not None and self.engine not in SERVERS:
                 raise SettingsError(f"setting {name} is for the engine remote, not for {self.engine}")
-        if self.engine == "remote":
-            self._check_remote()
+        if self.engine in SERVERS:
+            self._check_server()
         check_bounds(self)
         self._check_tiers()
         if not self.heartbeat_seconds * 2 <= self.lease_seconds:
@@ -320,7 +324,7 @@ class ReplicaConfig:
         check_log_settings(self.log_format, self.log_level)
         check_trace_settings(self.otlp_endpoint, self.trace_sample_ratio)
 
-    def _check_remote(self) -> None:
+    def _check_server(self) -> None:
         if self.engine_url is None or not self.engine_url.startswith(("http://", "https://")):
             raise SettingsError("setting engine_url is needed, such as http://127.0.0.1:8000")
         if self.engine_endpoint is not None:
@@ -328,9 +332,11 @@ class ReplicaConfig:
                 checked_address(self.engine_endpoint)
             except ValueError as error:
                 raise SettingsError(f"setting engine_endpoint: {error}") from error
-        for name in ("host_kv_bytes", "num_blocks", "kv_cache_bytes", "engine_process"):
+        foreign = ["host_kv_bytes", "kv_cache_bytes", "engine_process"]
+        foreign.append("num_blocks" if self.engine == "remote" else "engine_rank")
+        for name in foreign:
             if getattr(self, name):
-                raise SettingsError(f"setting {name} is not for the engine remote: its server decides")
+                raise SettingsError(f"setting {name} is not for the engine {self.engine}: its server decides")
 
     def _check_tiers(self) -> None:
         if self.disk_kv_bytes is not None and (self.kv_folder is None or self.host_kv_bytes is None):

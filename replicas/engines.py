@@ -43,6 +43,11 @@ def build_engine_here(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
 
         remote = RemoteEngine(config)
         return remote, remote.bundle()
+    if config.engine == "openai":
+        from replicas.openai_engine.engine import OpenAiEngine
+
+        server = OpenAiEngine(config)
+        return server, server.bundle()
     from replicas.torch_engine.engine import TorchEngine
 
     engine = TorchEngine(config)

@@ -17,7 +17,7 @@ from replicas.checkpoints.model_config import (
 )
 from replicas.checkpoints.tokenizer import read_tokenizer
 from replicas.checkpoints.weights import tokenizer_bundle, weight_files
-from replicas.config import ReplicaConfig
+from replicas.config import SERVERS, ReplicaConfig
 from replicas.engines import check_simulation, check_vllm_is_here
 from replicas.errors import StartupError
 from replicas.toy_model import checkpoint_directory
@@ -51,7 +51,7 @@ def _check_files(config: ReplicaConfig, directory: Path) -> None:
         raise CheckpointError(f"there is no checkpoint directory {directory}")
     if config.engine == "vllm":
         read_json(directory / "config.json")
-    elif config.engine == "remote":
+    elif config.engine in SERVERS:
         read_text_sizes(directory)
         return
     elif config.engine == "simulated":
@@ -62,9 +62,11 @@ def _check_files(config: ReplicaConfig, directory: Path) -> None:
 
 
 def _check(config: ReplicaConfig, directory: Path) -> None:
+    if config.engine == "openai" and config.model is None:  # each byte is a token
+        return
     if config.engine == "vllm":
         _check_for_vllm(config, directory)
-    elif config.engine == "remote":
+    elif config.engine in SERVERS:
         read_text_sizes(directory)
     elif config.engine == "simulated":
         check_simulation(config)

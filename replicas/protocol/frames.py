@@ -43,6 +43,8 @@ MAX_DELTAS_PER_FRAME = 4096
 """This many deltas stay under a few MiB even with twenty logprobs each."""
 
 MAX_USER_TAG_BYTES = 16
+MAX_BODY_BYTES = 48 * 2**20
+"""Longest body of a client in a submit, and piece of an answer in a delta."""
 MAX_LISTED = 1 << 20
 """Entries of any list in a submit, and tokens in a delta."""
 
@@ -86,6 +88,14 @@ class RefusalCode(enum.StrEnum):
     """The whole engine, and with it every request there."""
     MEDIA_MISSING = "media_missing"
     """An image that the prompt refers to is missing or forgotten; send it and the request again."""
+
+
+class BodyForm(enum.StrEnum):
+    """The form of a client's body, one for each path of OpenAI's and Anthropic's APIs."""
+
+    CHAT = "chat"
+    COMPLETION = "completion"
+    MESSAGES = "messages"
 
 
 class SamplingParams(Struct, frozen=True, omit_defaults=True):
@@ -136,6 +146,8 @@ class Submit(Struct, frozen=True, omit_defaults=True):
     - `pull`: a peer with more of the prompt, if reading it there should be sooner than computing it.
     - `request_id`: the client's request, for logs. `trace_parent`, `trace_state`: as W3C's headers. These
       three change nothing.
+    - `body`: the client's, of the form `body_form`, for a replica whose card `takes_bodies`; its answer is
+      not resumed elsewhere.
 
     Raises ValueError for torn tokens, and for more announced blocks than tokens.
     """
@@ -168,6 +180,8 @@ class Submit(Struct, frozen=True, omit_defaults=True):
     request_id: str = ""
     trace_parent: str = ""
     trace_state: str = ""
+    body: Annotated[bytes, Meta(max_length=MAX_BODY_BYTES)] = b""
+    body_form: BodyForm | None = None
 
     def __post_init__(self) -> None:
         if len(self.packed_tokens) % 4:
@@ -264,7 +278,9 @@ class Refusal(Struct, frozen=True):
 class TokenDelta(Struct, frozen=True, array_like=True):
     """One engine step's output for one choice. A delta with a `finish_reason` is the choice's last.
 
-    `usage` comes with the first delta of each choice. `refusal` comes with FinishReason.ERROR only.
+    `usage` comes with the first delta of each choice. `refusal` comes with FinishReason.ERROR only. `body` is
+    more of the answer to a submit with a body, in whole events if it streams; its tokens are then only
+    counted, and all are 0.
     """
 
     key: RequestKey
@@ -273,6 +289,7 @@ class TokenDelta(Struct, frozen=True, array_like=True):
     usage: PromptUsage | None = None
     logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_LISTED)] | None = None
     refusal: Refusal | None = None
+    body: Annotated[bytes, Meta(max_length=MAX_BODY_BYTES)] | None = None
 
 
 class LoadSnapshot(Struct, frozen=True, omit_defaults=True):

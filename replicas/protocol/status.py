@@ -70,6 +70,9 @@ class ModelCard:
 
     `endpoint` is the host:port of the server beside the replica, which gateways may send requests to by
     themselves, and `endpoint_rank` its data-parallel rank there; empty if there is none.
+
+    `takes_bodies`: its server takes a client's body instead of tokens, in these forms (`BodyForm`);
+    the tokens of a submit then only say what the server is expected to have cached.
     """
 
     name: str
@@ -93,6 +96,7 @@ class ModelCard:
     retention_interval: int = 0
     endpoint: str = ""
     endpoint_rank: Uint32 | None = None
+    takes_bodies: tuple[str, ...] = ()
 
     @property
     def num_cache_tokens(self) -> int:

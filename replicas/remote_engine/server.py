@@ -37,6 +37,8 @@ MOST_ERROR_BYTES = 4096
 MOST_LINE_BYTES = 2**20
 """Longest event of a stream, beside its prompt, which servers repeat in the first."""
 
+EVENT_STREAM = "text/event-stream"
+
 _TOKEN_BYTES = 12
 """Length of one token id of the prompt, as text."""
 
@@ -71,7 +73,8 @@ class NotThere(StartupError):
     """The server does not know this path."""
 
 
-Tell = Callable[[Piece | Ended | Looked | Unreachable], None]
+Tell = Callable[[Any], None]
+"""Takes what comes: Piece, Ended, Looked or Unreachable."""
 
 
 class Server:
@@ -107,12 +110,12 @@ class Server:
         content: bytes = answer.content
         return content
 
-    def wait(self, deadline: float) -> None:
+    def wait(self, deadline: float, path: str = "/health") -> None:
         """Return when the server answers. Raises StartupError at the deadline of the monotonic clock."""
         has_said = False
         while True:
             try:
-                self.ask("/health")
+                self.ask(path)
                 return
             except StartupError as error:
                 if time.monotonic() > deadline:
@@ -127,7 +130,7 @@ class Server:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, name: str, body: Mapping[str, Any]) -> None:
+    def submit(self, name: str, body: Any) -> None:
         self._loop.call_soon_threadsafe(self._begin, name, body)
 
     def abort(self, name: str) -> None:
@@ -165,7 +168,7 @@ class Server:
             self._loop.run_until_complete(self._http.aclose())
             self._loop.close()
 
-    def _begin(self, name: str, body: Mapping[str, Any]) -> None:
+    def _begin(self, name: str, body: Any) -> None:
         task = self._tasks[name] = self._loop.create_task(self._stream(name, body))
         task.add_done_callback(lambda _: self._tasks.pop(name, None))
 
@@ -185,7 +188,7 @@ class Server:
                 self._tell(Unreachable(repr(error), is_refused=False))
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _stream(self, name: str, body: Mapping[str, Any]) -> None:
+    async def _stream(self, name: str, body: Any) -> None:
         refusal: Refusal | None = None
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS, write=30.0)
         longest = MOST_LINE_BYTES + _TOKEN_BYTES * len(body["prompt"])
@@ -201,9 +204,9 @@ class Server:
             refusal = Refusal(RefusalCode.INTERNAL, f"the server's answer breaks off: {error!r}")
         self._tell(Ended(name, refusal))
 
-    async def _refusal(self, answer: httpx.Response) -> Refusal | None:
-        kind = answer.headers.get("content-type", "")
-        if answer.status_code == 200 and kind.startswith("text/event-stream"):
+    async def _refusal(self, answer: httpx.Response, kind: str = EVENT_STREAM) -> Refusal | None:
+        """None for an answer of this content type."""
+        if answer.status_code == 200 and answer.headers.get("content-type", "").startswith(kind):
             return None
         content = b""
         with suppress(httpx.HTTPError):
@@ -212,7 +215,7 @@ class Server:
                 if len(content) > MOST_ERROR_BYTES:
                     break
         sentence = f"the server answers {answer.status_code}: {_said(content)}"
-        if answer.status_code == 400:
+        if answer.status_code in (400, 413, 422):
             return Refusal(RefusalCode.INVALID_REQUEST, sentence)
         is_full = answer.status_code in (429, 503)
         return Refusal(RefusalCode.OVERLOADED if is_full else RefusalCode.INTERNAL, sentence)

@@ -238,6 +238,7 @@ class ReplicaServer:
                     delta.usage,
                     delta.logprobs,
                     delta.refusal,
+                    delta.body,
                 )
             )
             if delta.finish_reason is not None:

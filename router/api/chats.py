@@ -6,6 +6,7 @@ and an answer is written is given.
 
 from collections.abc import Callable
 
+from replicas.protocol.frames import BodyForm
 from router.answers.parser import AnswerParser, new_parser
 from router.answers.wishes import ToolMode
 from router.api.api_request import AnswerWriter, ApiRequest, OutputWishes, Prepare, Prompt, make_prompt
@@ -14,6 +15,7 @@ from router.api.context import ApiContext
 from router.api.prepare import PreparedChat, prepared_chat
 from router.api.prepare_in_worker import received_chat
 from router.api.prepare_on_loop import OnLoop
+from router.api.relayed import relay
 from router.api.sampling import TokenRules, sampling_params
 from router.errors import about_model
 from router.large_bodies.body_weight import is_light_chat
@@ -35,6 +37,10 @@ def prepare_chats(kind: str, new_writer: NewWriter) -> Prepare:
         context.unknown_fields.count(kind, request.unknown_fields)
         with about_model(request.model):
             model = context.catalog.get(request.model).bounded(asked.caller.max_context)
+            if model.card.takes_bodies:
+                _fill(context, asked, model, prepared, new_writer)
+                relay(context, asked, model, BodyForm(kind))
+                return
             for hook in context.hooks.encoded:
                 prepared = await hook(asked, model, prepared)
             _fill(context, asked, model, prepared, new_writer)

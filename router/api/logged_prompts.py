@@ -47,6 +47,7 @@ class _Window(NamedTuple):
     vocab_size: int
     eos_token_ids: Sequence[int]
     image_rule: str = ""
+    takes_bodies: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

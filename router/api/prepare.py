@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from replicas.protocol.frames import BodyForm
 from router.answers.formats import AnswerFormat
 from router.answers.grammar_check import ANY_TEXT, NO_GRAMMAR, CheckedGrammar, WishedGrammar
 from router.answers.grammars import grammar_for
@@ -103,6 +104,7 @@ async def prepared_chat(site: Site, kind: str, body: bytes) -> PreparedChat:
     request = READERS[kind](body, site.max_choices)
     model = site.model(request.model, request.cache_salt)
     with about_model(request.model):
+        check_form(model, kind)
         chat = render_chat(model, request, is_bounded=site.is_bounded)
         token_ids = await site.encode(model, chat.text, request.messages_field, is_quoted=chat.is_quoted)
         wished = chat_grammar(model, request, starts_in_reasoning=chat.starts_in_reasoning)
@@ -120,9 +122,11 @@ async def prepared_completion(site: Site, body: bytes) -> PreparedCompletion:
     request = COMPLETION.without_hints(read)
     model = site.model(request.model, request.cache_salt)
     with about_model(request.model):
+        check_form(model, BodyForm.COMPLETION)
         check_completion(request, site.max_choices)
         sent = prompts_of(request.prompt, site.max_prompts)
-        wished = text_grammar(output_format_of(request, request.response_format))
+        output_format = output_format_of(request, request.response_format)
+        wished = text_grammar(None if model.card.takes_bodies else output_format)
         grammar = await site.check(wished, request.cache_salt) if wished.text else ANY_TEXT
         prompts: list[PreparedText] = []
         for prompt in sent:
@@ -146,8 +150,20 @@ async def _prepared_text(
     return PreparedText(kept_tokens(request, model, token_ids), echo_of(model, request, prompt))
 
 
+def check_form(model: TextModel, kind: str) -> None:
+    """Raises InvalidRequest where the model's server would be sent a body that it does not take."""
+    forms = model.card.takes_bodies
+    if forms and kind not in forms:
+        raise InvalidRequest(
+            f"The server of this model takes bodies of {' and '.join(forms)} only, and is sent them as they"
+            " are."
+        )
+
+
 def chat_grammar(model: TextModel, request: ChatRequest, *, starts_in_reasoning: bool) -> WishedGrammar:
     """Raises InvalidRequest for what contradicts itself."""
+    if model.card.takes_bodies:  # its server follows what the body says
+        return NO_GRAMMAR
     is_free = request.output_format is None and request.tool_choice.mode is not ToolMode.REQUIRED
     if (is_free and not request.tools) or request.only_prompt:  # nearly all of them
         return NO_GRAMMAR

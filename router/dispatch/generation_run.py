@@ -282,6 +282,8 @@ class GenerationRun:
         Raises the client's error when attempts or patience run out.
         """
         placement = self._placement
+        if self._visible and self._generation.submit.body:
+            raise placement.give_up(is_visible=True)
         if self._upload is not None:
             if not self._upload.task.done():
                 return LOOK_SECONDS

@@ -53,6 +53,7 @@ class ModelWindow(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...] = ()
     is_adapter: bool = False
     image_rule: str = ""
+    takes_bodies: tuple[str, ...] = ()
 
 
 class BodyJob(msgspec.Struct, frozen=True):

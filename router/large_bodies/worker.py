@@ -184,6 +184,7 @@ class Worker:
                 card.eos_token_ids,
                 name in adapters,
                 card.image_rule,
+                card.takes_bodies,
             )
         return found
 

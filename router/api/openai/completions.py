@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from replicas.protocol.frames import TokenLogprobs
+from replicas.protocol.frames import BodyForm, TokenLogprobs
 from router.answers.parts import Part, Text
 from router.api.answer_usage import AnswerUsage
 from router.api.api_request import ApiRequest, OutputWishes, Prompt, make_prompt
@@ -27,6 +27,7 @@ from router.api.openai.usage import OpenAiUsage, usage_of
 from router.api.prepare import PreparedCompletion, prepared_completion
 from router.api.prepare_in_worker import received_completion
 from router.api.prepare_on_loop import OnLoop
+from router.api.relayed import relay
 from router.api.sampling import TokenRules, sampling_params
 from router.api.sse import COMMENT, DONE, ChunkWriter
 from router.caller import Caller
@@ -49,6 +50,8 @@ async def prepare_completion(context: ApiContext, asked: ApiRequest) -> None:
         prompts = await _make_prompts(context, asked.caller, model, prepared)
     asked.writer = _CompletionWriter(context, request, model, prompts)
     asked.model, asked.prompts, asked.stream = model, prompts, bool(request.stream)
+    if model.card.takes_bodies:
+        relay(context, asked, model, BodyForm.COMPLETION)
 
 
 async def _prepared(context: ApiContext, asked: ApiRequest) -> PreparedCompletion:

@@ -28,7 +28,10 @@ def test_stopped_is_the_end_and_every_other_state_leads_to_it() -> None:
 @pytest.mark.parametrize("name", [field.name for field in fields(ModelCard)])
 def test_the_digest_changes_with_every_field_of_the_card(name: str) -> None:
     value = getattr(CARD, name)
-    other = (*value, 3) if isinstance(value, tuple) else value + (1 if isinstance(value, int) else "x")
+    if isinstance(value, tuple):
+        other: object = (*value, 3)
+    else:
+        other = value + "x" if isinstance(value, str) else (value or 0) + 1
     assert replace(CARD, **{name: other}).digest() != CARD.digest()
 
 

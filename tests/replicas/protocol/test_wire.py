@@ -157,6 +157,7 @@ WHOLE: Special = {
     (frames.Submit, "announced_hashes"): ONE_HASH,
     (frames.Submit, "announced_points"): ONE_HASH,
     **{(ModelCard, name): st.just(32) for name in ("block_size", "peek_tokens")},
+    (ModelCard, "endpoint"): st.sampled_from(["10.0.0.1:80", "[::1]:9"]),
     str: NAMES,
 }
 """What `filled` cannot know: there are not more announced blocks than tokens, and other bounds."""

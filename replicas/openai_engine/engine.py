@@ -1,0 +1,312 @@
+"""OpenAiEngine: a server that takes bodies behind the Engine protocol.
+
+Owns the requests that are at the server, by name, and what has come since the last step. HTTP has a thread of
+its own, which only appends; everything else happens in the engine's thread.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from replicas.checkpoints.model_config import read_text_sizes
+from replicas.checkpoints.weights import tokenizer_bundle
+from replicas.config import ReplicaConfig
+from replicas.engine import EngineRequest, RequestRefused, SharedKv
+from replicas.errors import EngineDied, StartupError
+from replicas.kvstore.leasing.lease_outcome import without_tiers
+from replicas.kvstore.rate import DECAY, Rate
+from replicas.openai_engine.bodies import Read, body_to_send
+from replicas.openai_engine.byte_text import NUM_BYTES, byte_bundle
+from replicas.openai_engine.upstream import Alive, Answered, BodyPiece, BodyServer
+from replicas.protocol.blocks import BlockHash, hash_blocks
+from replicas.protocol.events import CacheEvent
+from replicas.protocol.frames import (
+    FinishReason,
+    LoadSnapshot,
+    PromptUsage,
+    Refusal,
+    RefusalCode,
+    RequestKey,
+    StepFrame,
+    TokenDelta,
+)
+from replicas.protocol.hand_overs import StoreQuestion
+from replicas.protocol.media import ImageQuery
+from replicas.protocol.status import ModelCard, TokenizerBundle
+from replicas.remote_engine.believed import BelievedResidency
+from replicas.remote_engine.facts import declared_fingerprint
+from replicas.remote_engine.server import Ended, Unreachable, read_key
+
+BLOCK_SIZE = 64
+NUM_BLOCKS = 8192
+"""Unless a setting says otherwise: a server does not tell how much it keeps."""
+UNTOLD_CONTEXT = 2**20
+"""For a server that does not tell its context: it refuses longer prompts by itself."""
+MOST_BYTES_PER_TOKEN = 32
+"""No prompt that fits has more."""
+
+News = BodyPiece | Answered | Ended | Alive | Unreachable
+
+
+class ServedName(NamedTuple):
+    name: str
+    context_length: int | None
+
+
+def read_served_name(text: bytes, wanted: str | None) -> ServedName:
+    """Parse `/v1/models`; `wanted` None takes the first model. The context is vLLM's field, or llama.cpp's;
+    None is not told. Raises StartupError."""
+    try:
+        entries = {str(entry["id"]): entry for entry in json.loads(text)["data"]}
+        name = next(iter(entries)) if wanted is None else wanted
+        if name not in entries:
+            raise StartupError(f"the server has no model {name}; it has {', '.join(entries)}")
+        entry = entries[name]
+        context = entry.get("max_model_len") or (entry.get("meta") or {}).get("n_ctx")
+        return ServedName(name, None if context is None else int(context))
+    except (ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
+        raise StartupError(f"the server's list of models cannot be read: {error!r}") from error
+
+
+@dataclass(slots=True)
+class _Live:
+    request: EngineRequest
+    submitted_at: float = field(default_factory=time.monotonic)
+    first_at: float = 0.0
+    last_at: float = 0.0
+    num_output_tokens: int = 0
+    chain: list[BlockHash] = field(default_factory=list)
+    num_believed: int = 0
+    """Blocks of the chain that the server was believed to hold before it began."""
+
+    @property
+    def num_expected_tokens(self) -> int:
+        return self.request.submit.num_expected_tokens or len(self.request.token_ids)
+
+
+class OpenAiEngine:
+    """Raises CheckpointError, SettingsError or StartupError. Waits for the server to answer."""
+
+    def __init__(self, config: ReplicaConfig) -> None:
+        assert config.engine_url is not None
+        self._news: deque[News] = deque()
+        self._is_woken = False
+        self._wake: Callable[[], None] | None = None
+        self._server = BodyServer(
+            config.engine_url, key=read_key(config.engine_key_file), rank=None, tell=self._tell
+        )
+        try:
+            self._attach(config, time.monotonic() + config.build_seconds)
+        except BaseException:
+            self._server.close()
+            raise
+
+    def _attach(self, config: ReplicaConfig, deadline: float) -> None:
+        self._server.wait(deadline, "/v1/models")
+        served = read_served_name(self._server.ask("/v1/models"), config.engine_model)
+        forms = self._server.forms(served.name)
+        if not forms:
+            raise StartupError(f"{self._server.url} takes no bodies of OpenAI's or Anthropic's forms")
+        directory = None if config.model is None else Path(config.model)
+        self._bundle = byte_bundle() if directory is None else tokenizer_bundle(directory)
+        context = served.context_length or UNTOLD_CONTEXT
+        if directory is None:
+            context *= MOST_BYTES_PER_TOKEN
+        self._served_name = served.name
+        self._card = ModelCard(
+            name=config.model_name or served.name,
+            fingerprint=declared_fingerprint(served.name, self._bundle.files),
+            engine="openai",
+            block_size=config.block_size or BLOCK_SIZE,
+            num_blocks=config.num_blocks or NUM_BLOCKS,
+            context_length=min(context, config.context_length or context),
+            vocab_size=NUM_BYTES if directory is None else read_text_sizes(directory).vocab_size,
+            max_running=config.max_running,
+            takes_published=False,
+            takes_bodies=forms,
+        )
+        self._max_waiting, self._hang_seconds = config.max_waiting, config.engine_hang_seconds
+        self._live: dict[str, _Live] = {}
+        self._ready: list[TokenDelta] = []
+        self._events: list[CacheEvent] = []
+        self._started: list[RequestKey] = []
+        self._prefill, self._decode_seconds, self._last_first_at = Rate(), 0.0, 0.0
+        self._residency = BelievedResidency(self._card.block_size, self._card.num_blocks)
+        self._seen_at = time.monotonic()
+        self._server.start()
+
+    @property
+    def card(self) -> ModelCard:
+        return self._card
+
+    @property
+    def shared_kv(self) -> SharedKv | None:
+        return None
+
+    def bundle(self) -> TokenizerBundle:
+        return self._bundle
+
+    def begin(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        wake()
+
+    def add(self, request: EngineRequest) -> None:
+        submit = request.submit
+        if not submit.body or submit.body_form not in self._card.takes_bodies:
+            raise RequestRefused(RefusalCode.INVALID_REQUEST, "the server takes a client's body, not tokens")
+        if sum(not live.first_at for live in self._live.values()) >= self._max_waiting:
+            raise RequestRefused(RefusalCode.OVERLOADED, f"{self._max_waiting} requests wait already")
+        name = _name(request.key)
+        if name in self._live:
+            raise RequestRefused(RefusalCode.INVALID_REQUEST, f"{request.key} is already here")
+        try:
+            sent = body_to_send(submit.body_form, submit.body, self._served_name)
+        except ValueError as error:
+            raise RequestRefused(RefusalCode.INVALID_REQUEST, f"the body cannot be read: {error}") from error
+        self._live[name] = _Live(request)
+        self._server.submit(name, sent)
+
+    def abort(self, key: RequestKey) -> None:
+        if self._live.pop(_name(key), None) is not None:
+            self._server.abort(_name(key))
+
+    def ask_store(self, question: StoreQuestion) -> None:
+        """It has none."""
+
+    def take_media(self, question: ImageQuery) -> None:
+        """Its card has no rule for images."""
+
+    def has_work(self) -> bool:
+        return bool(self._news)
+
+    def step(self) -> StepFrame:
+        """Raises EngineDied once the server is gone or hangs."""
+        self._is_woken = False
+        while self._news:
+            news = self._news.popleft()
+            match news:
+                case BodyPiece():
+                    self._take(news)
+                case Answered():
+                    self._end(news)
+                case Ended():
+                    self._fail(news)
+                case Alive():
+                    self._seen_at = time.monotonic()
+                case Unreachable():
+                    self._miss(news)
+        deltas, self._ready = self._ready, []
+        events, self._events = self._events, []
+        started, self._started = self._started, []
+        return StepFrame(deltas, events, self._load(), started=started)
+
+    def reset_prefix_cache(self) -> bool:
+        return not self._live
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _tell(self, news: News) -> None:
+        """In the thread of HTTP."""
+        self._news.append(news)
+        if not self._is_woken:  # `step` resets it before it looks, so nothing stays unseen
+            self._is_woken = True
+            if self._wake is not None:
+                self._wake()
+
+    def _take(self, piece: BodyPiece) -> None:
+        live = self._live.get(piece.name)
+        if live is not None:
+            self._time(live, piece.at)
+            live.num_output_tokens += piece.num_tokens
+            token_ids = (0,) * piece.num_tokens
+            self._ready.append(TokenDelta(live.request.key, token_ids, body=piece.content))
+
+    def _end(self, answered: Answered) -> None:
+        live = self._live.pop(answered.name, None)
+        if live is None:
+            return
+        read = answered.read
+        num_untold = max(0, (read.num_output_tokens or 0) - live.num_output_tokens)
+        self._ready.append(
+            TokenDelta(
+                live.request.key,
+                (0,) * num_untold,
+                finish_reason=read.finish,
+                usage=self._usage_of(live, read),
+            )
+        )
+
+    def _fail(self, ended: Ended) -> None:
+        live = self._live.pop(ended.name, None)
+        if live is not None:
+            refusal = ended.refusal or Refusal(RefusalCode.INTERNAL, "the server's answer has no end")
+            delta = TokenDelta(live.request.key, finish_reason=FinishReason.ERROR, refusal=refusal)
+            self._ready.append(delta)
+
+    def _is_computed(self, live: _Live) -> None:
+        """The server has the blocks of a prompt."""
+        submit = live.request.submit
+        live.chain = hash_blocks(submit.root, live.request.token_ids, self._card.block_size)
+        live.num_believed = self._residency.num_leading(live.chain)
+        self._events += self._residency.computed(live.chain, len(live.chain), submit.user)
+
+    def _usage_of(self, live: _Live, read: Read) -> PromptUsage:
+        """In tokens of ours, of which the prompt may have another number than of the server's."""
+        request, size = live.request, self._card.block_size
+        num_tokens, num_cached = len(request.token_ids), None
+        if read.num_cached_tokens is not None and read.num_prompt_tokens:
+            share = min(1.0, max(0, read.num_cached_tokens) / read.num_prompt_tokens)
+            num_cached = int(share * num_tokens)
+        chain, user = live.chain, request.submit.user
+        if num_cached is not None and num_cached // size < min(live.num_believed, (num_tokens - 1) // size):
+            self._events += self._residency.corrected(chain, num_cached // size, user)
+        num_computed = num_tokens - (num_cached or 0)
+        if live.first_at:
+            self._prefill.observe(max(1, num_computed), max(0.0, live.first_at - live.submitted_at))
+        return PromptUsage(
+            num_prompt_tokens=num_tokens,
+            num_cached_tokens=num_cached,
+            num_written_tokens=0 if num_cached is None else max(0, num_tokens // size * size - num_cached),
+            leases=without_tiers(request.submit.leases).answers,
+        )
+
+    def _time(self, live: _Live, now: float) -> None:
+        """Measure: a prompt from when the server could begin it to its first piece; then each piece."""
+        if not live.first_at:
+            live.submitted_at = max(live.submitted_at, self._last_first_at)
+            live.first_at = live.last_at = self._last_first_at = now
+            self._started.append(live.request.key)
+            self._is_computed(live)
+            return
+        seconds, live.last_at = now - live.last_at, now
+        self._decode_seconds = DECAY * (self._decode_seconds or seconds) + (1 - DECAY) * seconds
+
+    def _miss(self, news: Unreachable) -> None:
+        if news.is_refused:
+            raise EngineDied(f"the server is gone: {news.reason}")
+        if time.monotonic() - self._seen_at > self._hang_seconds:
+            raise EngineDied(f"the server has not answered for {self._hang_seconds:g} s: {news.reason}")
+
+    def _load(self) -> LoadSnapshot:
+        waiting = [live for live in self._live.values() if not live.first_at]
+        running = [live for live in self._live.values() if live.first_at]
+        return LoadSnapshot(
+            num_running=len(running),
+            num_waiting=len(waiting),
+            num_pending_tokens=sum(live.num_expected_tokens for live in waiting),
+            num_context_tokens=sum(len(live.request.token_ids) + live.num_output_tokens for live in running),
+            num_cached_blocks=self._residency.num_copies,
+            num_total_blocks=self._card.num_blocks,
+            prefill_seconds_per_token=self._prefill.seconds_per_unit or 0.0,
+            decode_step_seconds=self._decode_seconds,
+            is_predicted=True,
+        )
+
+
+def _name(key: RequestKey) -> str:
+    return f"{key.number}-{key.choice}"

@@ -1,0 +1,87 @@
+"""Relayed answers: of servers that take a client's body as it is and answer in its form.
+
+Owns both ends: the body in the submit, and the server's bytes on their way to the client. What the answer
+says is not read here; its tokens are only counted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from replicas.protocol.frames import MAX_BODY_BYTES, BodyForm, TokenDelta, TokenLogprobs
+from router.answers.parts import Part, Text
+from router.api.answer_usage import AnswerUsage
+from router.api.api_request import ApiRequest, Prompt
+from router.api.choice_output import ChoiceOutput
+from router.api.context import ApiContext
+from router.api.sse import COMMENT
+from router.errors import InvalidRequest
+from router.prompt.catalog import ServedModel
+
+_MORE = Text("")
+"""Says that a server has written more."""
+
+
+def relay(context: ApiContext, asked: ApiRequest, model: ServedModel, form: BodyForm) -> None:
+    """Have a prepared request's only prompt answered to its body. Raises InvalidRequest."""
+    if len(asked.prompts) > 1:
+        raise InvalidRequest("The server of this model takes one prompt at a time.", parameter="prompt")
+    if len(asked.body) > MAX_BODY_BYTES:
+        raise InvalidRequest(f"The server of this model is sent bodies of up to {MAX_BODY_BYTES} bytes.")
+    (prompt,) = asked.prompts
+    submit = msgspec.structs.replace(prompt.generation.submit, num_choices=1, body=asked.body, body_form=form)
+    prompt.generation = replace(prompt.generation, submit=submit)
+    output = RelayedOutput(model)
+    prompt.outputs = [output]
+    asked.writer = _RelayWriter(context.new_id("relay-"), output)
+
+
+class RelayedOutput(ChoiceOutput):
+    """All choices of an answer, as its server writes them. What was added is waiting until it is taken."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self, model: ServedModel) -> None:
+        super().__init__(model.tokenizer.new_detokenizer(frozenset()), frozenset(), is_kept=False)
+        self._pieces: list[bytes] = []
+
+    def hold(self, delta: TokenDelta) -> None:
+        self.add(delta)
+
+    def add(self, delta: TokenDelta) -> Sequence[Part]:
+        self.num_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason.value
+        if not delta.body:
+            return ()
+        self._pieces.append(delta.body)
+        return (_MORE,)
+
+    def take(self) -> bytes:
+        body = b"".join(self._pieces)
+        self._pieces.clear()
+        return body
+
+
+class _RelayWriter:
+    keep_alive = COMMENT
+
+    def __init__(self, answer_id: str, output: RelayedOutput) -> None:
+        self.answer_id = answer_id
+        self._output = output
+
+    def open(self, prompt: Prompt, choice: int) -> bytes:
+        return b""
+
+    def part(self, prompt: Prompt, choice: int, part: Part, logprobs: Sequence[TokenLogprobs]) -> bytes:
+        return self._output.take()
+
+    def close(self, prompt: Prompt, choice: int) -> bytes:
+        return b""
+
+    def end(self, usage: AnswerUsage) -> bytes:
+        return b""
+
+    def whole(self, usage: AnswerUsage) -> bytes:
+        return self._output.take()

@@ -1,0 +1,205 @@
+"""A server of bodies as an engine: what it serves, and what becomes of each of its faults."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from replicas.config import ReplicaConfig
+from replicas.engine import RequestRefused
+from replicas.errors import EngineDied, StartupError
+from replicas.openai_engine.engine import OpenAiEngine, read_served_name
+from replicas.process.settings import SettingsError
+from replicas.protocol.blocks import hash_blocks
+from replicas.protocol.frames import BodyForm, FinishReason, RefusalCode, RequestKey, TokenDelta
+from tests.replicas.builders import ROOT, EventBalance, engine_request
+from tests.replicas.openai_engine.text_server import TextServer
+
+WAIT_SECONDS = 60.0
+"""For one thing, on a busy machine."""
+
+WORDS = " ".join(f"w{number}" for number in range(100))
+
+
+def config(server: TextServer, **settings: Any) -> ReplicaConfig:
+    defaults = {"engine_url": server.url, "engine_hang_seconds": 1.0, "build_seconds": 20.0}
+    return ReplicaConfig(engine="openai", **{**defaults, **settings})
+
+
+def chat(text: str = WORDS, **fields: Any) -> bytes:
+    body = {"model": "wordy", "messages": [{"role": "user", "content": text}], "max_tokens": 4, **fields}
+    return json.dumps(body).encode()
+
+
+class Driven:
+    """An engine that has begun, and what it has said. The tokens of a body are its bytes."""
+
+    def __init__(self, engine: OpenAiEngine) -> None:
+        self.engine = engine
+        self.deltas: dict[RequestKey, list[TokenDelta]] = {}
+        self.balance = EventBalance()
+        self._serial = 0
+
+    def add(self, body: bytes, form: BodyForm = BodyForm.CHAT) -> RequestKey:
+        self._serial += 1
+        request = engine_request(list(body), serial=self._serial, body=body, body_form=form)
+        self.engine.add(request)
+        self.deltas[request.key] = []
+        return request.key
+
+    def step_until(self, is_so: Callable[[], bool]) -> None:
+        ends_at = time.monotonic() + WAIT_SECONDS
+        while not is_so():
+            assert time.monotonic() < ends_at
+            time.sleep(0.005)
+            frame = self.engine.step()
+            self.balance.apply(frame.events)
+            for delta in frame.deltas:
+                self.deltas[delta.key].append(delta)
+
+    def finish(self, key: RequestKey) -> TokenDelta:
+        self.step_until(lambda: bool(self.deltas[key]) and self.deltas[key][-1].finish_reason is not None)
+        return self.deltas[key][-1]
+
+    def body(self, key: RequestKey) -> bytes:
+        return b"".join(delta.body or b"" for delta in self.deltas[key])
+
+    def num_tokens(self, key: RequestKey) -> int:
+        return sum(len(delta.token_ids) for delta in self.deltas[key])
+
+
+@pytest.fixture
+def driven(server: TextServer) -> Iterator[Driven]:
+    engine = OpenAiEngine(config(server))
+    engine.begin(lambda: None)
+    yield Driven(engine)
+    engine.close()
+
+
+def test_the_card_says_which_bodies_the_server_takes(driven: Driven) -> None:
+    card = driven.engine.card
+    assert (card.name, card.engine, card.vocab_size) == ("wordy", "openai", 256)
+    assert card.takes_bodies == (BodyForm.CHAT, BodyForm.MESSAGES)  # it answers 404 to completions
+    assert not card.takes_published
+
+
+def test_an_answer_passes_as_it_is(driven: Driven, server: TextServer) -> None:
+    body = chat()
+    key = driven.add(body)
+    last = driven.finish(key)
+    assert server.bodies == [body]
+    answer = json.loads(driven.body(key))
+    assert (answer["id"], answer["odd"]) == ("theirs", [1, 2.5])
+    assert driven.num_tokens(key) == 4
+    assert last.finish_reason is FinishReason.STOP and last.usage is not None
+    assert (last.usage.num_prompt_tokens, last.usage.num_cached_tokens) == (len(body), 0)
+
+
+def test_a_stream_comes_in_whole_events_without_the_usage_that_nobody_asked_for(driven: Driven) -> None:
+    key = driven.add(chat(stream=True, max_tokens=5))
+    last = driven.finish(key)
+    assert last.finish_reason is FinishReason.LENGTH
+    stream = driven.body(key)
+    assert b'"usage"' not in stream and stream.endswith(b"data: [DONE]\n\n")
+    assert all((delta.body or b"\n\n").endswith(b"\n\n") for delta in driven.deltas[key])
+    assert driven.num_tokens(key) >= 5
+
+    asked = driven.add(chat(stream=True, stream_options={"include_usage": True}))
+    driven.finish(asked)
+    assert b'"usage"' in driven.body(asked)
+
+
+def test_what_was_sent_is_believed_and_what_the_server_says_corrects_it(
+    driven: Driven, server: TextServer
+) -> None:
+    body = chat()
+    size = driven.engine.card.block_size
+    driven.finish(driven.add(body))
+    driven.step_until(lambda: not driven.engine.has_work())
+    hashes = hash_blocks(ROOT, list(body), size)
+    assert set(driven.balance.held) == set(hashes)
+    again = driven.finish(driven.add(body))
+    assert again.usage is not None
+    assert 0.9 * len(body) < (again.usage.num_cached_tokens or 0) < len(body)
+
+    server.forget()
+    gone = driven.finish(driven.add(chat(WORDS + " and more")))
+    assert gone.usage is not None and gone.usage.num_cached_tokens == 0
+
+
+def test_unknown_is_not_nothing(driven: Driven, server: TextServer) -> None:
+    server.tells_cached = False
+    last = driven.finish(driven.add(chat()))
+    assert last.usage is not None and last.usage.num_cached_tokens is None
+
+
+def test_anthropics_bodies(driven: Driven) -> None:
+    key = driven.add(chat(), BodyForm.MESSAGES)
+    last = driven.finish(key)
+    assert json.loads(driven.body(key))["content"] == [{"type": "text", "text": "hello"}]
+    assert last.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        ("answers HTML", RefusalCode.INTERNAL, "answers 200"),
+        ("redirects", RefusalCode.INTERNAL, "answers 307"),
+        ("is full", RefusalCode.OVERLOADED, "no slot is free"),
+        ("refuses", RefusalCode.INVALID_REQUEST, "audio is not understood"),
+        ("breaks off", RefusalCode.INTERNAL, "has no end"),
+    ],
+)
+def test_a_fault_ends_its_request_alone(
+    driven: Driven, server: TextServer, fault: str, code: RefusalCode, words: str
+) -> None:
+    server.fault = fault
+    last = driven.finish(driven.add(chat(stream=True)))
+    assert last.finish_reason is FinishReason.ERROR and last.refusal is not None
+    assert last.refusal.code is code
+    assert words in last.refusal.message
+    server.fault = ""
+    assert driven.finish(driven.add(chat())).finish_reason is FinishReason.STOP
+
+
+def test_an_aborted_request_is_ended_at_the_server(driven: Driven, server: TextServer) -> None:
+    server.fault = "stalls"
+    key = driven.add(chat(stream=True))
+    driven.step_until(lambda: bool(driven.deltas[key]))
+    assert server.num_open == 1
+    driven.engine.abort(key)
+    driven.step_until(lambda: server.num_open == 0)
+    assert driven.engine.step().load.num_running == 0
+
+
+def test_a_server_that_hangs_ends_its_replica(driven: Driven, server: TextServer) -> None:
+    server.fault = "hangs"
+    with pytest.raises(EngineDied, match="has not answered"):
+        driven.step_until(lambda: False)
+
+
+def test_tokens_without_a_body_are_refused(driven: Driven) -> None:
+    with pytest.raises(RequestRefused, match="a client's body"):
+        driven.engine.add(engine_request([1, 2, 3]))
+    with pytest.raises(RequestRefused, match="a client's body"):
+        driven.add(chat(), BodyForm.COMPLETION)
+
+
+def test_a_models_name_that_the_server_lacks(server: TextServer) -> None:
+    with pytest.raises(StartupError, match="no model other; it has wordy"):
+        OpenAiEngine(config(server, engine_model="other"))
+
+
+@pytest.mark.parametrize("text", [b"", b"<html>", b'{"data": []}', b'{"data": [{"name": 1}]}', b"[]"])
+def test_lists_of_models_that_are_none(text: bytes) -> None:
+    with pytest.raises(StartupError, match="cannot be read"):
+        read_served_name(text, None)
+
+
+def test_settings_that_are_not_its(server: TextServer) -> None:
+    with pytest.raises(SettingsError, match="engine_rank"):
+        config(server, engine_rank=1)
+    with pytest.raises(SettingsError, match="engine_url"):
+        ReplicaConfig(engine="openai")
