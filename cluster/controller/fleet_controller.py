@@ -61,6 +61,7 @@ class FleetController:
     def __init__(self, spec: FleetSpec, *, runs_itself: bool = False) -> None:
         kept_state = actors.recall() if runs_itself else None
         self._state = FleetState(spec) if kept_state is None else from_kept(kept_state)
+        self._wanted = self._state.wanted()
         _set_up_logs(self._spec)
         self._runs_itself = runs_itself
         self._tasks = asyncio.TaskGroup()
@@ -86,10 +87,6 @@ class FleetController:
     @property
     def _spec(self) -> FleetSpec:
         return self._state.spec
-
-    @property
-    def _wanted(self) -> FleetSpec:
-        return self._state.wanted()
 
     async def _run_or_die(self) -> None:
         try:
@@ -177,7 +174,7 @@ class FleetController:
             if name not in self._state.failures:
                 await self._keep(given_up(self._state, name, why))
                 await self._note(f"the rollout of pool {name} is given up, the old replicas stay: {why}")
-        for view in pool_views(self._state, self._replicas.lives()):
+        for view in pool_views(self._state, self._wanted, self._replicas.lives()):
             if view.is_settled and view.name in self._state.previous:
                 await self._keep(settled(self._state, view.name))
                 await self._note(f"pool {view.name} is rolled over to revision {view.revision}")
@@ -246,7 +243,7 @@ class FleetController:
             await asyncio.to_thread(actors.remember, to_kept(state))
         if state.spec.log_format != self._spec.log_format:
             _set_up_logs(state.spec)
-        self._state = state
+        self._state, self._wanted = state, state.wanted()
         if not self._stopping:
             self._servers.follow(state.spec.pools, state.found)
         self._wake.set()
@@ -265,7 +262,7 @@ class FleetController:
             replicas=self._replicas.views(),
             notes=notes,
             metrics_address=self._endpoint.address,
-            pools=pool_views(self._state, self._replicas.lives()),
+            pools=pool_views(self._state, self._wanted, self._replicas.lives()),
             redis_url=self._spec.redis_url,
             applied_revision=self._state.applied_revision,
             complaints=tuple(self._bulletin.complaints.values()),

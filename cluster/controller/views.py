@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.config import PoolSpec, base_name, member_of_id, pool_of_id
+from cluster.config import FleetSpec, PoolSpec, base_name, member_of_id, pool_of_id
 from cluster.controller.actors import ReplicaReport
 from cluster.controller.changes import FleetState
 from cluster.controller.replica_life import ReplicaLife
@@ -55,8 +55,8 @@ class FleetView:
     """Current problems of the controller itself."""
 
 
-def pool_views(state: FleetState, lives: Sequence[ReplicaLife]) -> tuple[PoolView, ...]:
-    wanted = state.wanted()
+def pool_views(state: FleetState, wanted: FleetSpec, lives: Sequence[ReplicaLife]) -> tuple[PoolView, ...]:
+    """`wanted` is that of `state`."""
     revisions = {member.name: member.revision for member in wanted.pools if member.num_replicas}
     return tuple(_pool_view(state, pool, revisions, lives) for pool in state.spec.pools)
 
