@@ -17,6 +17,10 @@ from replicas.process.settings import SettingsError, without_password
 from replicas.remote_engine.server import read_key
 
 ANSWER_SECONDS = 5.0
+
+AGAIN_SECONDS = 30.0
+"""Time until a server that has answered is asked again: one that is started anew may have other ranks."""
+
 MOST_COMPLAINTS = 3
 MOST_RANKS = 1024
 
@@ -95,4 +99,5 @@ class Asker:
             asked.failure = f"cannot be joined yet: {' '.join(str(error).split()) or repr(error)}"
             asked.ask_at = time.monotonic() + self._backoff.delay_seconds(asked.num_failures)
         else:
-            asked.ranks, asked.num_failures, asked.ask_at, asked.failure = ranks, 0, 0.0, None
+            asked.ranks, asked.num_failures, asked.failure = ranks, 0, None
+            asked.ask_at = time.monotonic() + AGAIN_SECONDS

@@ -57,7 +57,7 @@ class ServerWatch:
             while True:
                 try:
                     servers, complaint = await search.look()
-                    if servers != known and (servers or known):
+                    if servers != known:
                         await self._on_found(pool.name, servers)
                         known = servers
                 except Exception as error:  # of any kind: the next look may succeed

@@ -40,9 +40,26 @@ async def test_one_that_gives_no_answer_is_told_and_keeps_none_from_being_found(
         assert asker.complaint.startswith(f"{bad.url} cannot be joined yet: ")
         bad.answer = "{}"
         assert await asker.ask([bad.url, good.url]) == [FoundServer(bad.url), FoundServer(good.url)]
+        monkeypatch.setattr(asking, "AGAIN_SECONDS", 0.0)
         bad.answer = answer
         assert await asker.ask([bad.url]) == [FoundServer(bad.url)], "what it said before holds"
         assert asker.complaint is None
+        await asker.close()
+
+
+async def test_a_server_that_has_answered_is_asked_again_later_and_may_have_other_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    async with named_server() as server:
+        asker = Asker(None)
+        for second in (0.0, 2.0, 28.0, 31.0):
+            now = second
+            await asker.ask([server.url])
+        assert server.num_asked == 2
+        server.answer, now = '{"0": {}, "1": {}}', 62.0
+        assert await asker.ask([server.url]) == [FoundServer(server.url, 0), FoundServer(server.url, 1)]
         await asker.close()
 
 

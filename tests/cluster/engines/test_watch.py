@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cluster.config import FoundServer, PoolSpec
-from cluster.engines import finders
+from cluster.engines import asking, finders
 from cluster.engines.watch import ServerWatch
 from tests.cluster.engines.named_servers import named_server
 from tests.cluster.finding import finding
@@ -15,6 +15,7 @@ from tests.cluster.finding import finding
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finders, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(asking, "AGAIN_SECONDS", 0.0)
     monkeypatch.setattr(finders.FileFinder, "linger_seconds", 0.0)
 
 
