@@ -16,7 +16,14 @@ from loadtests.arguments import count, number, positive, rate, share
 from loadtests.reports.report import Slo
 from loadtests.simulation.curve import BACK_POINTS, back_after, curve_table, ideal_hits_of, left_hits_of
 from loadtests.simulation.jobs import Job, Source, load, run_all
-from loadtests.simulation.options import Delays, FleetOptions, parse_kill, parse_outage
+from loadtests.simulation.options import (
+    Autoscale,
+    Delays,
+    FleetOptions,
+    parse_autoscale,
+    parse_kill,
+    parse_outage,
+)
 from loadtests.simulation.perfect import PERFECT
 from loadtests.simulation.shape import ReplicaShape, TierShape
 from loadtests.simulation.summary import Summary, median, table, tenant_table
@@ -104,6 +111,13 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         default, flag = getattr(prices, name), "--" + name.replace("_", "-")
         add(flag, type=float, default=default, metavar="X", help=f"as the router's (default: {default:g})")
     add("--replicas", type=count, default=8, metavar="N", help="default: 8")
+    add(
+        "--autoscale",
+        type=_autoscale,
+        metavar="MIN:MAX:TOKENS[:SECONDS]",
+        help="as many replicas as prompt tokens wait, TOKENS for each; a new one is there after SECONDS "
+        "(default: as many as --replicas says; SECONDS: 60)",
+    )
     add("--routers", type=count, default=1, metavar="N", help="default: 1")
     add("--hardware", choices=TIMED_HARDWARE, default="h100-8b", help="default: h100-8b")
     add(
@@ -271,6 +285,8 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     seeds = arguments.seed or [1]
     if arguments.flood > 1 and arguments.tenants is None:
         raise ClusterError("--flood needs --tenants, one of which floods")
+    if arguments.autoscale is not None and arguments.sweep == "replicas":
+        raise ClusterError("--autoscale sets the number of replicas: it goes without --sweep replicas")
     if (arguments.sweep is None) != (arguments.values is None):
         raise ClusterError("--sweep and --values need each other")
     jobs = [
@@ -339,7 +355,8 @@ def _headline(
     shape = options.shape
     return (
         f"{workload.name}: {len(workload.requests)} requests in {workload.duration_seconds:.0f} s, "
-        f"{workload.num_input_tokens} prompt tokens; {options.num_replicas} replicas of {arguments.hardware} "
+        f"{workload.num_input_tokens} prompt tokens; {'' if options.autoscale is None else 'up to '}"
+        f"{options.num_replicas} replicas of {arguments.hardware} "
         f"with {shape.num_blocks} blocks of {shape.block_size} tokens; {options.num_routers} routers; "
         f"{len(seeds)} seeds."
     )
@@ -396,9 +413,7 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
     hardware = HARDWARE[arguments.hardware]
     max_batched_tokens = arguments.max_batched_tokens or hardware.max_batched_tokens
     capacity = int(swept.get("capacity", arguments.capacity or hardware.cache_tokens))
-    workload = load(source)
-    _check_window(arguments.window, workload)
-    block_size = workload.block_tokens
+    block_size = _within_windows(arguments.window, load(source)).block_tokens
     if capacity < block_size:
         raise ClusterError(f"a cache of {capacity} tokens holds no block of {block_size}")
     shape = ReplicaShape(
@@ -417,7 +432,7 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
     try:
         options = FleetOptions(
             shape,
-            num_replicas=int(swept.get("replicas", arguments.replicas)),
+            num_replicas=int(swept.get("replicas", _most_replicas(arguments))),
             num_routers=arguments.routers,
             policy=policy,
             parameters=CostParameters(room_price=arguments.room_price, delay_price=arguments.delay_price),
@@ -430,16 +445,18 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
             deadline_seconds=arguments.slo_ttft if arguments.deadlines else None,
             kills=tuple(map(parse_kill, arguments.kill)),
             outages=tuple(map(parse_outage, arguments.redis_down)),
+            autoscale=arguments.autoscale,
         )
     except ValueError as error:
         raise ClusterError(str(error)) from error
     return Job((policy, value), source, options, arguments.warm_up, Slo(arguments.slo_ttft), arguments.window)
 
 
-def _check_window(seconds: float | None, workload: Workload) -> None:
+def _within_windows(seconds: float | None, workload: Workload) -> Workload:
     """Raises ClusterError."""
     if seconds is not None and workload.duration_seconds > MAX_WINDOWS * seconds:
         raise ClusterError(f"--window {seconds:g} would make more than {MAX_WINDOWS} windows")
+    return workload
 
 
 # What the words of the command line stand for.
@@ -475,6 +492,11 @@ def _groups(arguments: argparse.Namespace) -> tuple[CacheGroup, ...]:
     return groups
 
 
+def _most_replicas(arguments: argparse.Namespace) -> int:
+    autoscale: Autoscale | None = arguments.autoscale
+    return int(arguments.replicas) if autoscale is None else autoscale.max_replicas
+
+
 def _queue(arguments: argparse.Namespace) -> QueueRules | None:
     return QueueRules(arguments.queue_target, arguments.queue_seconds) if arguments.queue else None
 
@@ -507,6 +529,13 @@ def _parameters(arguments: argparse.Namespace) -> tuple[tuple[str, float | int |
         return tuple(typed_parameters(arguments.workload, arguments.qps, arguments.set).items())
     except ValueError as error:
         raise ClusterError(str(error)) from error
+
+
+def _autoscale(text: str) -> Autoscale:
+    try:
+        return parse_autoscale(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _seconds(text: str) -> float:

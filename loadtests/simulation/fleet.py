@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from loadtests.reports.report import Images, RequestRecord
 from loadtests.simulation.host import Feed, HostReport, VirtualHost
 from loadtests.simulation.leaving import VirtualHandOver
-from loadtests.simulation.options import FleetOptions, Kill
+from loadtests.simulation.options import DRAIN_SECONDS, FleetOptions, Kill
 from loadtests.simulation.replica import LoadReport, Meter, VirtualReplica
 from loadtests.simulation.request import HashedRequest, VirtualRequest, block_id
 from loadtests.simulation.router import VirtualRouter
+from loadtests.simulation.scaling import LOOK_SECONDS, Autoscaler
 from loadtests.simulation.shape import ReplicaShape
 from loadtests.simulation.sparse_replica import SparseReplica
 from loadtests.simulation.store import OnDisk, VirtualStore
@@ -81,6 +82,8 @@ class FleetResult:
     """Remaining KV after each death of a replica."""
     images: Images | None = None
     """Warm-up included. None if no prompt had any."""
+    mean_replicas: float | None = None
+    """None where their number is fixed."""
 
 
 def new_replica(shape: ReplicaShape, meter: Meter, restored: Sequence[OnDisk] = ()) -> VirtualReplica:
@@ -108,7 +111,11 @@ class VirtualFleet:
         self._num_planned = 0
         self._feed = Feed()
         self.hosts = [VirtualHost(number, options.index_stride) for number in range(options.num_replicas)]
-        for host in self.hosts:
+        scale = options.autoscale
+        self._autoscaler = None if scale is None else Autoscaler(scale)
+        self._sizes: list[int] = []
+        """Replicas at each look of the autoscaler."""
+        for host in self.hosts if scale is None else self.hosts[: scale.min_replicas]:
             host.start(new_replica(options.shape, new_meter()))
         by_id = {host.replica_id: host for host in self.hosts}
         self.routers = [
@@ -135,7 +142,10 @@ class VirtualFleet:
     def serve(self, requests: Sequence[HashedRequest], *, num_warm_up: int = 0) -> FleetResult:
         """Serve all of them, to the end. Once per fleet."""
         for host in self.hosts:
-            self._introduce(host)
+            if host.replica is not None:
+                self._introduce(host)
+        if self._autoscaler is not None:
+            self._at(LOOK_SECONDS, lambda: self._scale(requests[-1].trace.arrival_seconds))
         for kill in self._options.kills:
             self._at(kill.at, lambda kill=kill: self._drain(kill))  # type: ignore[misc]
         for outage in self._options.outages:
@@ -168,6 +178,7 @@ class VirtualFleet:
             duplication=sum(self._duplications) / len(self._duplications) if self._duplications else None,
             losses=self._losses,
             images=self._images(records),
+            mean_replicas=sum(self._sizes) / len(self._sizes) if self._sizes else None,
         )
 
     def _images(self, records: Sequence[RequestRecord]) -> Images | None:
@@ -498,6 +509,34 @@ class VirtualFleet:
             host.is_coming = True
             ends = [outage.end for outage in self._options.outages if outage.covers(back_at)]
             self._at(max([back_at, *ends]), lambda: self._bring_back(host))
+
+    def _scale(self, last_arrival: float) -> None:
+        """Compare the fleet's size with the load, until nothing arrives any more."""
+        scale = self._options.autoscale
+        assert scale is not None and self._autoscaler is not None
+        if self._now > last_arrival:
+            return
+        serving = [host for host in self.hosts if host.replica is not None and not host.is_draining]
+        absent = [host for host in self.hosts if host.replica is None and not host.is_coming]
+        num_replicas = len(serving) + sum(host.is_coming for host in self.hosts)
+        self._sizes.append(sum(host.replica is not None for host in self.hosts))
+        wanted = self._autoscaler.wanted(self._now, self._num_waiting_tokens(serving), num_replicas)
+        for host in absent[: max(0, wanted - num_replicas)]:
+            host.is_coming = True
+            self._at(self._now + scale.start_seconds, lambda host=host: self._bring_back(host))  # type: ignore[misc]
+        if wanted < num_replicas and len(serving) > 1:
+            number = self.hosts.index(serving[-1])
+            self._drain(Kill(number, self._now, keeps_disk=False, drain_seconds=DRAIN_SECONDS))
+        self._at(self._now + LOOK_SECONDS, lambda: self._scale(last_arrival))
+
+    def _num_waiting_tokens(self, serving: Sequence[VirtualHost]) -> int:
+        """Count prompt tokens that are still to be computed, those of requests in routers included."""
+        unplaced = [run for run in self._runs.values() if run.held is not None]
+        num_tokens = sum(run.prepared.trace.num_input_tokens for run in [*unplaced, *self._line])
+        for host in serving:
+            assert host.replica is not None
+            num_tokens += host.replica.report(self._now).load.num_pending_tokens
+        return num_tokens
 
     def _note_loss(self, lost: VirtualHost) -> None:
         """Note what remains: at the others, by their index; on its disk; and what continuing requests will

@@ -63,6 +63,25 @@ class Outage:
 
 
 @dataclass(frozen=True, slots=True)
+class Autoscale:
+    """The fleet begins with the fewest replicas, and wants one per `target_tokens` of prompts that wait. A
+    new one is there after `start_seconds`."""
+
+    min_replicas: int
+    max_replicas: int
+    target_tokens: float
+    start_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_replicas <= self.max_replicas:
+            raise ValueError(
+                f"replicas scale from 1 or more to no fewer, not {self.min_replicas} to {self.max_replicas}"
+            )
+        if self.target_tokens <= 0 or self.start_seconds < 0:
+            raise ValueError("a target is above 0 tokens, and a start takes no less than 0 seconds")
+
+
+@dataclass(frozen=True, slots=True)
 class FleetOptions:
     shape: ReplicaShape
     num_replicas: int = 8
@@ -83,6 +102,8 @@ class FleetOptions:
     """After its arrival a request's first token is worth nothing, and routers know it."""
     kills: tuple[Kill, ...] = ()
     outages: tuple[Outage, ...] = ()
+    autoscale: Autoscale | None = None
+    """`num_replicas` is the most of them then."""
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1 or self.num_routers < 1:
@@ -111,6 +132,17 @@ def parse_kill(text: str) -> Kill:
             "a kill reads REPLICA@SECONDS, REPLICA@SECONDS:BACK_AFTER, or that with :new or :drained, not"
             f" {text}"
         ) from None
+
+
+def parse_autoscale(text: str) -> Autoscale:
+    """MIN:MAX:TOKENS, or that with :SECONDS. Raises ValueError."""
+    parts = text.split(":")
+    try:
+        least, most = int(parts[0]), int(parts[1])
+        target, *start = map(float, parts[2:])
+    except (ValueError, IndexError):
+        raise ValueError(f"autoscaling reads MIN:MAX:TOKENS or MIN:MAX:TOKENS:SECONDS, not {text}") from None
+    return Autoscale(least, most, target, *start[:1])
 
 
 def parse_outage(text: str) -> Outage:

@@ -60,7 +60,8 @@ class VirtualRouter:
             self.table.on_change = lambda model, replica_id: holding.changed(model, replica_id, clock())
             self.table.on_absence = holding.absent
         for host in hosts.values():
-            self.add(host)
+            if host.replica is not None:
+                self.add(host)
 
     def add(self, host: VirtualHost) -> None:
         """The replica is there, and this incarnation of it has nothing yet."""
