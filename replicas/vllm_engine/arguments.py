@@ -61,6 +61,9 @@ _OF_A_DRAFT = ("speculative_config", "spec_method", "spec_model")
 _NO_LOOKAHEAD = "disable_lookahead_block_hashes"
 """From 0.33 on: with a draft model a block's hash would cover tokens behind the block too."""
 
+RETENTION = "prefix_cache_retention_interval"
+"""The argument whose default depends on the model's cache."""
+
 _CPU_CACHE_BYTES = 128 * 2**20
 _CPU_BLOCK_MULTIPLE = 32
 

@@ -1,8 +1,8 @@
 """CoreView: the only code that reads vLLM's engine core.
 
 Owns what is attached there: a publisher that keeps each step's cache events, a note of the schedule, and the
-root that is hashed after a prompt's published beginning. All else reads, except `reset_tiers`. Works only
-with an engine core in the same process.
+root that is hashed after a prompt's published beginning. All else reads, except `reset_tiers` and `retain`.
+Works only with an engine core in the same process.
 """
 
 from typing import Any, NamedTuple
@@ -92,6 +92,13 @@ class CoreView:
     def cache_shape(self) -> CacheShape:
         """How vLLM divides its KV cache."""
         return read_cache_shape(self._config, self._scheduler.kv_cache_manager)
+
+    def retain(self, interval: int) -> None:
+        """Keep a resume point every `interval` tokens, as vLLM's argument does. That one must be given before
+        the groups are known, and is refused for models that have no use for it."""
+        manager = self._scheduler.kv_cache_manager
+        manager.kv_cache_config.prefix_cache_retention_interval = interval
+        manager.coordinator.retention_interval = interval
 
     @property
     def num_lookahead_tokens(self) -> int:

@@ -67,7 +67,7 @@ from replicas.scheduling.admission import AdmissionLimits, check_admission
 from replicas.scheduling.constraining import last_delta
 from replicas.toy_model import checkpoint_directory
 from replicas.vllm_engine.adapters import LoraAdapter, read_adapters
-from replicas.vllm_engine.arguments import engine_arguments
+from replicas.vllm_engine.arguments import RETENTION, engine_arguments
 from replicas.vllm_engine.core_view import CoreView, Started
 from replicas.vllm_engine.grammars import HeldGrammar, HeldRequests
 from replicas.vllm_engine.images import ImageReader, ReadImage, prompt_with_images
@@ -119,6 +119,10 @@ class VllmEngine:
             self._close_tier()
             raise
         self._core = CoreView(self._vllm)
+        interval = self._core.cache_shape.default_retention
+        if interval and RETENTION not in arguments:
+            self._core.retain(interval)
+            logger.info("%s keeps a resume point every %d tokens, since it has windows", name, interval)
         self._shape = self._core.cache_shape
         self._card = self._model_card(config, name, digest, adapters, rule)
         if rule is not None and not has_room_for_any(self._card, rule):

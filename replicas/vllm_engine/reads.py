@@ -61,7 +61,8 @@ READS: Reads = {
     "vllm.sampling_params": {"RequestOutputKind": "DELTA", "StructuredOutputsParams": "grammar"},
     "vllm.v1.core.block_pool": {"BlockPool": "num_gpu_blocks get_num_free_blocks blocks hash_block_size"},
     "vllm.v1.core.kv_cache_coordinator": {
-        "KVCacheCoordinator": "single_type_managers block_pool enable_partial_hash_hits scheduler_block_size",
+        "KVCacheCoordinator": "single_type_managers block_pool enable_partial_hash_hits scheduler_block_size"
+        " retention_interval",
     },
     "vllm.v1.core.kv_cache_manager": {
         "KVCacheManager": "block_pool take_events kv_cache_config coordinator kv_cache_event_metadata",

@@ -25,7 +25,9 @@ def fit(*groups: CacheGroup, has_more_tiers: bool = False) -> None:
     from replicas.vllm_engine.starting import check_fit
 
     core: Any = SimpleNamespace(
-        cache_shape=CacheShape(groups, 32, 32, 10_000, 0), has_more_tiers=has_more_tiers
+        cache_shape=CacheShape(groups, 32, 32, 10_000, 0),
+        has_more_tiers=has_more_tiers,
+        num_lookahead_tokens=0,
     )
     check_fit(CARD, vllm_config(), core)
 
@@ -52,6 +54,26 @@ def test_tiers_below_the_device_are_for_full_attention_alone(environment: None) 
     for groups in ([WINDOW], [WINDOW, FULL]):
         with pytest.raises(SettingsError, match="it is served without host_kv_bytes"):
             fit(*groups, has_more_tiers=True)
+
+
+@pytest.mark.parametrize(
+    ("groups", "alignment", "expected"),
+    [
+        ([WINDOW, FULL], 32, 2048),
+        ([WINDOW], 32, 2048),
+        ([CacheGroup("sliding_window_mla", 96, 128), LATENT], 96, 2112),
+        ([WINDOW, STATE, FULL], 32, 0),
+        ([STATE, FULL], 32, 0),
+        ([CHUNKED, FULL], 32, 0),
+        ([FULL], 32, 0),
+    ],
+)
+def test_models_with_windows_keep_points_at_intervals(
+    groups: list[CacheGroup], alignment: int, expected: int, environment: None
+) -> None:
+    from replicas.vllm_engine.cache_shape import CacheShape
+
+    assert CacheShape(tuple(groups), 32, alignment, 10_000, 0).default_retention == expected
 
 
 @pytest.mark.parametrize(

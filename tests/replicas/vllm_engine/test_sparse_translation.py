@@ -66,6 +66,22 @@ def test_every_hit_of_vllm_is_foretold_by_the_points(name: str, environment: Non
     assert figures["points"] <= figures["blocks"], figures
 
 
+@pytest.mark.parametrize(("interval", "found"), [(0, 0), (256, 512)])
+def test_points_at_intervals_can_be_had_after_the_start(interval: int, found: int, environment: None) -> None:
+    """The second prompt with the same 600 tokens."""
+    from tests.replicas.vllm_engine.scheduler_run import SHAPES, SchedulerRun
+
+    run = SchedulerRun(SHAPES["gpt-oss"])
+    run.core.retain(interval)
+    assert run.core.cache_shape.retention_interval == interval
+    for number in range(2):
+        run.add(str(number), [*range(10, 610), *[number + 1000] * 90], 1)
+        while run.scheduler.has_requests():
+            run.step()
+        (started,) = run.core.take_started()
+    assert started.num_found_tokens == found
+
+
 @pytest.mark.parametrize("name", ["gpt-oss", "gemma 4", "llama 4", "gpt-oss, drafts"])
 def test_requests_at_once_and_preempted_leave_the_points_of_what_is_held(
     name: str, environment: None
