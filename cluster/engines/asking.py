@@ -7,14 +7,16 @@ said before holds until it says something else.
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
 from cluster.config import BackoffSpec, FoundServer
 from replicas.process.settings import SettingsError, without_password
 from replicas.remote_engine.server import read_key
+from replicas.remote_engine.sglang_dialect import ranks_of
 
 ANSWER_SECONDS = 5.0
 
@@ -84,14 +86,22 @@ class Asker:
         more = "" if len(silent) <= MOST_COMPLAINTS else f"; and {len(silent) - MOST_COMPLAINTS} more"
         return "; ".join(silent[:MOST_COMPLAINTS]) + more or None
 
+    async def _ranks(self, url: str, headers: Mapping[str, str]) -> Sequence[int]:
+        """Raises HTTPError, ValueError or TypeError."""
+        answer = await self._client.get(f"{url}/kv_event_sources", headers=headers)
+        if answer.status_code != 404:
+            return sorted(int(rank) for rank in _json(answer))
+        answer = await self._client.get(f"{url}/server_info", headers=headers)  # of SGLang
+        if answer.status_code == 404:
+            return ()  # an old vLLM
+        info = _json(answer)
+        return range(ranks_of(info)) if isinstance(info, dict) else ()
+
     async def _ask(self, url: str, asked: _Asked) -> None:
         try:
             key = await asyncio.to_thread(read_key, self._key_file)
             headers = {} if key is None else {"authorization": f"Bearer {key}"}
-            answer = await self._client.get(f"{url}/kv_event_sources", headers=headers)
-            if answer.status_code != 200:
-                raise ValueError(f"it answers {answer.status_code}")
-            ranks = tuple(sorted(int(rank) for rank in json.loads(answer.content)))
+            ranks = await self._ranks(url, headers)
             if len(ranks) > MOST_RANKS:
                 raise ValueError("it names too many ranks")
         except (httpx.HTTPError, httpx.InvalidURL, SettingsError, ValueError, TypeError) as error:
@@ -99,5 +109,11 @@ class Asker:
             asked.failure = f"cannot be joined yet: {' '.join(str(error).split()) or repr(error)}"
             asked.ask_at = time.monotonic() + self._backoff.delay_seconds(asked.num_failures)
         else:
-            asked.ranks, asked.num_failures, asked.failure = ranks, 0, None
+            asked.ranks, asked.num_failures, asked.failure = tuple(ranks), 0, None
             asked.ask_at = time.monotonic() + AGAIN_SECONDS
+
+
+def _json(answer: httpx.Response) -> Any:
+    if answer.status_code != 200:
+        raise ValueError(f"it answers {answer.status_code}")
+    return json.loads(answer.content)

@@ -4,7 +4,6 @@ Owns the questions: which model they have, and in which blocks.
 """
 
 import asyncio
-import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from cluster.engines.addresses import SourceFailed
 from cluster.engines.finders import finder_of
 from cluster.errors import ClusterError
 from replicas.errors import StartupError
-from replicas.remote_engine.facts import read_cache_sizes, read_models
+from replicas.remote_engine.probes import find_dialect
 from replicas.remote_engine.server import Server
 
 
@@ -68,15 +67,13 @@ def _ask_any(urls: Collection[str], key: str | None) -> JoinedServer:
 def _ask(url: str, key: str | None) -> JoinedServer:
     server = Server(url, key=key, rank=None, tell=lambda _: None)
     try:
-        model = read_models(server.ask("/v1/models"), None)
-        metrics = server.ask("/metrics").decode()
-        ranks = [int(rank) for rank in json.loads(server.ask("/kv_event_sources"))] or [0]
-        sizes = read_cache_sizes(metrics, ranks[0])
-    except (StartupError, ValueError, AttributeError) as error:
+        dialect = find_dialect(server.ask, url, rank=None)
+    except StartupError as error:
         raise ClusterError(f"{url} cannot be joined: {error}") from error
     finally:
         server.close()
-    return JoinedServer(url, model.served_name, model.root, sizes.block_size)
+    model = dialect.model
+    return JoinedServer(url, model.served_name, model.root, dialect.sizes.block_size)
 
 
 def folder_of(server: JoinedServer, model: str | None) -> str:

@@ -34,32 +34,21 @@ from replicas.protocol.frames import (
     RequestKey,
     StepFrame,
     TokenDelta,
-    TokenLogprobs,
 )
 from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.media import ImageQuery
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.remote_engine.believed import BelievedResidency
+from replicas.remote_engine.dialect import Delta, Dialect
 from replicas.remote_engine.event_feed import EventFeed, Events, Restarted
-from replicas.remote_engine.facts import (
-    CacheSizes,
-    EventSource,
-    ServerLoad,
-    ServerModel,
-    declared_fingerprint,
-    read_cache_sizes,
-    read_event_source,
-    read_load,
-    read_models,
-)
-from replicas.remote_engine.probes import check_tokenizer
-from replicas.remote_engine.requests import FINISH_REASONS, Choice, Usage, body_of, logprobs_of
+from replicas.remote_engine.facts import ServerLoad, ServerModel, declared_fingerprint
+from replicas.remote_engine.probes import check_tokenizer, find_dialect
 from replicas.remote_engine.residency import ServerResidency, Stored
 from replicas.remote_engine.server import (
     Ended,
     Looked,
-    NotThere,
     Piece,
+    Sent,
     Server,
     Unreachable,
     endpoint_of,
@@ -94,7 +83,8 @@ class _Live:
     num_believed: int = 0
     """How many of them were believed to be held before."""
     finish: FinishReason | None = None
-    usage: Usage | None = None
+    num_cached_tokens: int | None = None
+    """The server's own count."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -125,17 +115,21 @@ class RemoteEngine:
             raise
 
     def _attach(self, config: ReplicaConfig, deadline: float) -> None:
-        rank = config.engine_rank or 0
-        self._server.wait(deadline)
+        server = self._server
+        server.wait(deadline)
         directory = checkpoint_directory(config.model)
         self._bundle = tokenizer_bundle(directory)
-        self._model = read_models(self._server.ask("/v1/models"), config.engine_model)
-        metrics = self._server.ask("/metrics").decode()
-        self._seen = read_load(metrics, rank)
+        self._dialect = dialect = find_dialect(
+            server.ask,
+            server.url,
+            rank=config.engine_rank,
+            served_name=config.engine_model,
+            block_size=config.block_size,
+        )
+        self._seen = _first_look(dialect, server)
         self._seen_at = time.monotonic()
-        self._card = self._model_card(config, directory, self._model, read_cache_sizes(metrics, rank))
-        check_tokenizer(self._server.ask, self._model.served_name, self._bundle)
-        source = self._event_source(rank)
+        self._card = self._model_card(config, directory)
+        check_tokenizer(server.ask, dialect.model.served_name, self._bundle)
         self._limits = AdmissionLimits(
             self._card.context_length,
             self._card.num_cache_tokens,
@@ -154,29 +148,19 @@ class RemoteEngine:
         self._unsaid: list[CacheEvent] = []
         self._predicted: list[CacheEvent] = []
         self._has_warned = False
+        self._awaited: set[BlockHash] = set()
         self._proof: set[BlockHash] = set()
-        self._residency = ServerResidency(self._card.block_size, self._card.num_blocks)
+        self._residency = ServerResidency(*dialect.sizes)
         self._believed: BelievedResidency | None = None
-        self._feed = None if source is None else EventFeed(source, self._tell)
+        source = dialect.source
+        self._feed = None if source is None else EventFeed(source, dialect.cache_event, self._tell)
         if source is None:
-            self._believe(
-                "it publishes none: start vLLM with --kv-events-config"
-                ' \'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint":'
-                ' "tcp://*:5558"}\''
-            )
+            self._believe(f"it publishes none: {dialect.advice}")
+        self._server.speak(dialect)
         self._server.start()
 
-    def _event_source(self, rank: int) -> EventSource | None:
-        try:
-            return read_event_source(self._server.ask("/kv_event_sources"), rank, self._server.url)
-        except NotThere:
-            version = self._server.ask("/version").decode(errors="replace")[:100]
-            logger.warning("vLLM says where its cache events go from 0.31 on, and the server is %s", version)
-            return None
-
-    def _model_card(
-        self, config: ReplicaConfig, directory: Path, model: ServerModel, sizes: CacheSizes
-    ) -> ModelCard:
+    def _model_card(self, config: ReplicaConfig, directory: Path) -> ModelCard:
+        model, sizes = self._dialect.model, self._dialect.sizes
         if config.block_size not in (None, sizes.block_size):
             raise StartupError(
                 f"the server's blocks have {sizes.block_size} tokens, and setting block_size is"
@@ -232,11 +216,14 @@ class RemoteEngine:
         name = self._name(request.key)
         if name in self._live:
             raise RequestRefused(RefusalCode.INVALID_REQUEST, f"{request.key} is already here")
-        body = body_of(request, name, self._model.served_name, self._card.eos_token_ids)
+        dialect = self._dialect
+        body = dialect.body(request, name, self._card.eos_token_ids)
         live = self._live[name] = _Live(request, time.monotonic())
         self._residency.expect(name, request.submit.user, live.num_prompt_tokens)
+        if self._wake is None:
+            self._awaited = {*hash_blocks(request.submit.root, request.token_ids, self._card.block_size)}
         self._stored_since_add, self._added_at = False, time.monotonic()
-        self._server.submit(name, body)
+        self._server.submit(name, Sent(body, dialect.reader(request), dialect.most_bytes(request)))
 
     def abort(self, key: RequestKey) -> None:
         if self._live.pop(self._name(key), None) is not None:
@@ -327,7 +314,7 @@ class RemoteEngine:
             return self._without_proof(events) if self._proof else events
         for event in news.events:
             translated = self._residency.apply((event,))
-            if isinstance(event, Stored) and self._residency.expects(event.session_id):
+            if isinstance(event, Stored) and self._is_proof(event, translated):
                 self._stored_since_add = True
                 events += translated
                 self._proof.update(each for stored in translated for each in _stored_in(stored))
@@ -337,6 +324,12 @@ class RemoteEngine:
             self._believe(self._residency.complaint)
             self._unsaid.clear()
         return events
+
+    def _is_proof(self, event: Stored, translated: Sequence[CacheEvent]) -> bool:
+        """Recognise the blocks of the proof's request by its name; by their own if the server tells none."""
+        if event.session_id is not None:
+            return self._residency.expects(event.session_id)
+        return any(not self._awaited.isdisjoint(_stored_in(stored)) for stored in translated)
 
     def _believe(self, why: str) -> None:
         """From now on predict what the server holds: its cache events do not say."""
@@ -396,38 +389,31 @@ class RemoteEngine:
         if live is None:
             return
         chunk = piece.chunk
-        if chunk.error is not None:
-            self._fail(piece.name, Refusal(RefusalCode.INTERNAL, f"the server fails: {chunk.error.message}"))
+        if chunk.refusal is not None:
+            self._fail(piece.name, chunk.refusal)
             return
-        live.usage = chunk.usage or live.usage
-        for choice in chunk.choices:
+        if chunk.num_cached_tokens is not None:
+            live.num_cached_tokens = chunk.num_cached_tokens
+        for delta in chunk.deltas:
             if piece.name in self._live:  # an earlier one may have ended the request
-                self._take_choice(piece.name, live, choice, piece.at)
+                self._take_delta(piece.name, live, delta, piece.at)
 
-    def _take_choice(self, name: str, live: _Live, choice: Choice, at: float) -> None:
-        token_ids = tuple(choice.token_ids or ())
+    def _take_delta(self, name: str, live: _Live, delta: Delta, at: float) -> None:
+        token_ids = delta.token_ids
         most = live.request.sampling.max_tokens - live.request.submit.num_output_tokens
         if live.num_output_tokens + len(token_ids) > most or live.finish is not None:
             self._fail(
                 name, Refusal(RefusalCode.INTERNAL, "the server sends more tokens than were asked for")
             )
             return
-        logprobs: tuple[TokenLogprobs, ...] | None = None
-        if choice.logprobs is not None and live.request.sampling.num_logprobs is not None:
-            try:
-                logprobs = logprobs_of(choice.logprobs, live.request.sampling.num_logprobs)
-            except (ValueError, IndexError) as error:
-                self._fail(name, Refusal(RefusalCode.INTERNAL, f"the server's logprobs are wrong: {error}"))
-                return
         self._time(live, len(token_ids), at)
         live.num_output_tokens += len(token_ids)
         if self._believed is not None and token_ids:
             live.output_token_ids += token_ids
             self._is_computed(live)
-        if choice.finish_reason is not None:
-            live.finish = FINISH_REASONS.get(choice.finish_reason, FinishReason.ERROR)
+        live.finish = delta.finish or live.finish
         if token_ids:
-            self._ready.append(TokenDelta(live.request.key, token_ids, logprobs=logprobs))
+            self._ready.append(TokenDelta(live.request.key, token_ids, logprobs=delta.logprobs))
 
     def _end(self, ended: Ended) -> None:
         live = self._live.get(ended.name)
@@ -459,7 +445,7 @@ class RemoteEngine:
             num_computed = max(1, len(live.request.token_ids) - num_read)
             self._prefill.observe(num_computed, max(0.0, live.first_at - live.submitted_at))
         if told is None:
-            self._warn_of(live.usage)
+            self._warn_of(live.num_cached_tokens)
             return PromptUsage(num_prompt_tokens, None, 0, leases=leases)
         num_cached = min(told, num_prompt_tokens)
         shares = NO_SHARES
@@ -480,19 +466,15 @@ class RemoteEngine:
 
     def _num_told(self, live: _Live) -> int | None:
         """Return the server's count of cached tokens; None if it gives none, or one that cannot be."""
-        said = None if live.usage is None else live.usage.num_cached_tokens
+        said = live.num_cached_tokens
         return said if said is not None and 0 <= said <= len(live.request.token_ids) else None
 
-    def _warn_of(self, usage: Usage | None) -> None:
+    def _warn_of(self, said: int | None) -> None:
         if not self._has_warned:
             self._has_warned = True
-            said = None if usage is None else usage.num_cached_tokens
             what = "does not say" if said is None else f"says {said} tokens when asked"
-            logger.warning(
-                "the server %s how much of a prompt was cached: start vLLM with"
-                " --enable-prompt-tokens-details",
-                what,
-            )
+            advice = self._dialect.advice_on_cached
+            logger.warning("the server %s how much of a prompt was cached: %s", what, advice)
 
     # How busy it is.
 
@@ -540,6 +522,13 @@ class RemoteEngine:
             prefill_seconds_per_token=self._prefill.seconds_per_unit or 0.0,
             decode_step_seconds=self._decode_seconds,
         )
+
+
+def _first_look(dialect: Dialect, server: Server) -> ServerLoad:
+    try:
+        return dialect.load([server.ask(path) for path in dialect.look_paths])
+    except (ValueError, LookupError, TypeError) as error:
+        raise StartupError(f"the server's load cannot be read: {error!r}") from error
 
 
 def _stored_in(event: CacheEvent) -> tuple[BlockHash, ...]:

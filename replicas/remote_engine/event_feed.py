@@ -44,17 +44,20 @@ Deliver = Callable[[Events | Restarted], None]
 
 
 class EventFeed:
-    """`deliver` is called in the feed's thread. Raises StartupError if the server cannot be listened to."""
+    """`read` raises MsgspecError for an event that cannot be read. `deliver` is called in the feed's thread.
+    Raises StartupError if the server cannot be listened to."""
 
-    def __init__(self, source: EventSource, deliver: Deliver) -> None:
+    def __init__(
+        self, source: EventSource, read: Callable[[msgspec.Raw], ServerEvent], deliver: Deliver
+    ) -> None:
         self._source = source
+        self._read = read
         self._deliver = deliver
         self._context = zmq.Context()
         self._expected = 0
         self._is_first = True
         self._stops = threading.Event()
         self._decoder = msgspec.msgpack.Decoder(tuple[float, list[msgspec.Raw], int | None])
-        self._events = msgspec.msgpack.Decoder(ServerEvent)
         self._subscriber = self._context.socket(zmq.SUB)
         self._subscriber.setsockopt(zmq.RCVHWM, MOST_QUEUED)
         self._subscriber.setsockopt_string(zmq.SUBSCRIBE, source.topic)
@@ -112,7 +115,7 @@ class EventFeed:
             return []
         for raw in raws:
             try:
-                events.append(self._events.decode(raw))
+                events.append(self._read(raw))
             except msgspec.MsgspecError as error:
                 logger.warning("one of the server's cache events cannot be read: %s", error)
         return events

@@ -1,15 +1,22 @@
-"""Probes of a server's tokenizer: it must make the tokens that ours makes.
+"""Probes of a server: which dialect it speaks, and whether its tokenizer makes the tokens that ours makes.
 
-Owns the texts. Prompts go as tokens, so the server's chat template does not matter; another vocabulary under
-the same name would answer nonsense, and nothing would look broken.
+Owns the questions and the texts. Prompts go as tokens, so the server's chat template does not matter; another
+vocabulary under the same name would answer nonsense, and nothing would look broken.
 """
 
-from collections.abc import Callable
+import json
+import logging
+from typing import Any
 
 from replicas.checkpoints.tokenizer import read_tokenizer
 from replicas.errors import StartupError
 from replicas.protocol.status import TokenizerBundle
-from replicas.remote_engine.facts import tokens_of
+from replicas.remote_engine.dialect import Ask, Dialect, NotThere
+from replicas.remote_engine.facts import read_models, tokens_of
+from replicas.remote_engine.sglang_dialect import read_sglang
+from replicas.remote_engine.vllm_dialect import read_vllm
+
+logger = logging.getLogger(__name__)
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog.",
@@ -30,7 +37,38 @@ TEXTS = (
     "\\frac{a}{b} = \\sum_{i=0}^{n} x_i^2 \\quad \\forall n \\in \\mathbb{N}",
 )
 
-Ask = Callable[[str, dict[str, object]], bytes]
+
+def find_dialect(
+    ask: Ask, url: str, *, rank: int | None, served_name: str | None = None, block_size: int | None = None
+) -> Dialect:
+    """Ask the server what it is. SGLang describes itself with its cache's size, vLLM in its metrics; what has
+    neither is no server that we can speak to. Raises StartupError."""
+    model = read_models(ask("/v1/models", None), served_name)
+    info = server_info(ask)
+    if info is not None:
+        return read_sglang(info, model, url, rank=rank, block_size=block_size)
+    sources = _maybe(ask, "/kv_event_sources")
+    if sources is None:
+        version = (_maybe(ask, "/version") or b"unknown").decode(errors="replace")[:100]
+        logger.warning("vLLM says where its cache events go from 0.31 on, and the server is %s", version)
+    return read_vllm(ask("/metrics", None), sources, model, url, rank)
+
+
+def server_info(ask: Ask) -> dict[str, Any] | None:
+    """Return SGLang's description of itself; None if the server is no SGLang."""
+    text = _maybe(ask, "/server_info")
+    try:
+        info = None if text is None else json.loads(text)
+    except ValueError:
+        return None
+    return info if isinstance(info, dict) and "max_total_num_tokens" in info else None
+
+
+def _maybe(ask: Ask, path: str) -> bytes | None:
+    try:
+        return ask(path, None)
+    except NotThere:
+        return None
 
 
 def check_tokenizer(ask: Ask, served_name: str, bundle: TokenizerBundle) -> None:

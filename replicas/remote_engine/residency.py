@@ -1,7 +1,8 @@
 """ServerResidency: which blocks the server holds, by its events, under our names.
 
-Pure. Owns the map and who computed what. Another client's blocks carry no namespace of ours and are left out,
-as are blocks whose beginning was stored before anybody listened.
+Pure. Owns the map and who computed what. Pages that are smaller than our blocks are joined first. Another
+client's blocks carry no namespace of ours and are left out, as are blocks whose beginning was stored before
+anybody listened.
 """
 
 from collections import OrderedDict
@@ -15,15 +16,13 @@ from replicas.kvcache.writers import BlockWriters, Shares
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 from replicas.protocol.frames import NO_USER, UserTag
+from replicas.remote_engine.pages import Hash, Pages
 
 MOST_REMEMBERED = 8192
 """Requests that are remembered after their end, for events that come late."""
 
 _DEVICE = "GPU"
 """The medium that attention reads, on a CPU too."""
-
-Hash = int | bytes
-"""Servers publish 64 bits of their hash as a number, unless told otherwise."""
 
 
 class Stored(msgspec.Struct, tag="BlockStored", tag_field="type"):
@@ -56,8 +55,11 @@ class Storer(NamedTuple):
 
 
 class ServerResidency:
-    def __init__(self, block_size: int, num_blocks: int) -> None:
+    def __init__(self, block_size: int, num_blocks: int, page_size: int | None = None) -> None:
         self._block_size = block_size
+        self._page_size = page_size or block_size
+        is_joined = self._page_size < block_size
+        self._pages = Pages(self._page_size, block_size // self._page_size) if is_joined else None
         self._writers = BlockWriters(num_blocks)
         self._hashes = HashMap(block_size, on_gone=self._writers.forget)
         self._storers: OrderedDict[str, Storer] = OrderedDict()
@@ -99,12 +101,40 @@ class ServerResidency:
 
     def clear(self) -> AllBlocksCleared:
         """Nothing is known to be held."""
+        if self._pages is not None:
+            self._pages.clear()
         return self._hashes.cleared()
 
     def _stored(self, event: Stored) -> list[BlockStored]:
-        if event.group_idx or event.block_size != self._block_size or event.lookahead_token_ids:
-            self.complaint = _complaint(event, self._block_size)
+        if event.group_idx or event.block_size != self._page_size or event.lookahead_token_ids:
+            self.complaint = _complaint(event, self._page_size)
             return []
+        if self._pages is not None:
+            return self._joined(event, self._pages)
+        return self._named(event)
+
+    def _joined(self, event: Stored, pages: Pages) -> list[BlockStored]:
+        keys = event.extra_keys[0] if event.extra_keys else None
+        hashes, parent = event.block_hashes, event.parent_block_hash
+        try:
+            blocks = pages.stored(hashes, parent, event.token_ids, keys)
+        except UnknownBlock:
+            self.num_unnamed += len(hashes) * self._page_size // self._block_size
+            return []
+        stored: list[BlockStored] = []
+        for block in blocks:
+            whole = Stored(
+                [block.name],
+                block.token_ids,
+                self._block_size,
+                block.parent,
+                extra_keys=None if block.keys is None else [block.keys],
+                session_id=event.session_id,
+            )
+            stored += self._named(whole)
+        return stored
+
+    def _named(self, event: Stored) -> list[BlockStored]:
         storer = self._storers.get(event.session_id or "")
         try:
             stored = self._hashes.stored(
@@ -123,7 +153,8 @@ class ServerResidency:
 
     def _removed(self, event: Removed) -> list[BlockRemoved]:
         gone: list[BlockHash] = []
-        for theirs in event.block_hashes:
+        hashes = event.block_hashes if self._pages is None else self._pages.removed(event.block_hashes)
+        for theirs in hashes:
             try:
                 block_hash = self._hashes.removed(_as_bytes(theirs))
             except UnknownBlock:
@@ -133,12 +164,12 @@ class ServerResidency:
         return [BlockRemoved(tuple(gone))] if gone else []
 
 
-def _complaint(event: Stored, block_size: int) -> str:
+def _complaint(event: Stored, page_size: int) -> str:
     if event.group_idx:
         return "its layers keep different caches, which is not followed over events yet"
     if event.lookahead_token_ids:
-        return "a draft model's tokens are part of its hashes: start it with disable_lookahead_block_hashes"
-    return f"its blocks have {event.block_size} tokens, and its configuration says {block_size}"
+        return "a draft model's tokens are part of its hashes: start vLLM with disable_lookahead_block_hashes"
+    return f"its blocks have {event.block_size} tokens, and its configuration says {page_size}"
 
 
 def _as_bytes(theirs: Hash) -> bytes:

@@ -22,8 +22,8 @@ import msgspec
 from replicas.errors import StartupError
 from replicas.process.settings import SettingsError
 from replicas.protocol.frames import Refusal, RefusalCode
-from replicas.remote_engine.facts import ServerLoad, read_load
-from replicas.remote_engine.requests import CHUNKS, Chunk
+from replicas.remote_engine.dialect import Chunk, Dialect, NotThere, Reader, refusal_of
+from replicas.remote_engine.facts import ServerLoad
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +34,16 @@ LOOK_SECONDS = 0.5
 
 CONNECT_SECONDS = 5.0
 MOST_ERROR_BYTES = 4096
-MOST_LINE_BYTES = 2**20
-"""Longest event of a stream, beside its prompt, which servers repeat in the first."""
 
 EVENT_STREAM = "text/event-stream"
 
-_TOKEN_BYTES = 12
-"""Length of one token id of the prompt, as text."""
+
+class Sent(NamedTuple):
+    """A request; `read` gets each event of its answer, which has at most `most_bytes`."""
+
+    body: Mapping[str, Any]
+    read: Reader
+    most_bytes: int
 
 
 class Piece(NamedTuple):
@@ -69,23 +72,18 @@ class Unreachable(NamedTuple):
     is_refused: bool
 
 
-class NotThere(StartupError):
-    """The server does not know this path."""
-
-
 Tell = Callable[[Any], None]
 """Takes what comes: Piece, Ended, Looked or Unreachable."""
 
 
 class Server:
-    """`key` goes with every request. `rank` is named only if it was chosen."""
+    """`key` goes with every request. `rank`, if it was chosen, is named as vLLM reads it."""
 
     def __init__(self, url: str, *, key: str | None, rank: int | None, tell: Tell) -> None:
         self.url = url.rstrip("/")
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         if rank is not None:
             headers["x-data-parallel-rank"] = str(rank)
-        self._rank = rank or 0
         self._headers = headers
         self._tell = tell
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -127,11 +125,14 @@ class Server:
 
     # From then on.
 
+    def speak(self, dialect: Dialect) -> None:
+        self._dialect = dialect
+
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, name: str, body: Any) -> None:
-        self._loop.call_soon_threadsafe(self._begin, name, body)
+    def submit(self, name: str, sent: Any) -> None:
+        self._loop.call_soon_threadsafe(self._begin, name, sent)
 
     def abort(self, name: str) -> None:
         """Close its connection, by which the server ends it; nothing follows but what is on its way."""
@@ -168,8 +169,8 @@ class Server:
             self._loop.run_until_complete(self._http.aclose())
             self._loop.close()
 
-    def _begin(self, name: str, body: Any) -> None:
-        task = self._tasks[name] = self._loop.create_task(self._stream(name, body))
+    def _begin(self, name: str, sent: Any) -> None:
+        task = self._tasks[name] = self._loop.create_task(self._stream(name, sent))
         task.add_done_callback(lambda _: self._tasks.pop(name, None))
 
     def _cancel(self, name: str) -> None:
@@ -177,30 +178,35 @@ class Server:
         if task is not None:
             task.cancel()
 
+    async def _get(self, path: str) -> bytes:
+        answer = await self._http.get(path, timeout=CONNECT_SECONDS)
+        return answer.content
+
     async def _look(self) -> None:
+        paths = self._dialect.look_paths
         while True:
             try:
-                answer = await self._http.get("/metrics", timeout=CONNECT_SECONDS)
-                self._tell(Looked(read_load(answer.text, self._rank)))
+                self._tell(Looked(self._dialect.load([await self._get(path) for path in paths])))
             except httpx.ConnectError as error:
                 self._tell(Unreachable(repr(error), is_refused=True))
-            except (httpx.HTTPError, ValueError) as error:
+            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
                 self._tell(Unreachable(repr(error), is_refused=False))
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _stream(self, name: str, body: Any) -> None:
+    async def _stream(self, name: str, sent: Any) -> None:
+        """`sent` is a Sent; a subclass may have its own."""
         refusal: Refusal | None = None
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS, write=30.0)
-        longest = MOST_LINE_BYTES + _TOKEN_BYTES * len(body["prompt"])
+        path = self._dialect.generate_path
         try:
-            async with self._http.stream("POST", "/v1/completions", json=body, timeout=timeout) as answer:
+            async with self._http.stream("POST", path, json=sent.body, timeout=timeout) as answer:
                 refusal = await self._refusal(answer)
                 if refusal is None:
-                    async for event in _events(answer.aiter_raw(), longest):
-                        self._tell(Piece(name, CHUNKS.decode(event), time.monotonic()))
+                    async for event in _events(answer.aiter_raw(), sent.most_bytes):
+                        self._tell(Piece(name, sent.read(event), time.monotonic()))
         except asyncio.CancelledError:
             return
-        except (httpx.HTTPError, msgspec.MsgspecError, ValueError) as error:
+        except (httpx.HTTPError, msgspec.MsgspecError, ValueError, IndexError) as error:
             refusal = Refusal(RefusalCode.INTERNAL, f"the server's answer breaks off: {error!r}")
         self._tell(Ended(name, refusal))
 
@@ -214,11 +220,7 @@ class Server:
                 content += piece
                 if len(content) > MOST_ERROR_BYTES:
                     break
-        sentence = f"the server answers {answer.status_code}: {_said(content)}"
-        if answer.status_code in (400, 413, 422):
-            return Refusal(RefusalCode.INVALID_REQUEST, sentence)
-        is_full = answer.status_code in (429, 503)
-        return Refusal(RefusalCode.OVERLOADED if is_full else RefusalCode.INTERNAL, sentence)
+        return refusal_of(answer.status_code, f"the server answers {answer.status_code}: {_said(content)}")
 
 
 def _said(content: bytes) -> str:

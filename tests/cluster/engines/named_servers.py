@@ -11,6 +11,8 @@ class NamedServer:
     def __init__(self, port: int, answer: str | None) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.answer = answer
+        self.lacks = ""
+        """A path that it does not know."""
         self.num_asked = 0
         self.last_head = ""
 
@@ -22,6 +24,8 @@ async def named_server(answer: str | None = "{}") -> AsyncIterator[NamedServer]:
         named.num_asked += 1
         if named.answer == "hangs":
             await reader.read()
+        elif named.lacks and f"GET {named.lacks} " in named.last_head:
+            writer.write(b"HTTP/1.1 404 Not Found\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
         elif named.answer is not None:
             body = named.answer.encode()
             head = f"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"

@@ -28,6 +28,16 @@ async def test_each_rank_of_a_server_is_one_found_server(tmp_path: Path) -> None
         await asker.close()
 
 
+async def test_sglang_names_its_ranks_in_its_own_description() -> None:
+    async with named_server('{"dp_size": 2}') as two, named_server('{"dp_size": 2000}') as many:
+        two.lacks = many.lacks = "/kv_event_sources"
+        asker = Asker(None)
+        found = await asker.ask([two.url, many.url])
+        assert found == [FoundServer(two.url, 0), FoundServer(two.url, 1)]
+        assert asker.complaint is not None and "too many ranks" in asker.complaint
+        await asker.close()
+
+
 @pytest.mark.parametrize("answer", [None, "hangs", "<html>", "7", '["x"]', "[" + "1," * 2000 + "1]"])
 async def test_one_that_gives_no_answer_is_told_and_keeps_none_from_being_found(
     answer: str | None, monkeypatch: pytest.MonkeyPatch

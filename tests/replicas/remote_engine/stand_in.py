@@ -226,7 +226,7 @@ class StandIn:
     def store(self, prompt: list[int], salt: str, session: str | None) -> int:
         """Store the prompt's full blocks, least recently used out first; returns the tokens it found."""
         num_full = len(prompt) // BLOCK_SIZE
-        hashes = [_hash(salt, prompt[: (place + 1) * BLOCK_SIZE]) for place in range(num_full)]
+        hashes = [chain_hash(salt, prompt[: (place + 1) * BLOCK_SIZE]) for place in range(num_full)]
         num_found = 0
         while num_found < num_full and hashes[num_found] in self._held:
             self._held.move_to_end(hashes[num_found])
@@ -294,6 +294,6 @@ def _event(**fields: Any) -> str:
     return f"data: {json.dumps({'id': 'cmpl-1', **fields})}\n\n"
 
 
-def _hash(salt: str, prefix: list[int]) -> int:
+def chain_hash(salt: str, prefix: list[int]) -> int:
     digest = hashlib.sha256(salt.encode() + json.dumps(prefix).encode()).digest()
     return int.from_bytes(digest[-8:])

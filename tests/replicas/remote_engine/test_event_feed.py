@@ -10,8 +10,11 @@ import pytest
 from replicas.errors import StartupError
 from replicas.remote_engine.event_feed import EventFeed, Events, Restarted
 from replicas.remote_engine.facts import EventSource
-from replicas.remote_engine.residency import Cleared, Removed
+from replicas.remote_engine.residency import Cleared, Removed, ServerEvent
 from tests.replicas.remote_engine.stand_in import StandIn
+
+_DECODER: msgspec.msgpack.Decoder[ServerEvent] = msgspec.msgpack.Decoder(ServerEvent)
+read = _DECODER.decode
 
 CLEARED = {"type": "AllBlocksCleared"}
 
@@ -31,7 +34,7 @@ class Heard:
             "",
             binds=True,
         )
-        self.feed = EventFeed(source, self._news.put)
+        self.feed = EventFeed(source, read, self._news.put)
 
     def next(self) -> Events | Restarted:
         return self._news.get(timeout=10)
@@ -136,7 +139,7 @@ def test_a_server_that_connects_is_listened_to(server: StandIn) -> None:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     news: queue.SimpleQueue[Events | Restarted] = queue.SimpleQueue()
-    feed = EventFeed(EventSource(endpoint, None, "", binds=False), news.put)
+    feed = EventFeed(EventSource(endpoint, None, "", binds=False), read, news.put)
     server._publisher.connect(endpoint)
     for _ in range(50):
         server.publish(CLEARED)
@@ -153,4 +156,4 @@ def test_a_server_that_connects_is_listened_to(server: StandIn) -> None:
 def test_an_endpoint_elsewhere_is_named() -> None:
     source = EventSource("tcp://192.0.2.77:5557", None, "", binds=False)
     with pytest.raises(StartupError, match=r"tcp://192\.0\.2\.77:5557.*tcp://\*:5557"):
-        EventFeed(source, lambda _: None)
+        EventFeed(source, read, lambda _: None)

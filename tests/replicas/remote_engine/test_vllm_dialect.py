@@ -1,4 +1,4 @@
-"""Bodies for a server, and what is read from its answers."""
+"""Bodies for vLLM, and what is read from its answers."""
 
 import json
 
@@ -8,7 +8,8 @@ from llguidance import LLMatcher
 from replicas.engine import RequestRefused
 from replicas.protocol.blocks import PublishedBeginning
 from replicas.protocol.frames import TokenLogprobs
-from replicas.remote_engine.requests import CHUNKS, Logprobs, as_lark, body_of, logprobs_of
+from replicas.remote_engine.dialect import Chunk, Delta
+from replicas.remote_engine.vllm_dialect import Logprobs, as_lark, body_of, logprobs_of, read_chunk
 from tests.replicas.builders import ANOTHER_ROOT, ROOT, engine_request
 
 EOS = (2, 5)
@@ -113,11 +114,10 @@ def test_logprobs_that_are_none_are_found_out(tokens: list[str]) -> None:
 
 
 def test_a_chunk_is_read_with_what_it_does_not_need() -> None:
-    chunk = CHUNKS.decode(
-        b'{"id": "a", "choices": [{"index": 0, "text": "x", "token_ids": [4], "prompt_token_ids": [1]}]}'
+    chunk = read_chunk(
+        None,
+        b'{"id": "a", "choices": [{"text": "x", "token_ids": [4], "prompt_token_ids": [1]}]}',
     )
-    assert chunk.choices[0].token_ids == [4]
-    usage = CHUNKS.decode(
-        b'{"choices": [], "usage": {"prompt_tokens": 3, "prompt_tokens_details": null}}'
-    ).usage
-    assert usage is not None and usage.num_cached_tokens is None
+    assert chunk == Chunk([Delta((4,))])
+    usage = read_chunk(None, b'{"choices": [], "usage": {"prompt_tokens": 3, "prompt_tokens_details": null}}')
+    assert usage == Chunk([])

@@ -1,0 +1,87 @@
+"""Dialect: how one kind of server is asked, and how its answers, cache events and load are read.
+
+Owns the words that all kinds share. A dialect is found by asking the server (`probes.py`), and knows what it
+has said of itself. All but that is pure: facts become a body, a chunk becomes deltas, an event becomes one of
+`residency.py`'s.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import msgspec
+
+from replicas.engine import EngineRequest
+from replicas.errors import StartupError
+from replicas.protocol.frames import FinishReason, Refusal, RefusalCode, TokenLogprobs
+from replicas.remote_engine.facts import CacheSizes, EventSource, ServerLoad, ServerModel
+from replicas.remote_engine.residency import ServerEvent
+
+Ask = Callable[[str, Mapping[str, Any] | None], bytes]
+"""GET a path, or POST a body to it. Raises StartupError for anything but an answer, NotThere for a 404."""
+
+
+class NotThere(StartupError):
+    """The server has no such path."""
+
+
+class Delta(NamedTuple):
+    token_ids: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+class Chunk(NamedTuple):
+    """One event of an answer. `num_cached_tokens` is None where it does not say."""
+
+    deltas: Sequence[Delta] = ()
+    num_cached_tokens: int | None = None
+    refusal: Refusal | None = None
+
+
+Reader = Callable[[bytes], Chunk]
+"""Reads the events of one answer, in order. Raises ValueError or MsgspecError."""
+
+
+class Dialect(Protocol):
+    """`look_paths` answer how busy the server is. `advice` is how to have it publish cache events, and
+    `advice_on_cached` how to have it report cached tokens."""
+
+    generate_path: ClassVar[str]
+    look_paths: ClassVar[Sequence[str]]
+    advice: ClassVar[str]
+    advice_on_cached: ClassVar[str]
+
+    @property
+    def model(self) -> ServerModel: ...
+
+    @property
+    def sizes(self) -> CacheSizes: ...
+
+    @property
+    def source(self) -> EventSource | None: ...
+
+    def body(self, request: EngineRequest, name: str, eos_token_ids: tuple[int, ...]) -> dict[str, Any]:
+        """The body of a request; `name` comes back with the events of its blocks, if the server tells it.
+        Raises RequestRefused."""
+        ...
+
+    def reader(self, request: EngineRequest) -> Reader: ...
+
+    def most_bytes(self, request: EngineRequest) -> int:
+        """The longest event of an answer."""
+        ...
+
+    def cache_event(self, raw: msgspec.Raw) -> ServerEvent:
+        """Raises MsgspecError."""
+        ...
+
+    def load(self, answers: Sequence[bytes]) -> ServerLoad:
+        """Read the answers of `look_paths`. Raises ValueError."""
+        ...
+
+
+def refusal_of(status: int, sentence: str) -> Refusal:
+    """Translate an HTTP status."""
+    if status in (400, 413, 422):
+        return Refusal(RefusalCode.INVALID_REQUEST, sentence)
+    return Refusal(RefusalCode.OVERLOADED if status in (429, 503) else RefusalCode.INTERNAL, sentence)
