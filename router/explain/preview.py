@@ -32,6 +32,8 @@ _TERMS: Mapping[str, str] = {
 }
 """Why a replica costs more than the chosen one, by the term of its cost."""
 
+_LESS_IN_LAYERS = "it has less of the prompt in some layers"
+
 
 def preview_data(
     generation: Generation, preview: Preview, *, card: ModelCard, index_stride: int
@@ -84,11 +86,11 @@ def because(decision: Decision) -> str:
     role = "its home" if passed.overlap_tokens <= chosen.overlap_tokens else "which has more of the prompt"
     has_less = passed.num_reached_blocks < chosen.num_reached_blocks
     if passed.cost.seconds <= chosen.cost.seconds:
-        why = "it has less of the prompt in some layers" if has_less else "it has more requests"
+        why = _LESS_IN_LAYERS if has_less else "it has more requests"
         return f"not to {passed.replica_id}, {role}: {why}, and costs about as much"
     own, other = chosen.cost, passed.cost
     term = max(_TERMS, key=lambda name: getattr(other, name) - getattr(own, name))
-    why = "more of the prompt takes new room" if has_less and term == "room_seconds" else _TERMS[term]
+    why = _LESS_IN_LAYERS if has_less and term == "room_seconds" else _TERMS[term]
     here, there = (_milliseconds(getattr(cost, term)) for cost in (own, other))
     return f"not to {passed.replica_id}, {role}: {why} ({there}, {here} at {chosen.replica_id})"
 

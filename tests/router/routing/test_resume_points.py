@@ -244,7 +244,7 @@ def test_the_second_request_goes_where_its_junction_can_form_and_the_third_is_re
     assert (routed.decision.replica_id, routed.decision.overlap_tokens) == (home, 0)
     if routed.decision.rank:
         other = "r1" if home == "r0" else "r0"
-        assert because(routed.decision).startswith(f"not to {other}, its home: more of the prompt takes")
+        assert because(routed.decision).startswith(f"not to {other}, its home: it has less of the prompt")
     ends = [hash_blocks(ROOT, second, BLOCK).index(each) + 1 for each in routed.announcement.points]
     assert ends == [36, 40]  # what the thinned index knows of 37 common blocks, and the prompt's end
     with route(table, third) as expected:
