@@ -33,7 +33,7 @@ class Cause(enum.StrEnum):
     LOST_IN_TRANSFER = "lost_in_transfer"
     """It was to be loaded or pulled, and that failed."""
     NOT_RESUMABLE = "not_resumable"
-    """Some layers of a sparse model had it, and no request had left a point there that all can resume at."""
+    """A sparse model had computed it, and no request had left a point there that all layers can resume at."""
     EVICTED = "evicted"
     """It had to make room."""
     EXPIRED = "expired"

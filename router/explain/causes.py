@@ -53,6 +53,10 @@ class Past(NamedTuple):
     stride_tokens: int = 0
     departed_points: Sequence[Departed] = ()
     """Ends of a sparse model's resume points that left the chosen replica."""
+    known_points: Sequence[Departed] = ()
+    """Likewise those that left the replica of `known`."""
+    num_known_unresumable: int = 0
+    """Leading tokens that it computed for a sparse model and, by the index, did not lose."""
     num_findable_blocks: int | None = None
     """Leading blocks that can be found in a cache; None is all but the last token's."""
     peek_tokens: int = 0
@@ -114,7 +118,7 @@ def _facts(
     """The strongest first."""
     replica_id = None if decision is None else decision.replica_id
     if usage.num_unresumable_tokens:
-        yield from _of_sparse(usage, num_cached, replica_id, past.departed_points)
+        yield from _unresumable(num_cached + usage.num_unresumable_tokens, replica_id, past.departed_points)
     num_found = num_cached + usage.num_unresumable_tokens
     if past.peek_tokens and num_found:
         yield _Fact(num_found + past.peek_tokens, Cause.BELOW_A_BLOCK, replica_id)
@@ -126,6 +130,8 @@ def _facts(
             levels and levels[0][0] * block_size > num_cached for levels in (held.levels, held.stored)
         ):
             yield from _of_others(decision, held, block_size)
+    if past.num_known_unresumable:
+        yield from _unresumable(past.num_known_unresumable, past.known.replica_id, past.known_points)
     if past.departed:
         yield from _of_departed(past.departed)
     if past.known.num_tokens > num_cached:
@@ -150,12 +156,11 @@ def _of_replica(usage: PromptUsage, num_cached: int, replica_id: ReplicaId | Non
             yield _Fact(end, cause, replica_id)
 
 
-def _of_sparse(
-    usage: PromptUsage, num_cached: int, replica_id: ReplicaId | None, departed_points: Sequence[Departed]
+def _unresumable(
+    end: int, replica_id: ReplicaId | None, departed_points: Sequence[Departed]
 ) -> Iterator[_Fact]:
-    """Yield what some of its layers have: up to a point that it could be resumed at before that was evicted,
-    and behind it."""
-    end = num_cached + usage.num_unresumable_tokens
+    """Yield what a sparse model's replica has only for some layers: up to a point that it could be resumed at
+    before that was evicted, and behind it."""
     for gone in departed_points:
         if gone.end <= end:
             yield _Fact(gone.end, Cause.EVICTED, replica_id, gone.at)

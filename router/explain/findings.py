@@ -75,8 +75,8 @@ _SENTENCES: Mapping[Cause, Callable[[str], str]] = {
     ),
     Cause.LOST_IN_TRANSFER: lambda at: f"were to be moved to the device of {at}, and did not come in time.",
     Cause.NOT_RESUMABLE: lambda at: (
-        f"were in the cache of some layers at {at}; the others keep what a prompt can be resumed from at its"
-        " end and where a beginning is shared, and not here."
+        f"had been computed at {at}, which kept nothing here that all layers can resume from: they keep that"
+        " at a prompt's end and, beside full attention, where a beginning is shared."
     ),
     Cause.EVICTED: lambda at: f"had been cached at {at}, and had to make room there.",
     Cause.EXPIRED: lambda at: f"had been leased at {at}; the lease ran out, and then they went.",

@@ -12,7 +12,9 @@ import hashlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
+from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import PromptUsage
+from replicas.protocol.status import ReplicaId
 from router.explain.causes import Departed, Past, misses, reusable_tokens
 from router.explain.nearest import PromptFacts
 from router.explain.prefix_tree import Known, PackedHashes
@@ -84,7 +86,32 @@ class MissExplainer:
             is_gone = index.epoch(known.replica_id) != known.epoch
             stride_tokens = index.blocks_per_stride * block_size
             past = past._replace(is_known_replica_gone=is_gone, stride_tokens=stride_tokens)
+            if index.is_sparse and decision is not None and not is_gone:
+                past = _with_unresumable(past, index, decision.replica_id, hashes, block_size, num_cached)
         return misses(usage, decision, past, block_size)
+
+
+def _with_unresumable(
+    past: Past,
+    index: PrefixIndex,
+    chosen: ReplicaId,
+    hashes: Sequence[BlockHash],
+    block_size: int,
+    num_cached: int,
+) -> Past:
+    """Add what the replica that served the prompt's beginning has of it without a point to resume at. The
+    chosen one has said so itself, if the model has full attention."""
+    known = past.known
+    assert known.replica_id is not None
+    if not index.has_reach:
+        num_held = known.num_tokens
+    elif known.replica_id != chosen:
+        num_held = min(known.num_tokens, index.reach(known.replica_id, hashes) * block_size)
+    else:
+        return past
+    gone = index.departed_points(known.replica_id, hashes, num_cached // block_size)
+    points = _in_tokens(gone, block_size, past.peek_tokens)
+    return past._replace(num_known_unresumable=num_held, known_points=points)
 
 
 def beginning_of(packed_tokens: bytes, owner: str | None, salt_tag: bytes) -> bytes | None:

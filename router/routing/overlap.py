@@ -157,6 +157,15 @@ class PrefixIndex:
         return self._blocks_per_stride
 
     @property
+    def is_sparse(self) -> bool:
+        return self._is_sparse
+
+    @property
+    def has_reach(self) -> bool:
+        """Whether any replica ever had a block, and not only resume points."""
+        return self._has_reach
+
+    @property
     def has_tiers(self) -> bool:
         """Whether any replica ever had anything below the device."""
         return self._holders.has_tiers

@@ -53,6 +53,7 @@ class SparseFleet:
         packed, hashes = pack_token_ids(tokens), hash_blocks(self._root, tokens, size)
         request = RoutingRequest(bucket_of(self._root, None, packed, None, size), len(tokens), size)
         exclude = [self._rng.choice(self._replica_ids)] if self._rng.random() < 0.4 else []
+        exclude = exclude if len(self._replica_ids) > 1 else []
         namespace = NamespaceName("m", None, "default")
         facts = PromptFacts(
             *(_DIGESTS, "default", self._root, namespace, size, b"".join(hashes), packed),

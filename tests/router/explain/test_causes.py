@@ -229,6 +229,22 @@ def test_what_a_draft_model_has_computed_again_behind_a_hit_is_not_lost(
     assert (found.cause.value, told(found)) == (cause, spans)
 
 
+def test_what_another_replica_can_not_resume_was_never_kept_there_or_evicted() -> None:
+    past = Past(
+        Known(384, B),
+        [Departed(992, C, False, 5.0)],
+        is_known_replica_gone=False,
+        num_known_unresumable=384,
+        known_points=[Departed(128, B, False, 6.0), Departed(512, B, False, 6.0)],
+    )
+    found = misses(PromptUsage(1000, 0, 0), decision(a=0, b=0), past, BLOCK_SIZE)
+    assert [(*each, span.replica_id) for each, span in zip(told(found), found.spans, strict=True)][:3] == [
+        ("evicted", 128, B),
+        ("not_resumable", 256, B),
+        ("evicted", 608, C),
+    ]
+
+
 def test_a_short_prompt_has_no_block() -> None:
     assert misses(PromptUsage(16, 0, 0), decision(a=0), NEW, BLOCK_SIZE).cause is Cause.BELOW_A_BLOCK
     assert misses(PromptUsage(17, 0, 0), decision(a=0), NEW, BLOCK_SIZE).cause is Cause.NEVER_CACHED

@@ -26,6 +26,8 @@ class Replica:
         self.served = Served(shape, num_blocks=120, budget=256)
         self.size = self.served.cache.alignment
         self.ever: set[BlockHash] = set()
+        self.computed: set[BlockHash] = set()
+        """All blocks of its prompts."""
         take = self.served.cache.take_events
 
         def observed() -> list[CacheEvent]:
@@ -44,8 +46,10 @@ class Replica:
         return tokens
 
     def reach(self, hashes: Sequence[BlockHash]) -> int:
-        """Leading tokens that full attention has, by the pool."""
+        """Leading tokens that full attention has, by the pool; without it, those computed for any prompt."""
         cache = self.served.cache
+        if not cache.groups[0].is_full:
+            return self.size * sum(name in self.computed for name in hashes)
         [(number, full)] = [each for each in enumerate(cache.groups) if each[1].is_full]
         for end in range(self.size, len(hashes) * self.size + 1, self.size):
             names = [cache.name_of(number, hashes, block) for block in full.needed(end)]
@@ -76,15 +80,25 @@ class Run:
         num_unresumable = max(0, hit.junction - hit.num_tokens)
         explain(PromptUsage(len(self.prompt), hit.num_tokens, 0, num_unresumable_tokens=num_unresumable))
         self.tokens = replica.run(self.prompt, self.num_output)
+        replica.computed.update(hashes)
 
 
-@pytest.mark.parametrize("shape", [each for each in SHAPES if each.count("full") == 1 and " " in each])
-def test_of_what_full_attention_had_it_is_said_whether_a_point_was_ever_kept(shape: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "replica_ids"),
+    [
+        *((each, REPLICAS) for each in SHAPES if each.count("full") == 1 and " " in each),
+        *((each, REPLICAS[:1]) for each in SHAPES if "full" not in each),
+    ],
+)
+def test_of_what_was_computed_it_is_said_whether_a_point_was_ever_kept(
+    shape: str, replica_ids: Sequence[ReplicaId]
+) -> None:
+    """With full attention, as far as that still has it."""
     rng = random.Random(6)
     size = Replica(REPLICAS[0], shape, lambda *_: None).size
     card = ModelCard("m", "f", "simulated", size, 1000, 10_000, 1000, is_sparse=True)
-    fleet = SparseFleet(card, ROOT, REPLICAS, 5)
-    replicas = {each: Replica(each, shape, fleet.hear) for each in REPLICAS}
+    fleet = SparseFleet(card, ROOT, replica_ids, 5)
+    replicas = {each: Replica(each, shape, fleet.hear) for each in replica_ids}
     fresh = replicas[REPLICAS[0]].served.fresh
     known = [fresh(300)]
     halves: Counter[str] = Counter()
