@@ -161,7 +161,7 @@ TOGGLES: dict[str, Values] = {
                 "model": {"source": "image", "path": "/opt/qwen"},
             },
             "c": {
-                "autoscaling": {"enabled": True, "by": "keda", "prometheus": PROMETHEUS, "downSeconds": 9e9},
+                "autoscaling": {"enabled": True, "by": "keda", "prometheus": PROMETHEUS, "downSeconds": 9000},
                 "model": {"source": "image", "path": "/opt/qwen"},
             },
             "d": {"replicas": 3, "model": {"source": "image", "path": "/opt/other"}},
