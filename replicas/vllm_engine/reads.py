@@ -75,7 +75,7 @@ READS: Reads = {
     "vllm.v1.core.sched.output": {
         "NewRequestData": "req_id",
         "SchedulerOutput": "scheduled_new_reqs preempted_req_ids scheduled_encoder_inputs"
-        " num_scheduled_tokens",
+        " num_scheduled_tokens scheduled_spec_decode_tokens",
     },
     "vllm.v1.core.sched.scheduler": {
         "Scheduler": "kv_event_publisher schedule structured_output_manager kv_cache_manager running requests"
