@@ -9,14 +9,19 @@ from typing import Any
 import grpc
 import pytest
 
-from replicas.protocol.blocks import BlockHash
+from replicas.protocol.blocks import BlockHash, PublishedBeginning
+from router.api.api_request import ApiRequest
+from router.api.prepare import PreparedChat
 from router.caller import Caller, Tenant
+from router.dispatch import pick
 from router.errors import KeyFault
+from router.feature import Feature
 from router.misses import Cause
 from router.picker import endpoint
 from router.picker.messages import BodyMode
 from router.picker.protobuf import field
 from router.picker.server import SERVICES
+from router.prompt.catalog import ServedModel
 from tests.router import tiny_model
 from tests.router.picker.conftest import A, B, Picking, picking_fleet
 from tests.router.picker.gateway import head_of
@@ -237,7 +242,7 @@ async def test_more_streams_than_connections_are_refused() -> None:
         async with picking.gateway.ask("/v1/completions", COMPLETION) as asked:
             await asked.until_decided()
             with pytest.raises(grpc.aio.AioRpcError) as error:
-                await picking.gateway.decide("/v1/completions", COMPLETION)
+                await picking.gateway.decide("/v1/completions", b"")
             assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -321,13 +326,33 @@ async def test_a_computed_prompt_is_no_load_on_top_of_what_the_replica_says(pick
         assert picking.table.load(replica_id).num_pending_tokens == 0
 
 
+async def test_load_that_the_replica_counts_by_now_is_counted_once(
+    picking: Picking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that is not streamed says nothing until its end."""
+    monkeypatch.setattr(pick, "SEEN_SECONDS", 0.0)
+    (replica_id, _) = picking.table.replica_ids(tiny_model.MODEL)
+    async with picking.gateway.ask("/v1/completions", COMPLETION, subset=[A]) as asked:
+        await asked.until_decided()
+        await picking.until(lambda: picking.table.load(replica_id).num_requests == 0)
+        assert picking.table.loads.num_reserved == 1
+
+
+class Meddling(Feature):
+    """Has a prompt go on from other tokens than its text."""
+
+    async def encoded(self, request: ApiRequest, model: ServedModel, chat: PreparedChat) -> PreparedChat:
+        return chat._replace(token_ids=[7, 7, 7])
+
+    def beginning(self, model: ServedModel, packed_tokens: bytes) -> PublishedBeginning | None:
+        raise AssertionError("the server takes one root for a prompt")
+
+
 async def test_a_conversation_is_rendered_as_the_server_renders_it(picking: Picking) -> None:
     """Never from the tokens of an earlier answer, which the server does not go on from."""
-    turns = [
-        *CHAT["messages"],
-        {"role": "assistant", "content": "Hello"},
-        {"role": "user", "content": "Go on"},
-    ]
+    picking.context.add(Meddling())
+    said = {"role": "assistant", "content": "Hello"}
+    turns = [*CHAT["messages"], said, {"role": "user", "content": "Go on"}]
     await picking.gateway.decide("/v1/chat/completions", {**CHAT, "messages": turns})
     await picking.until_idle()
     generation = picking.ended.served[0].prompts[0].generation
@@ -370,7 +395,7 @@ async def test_health() -> None:
 @pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.STREAMED])
 async def test_a_gateway_that_does_not_send_bodies_is_told(picking: Picking, mode: BodyMode) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        await picking.gateway.decide("/v1/completions", COMPLETION, request_mode=mode)
+        await picking.gateway.decide("/v1/completions", b"", request_mode=mode)
     assert "set it to FULL_DUPLEX_STREAMED" in (error.value.details() or "")
 
 
