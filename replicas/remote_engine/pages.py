@@ -15,7 +15,7 @@ Hash = int | bytes
 class _Page(NamedTuple):
     parent: Hash | None
     place: int
-    token_ids: list[int]
+    token_ids: tuple[int, ...]
     keys: list[object] | None
 
 
@@ -33,10 +33,10 @@ class Pages:
         self._page_size = page_size
         self._num_pages = num_pages
         self._pages: dict[Hash, _Page] = {}
-        self._blocks: dict[Hash, list[Hash]] = {}
+        self._blocks: dict[Hash, tuple[Hash, ...]] = {}
         """The pages of each block."""
-        self._blocks_of: dict[Hash, set[Hash]] = {}
-        """The blocks of each page."""
+        self._blocks_of: dict[Hash, tuple[Hash, ...]] = {}
+        """The blocks of each page: nearly always one, so its pages share one tuple."""
 
     def stored(
         self, hashes: Iterable[Hash], parent: Hash | None, token_ids: list[int], keys: list[object] | None
@@ -53,7 +53,7 @@ class Pages:
             raise UnknownBlock("a prompt's first page comes without a namespace")
         whole: list[Block] = []
         for number, name in enumerate(hashes):
-            run = token_ids[number * self._page_size : (number + 1) * self._page_size]
+            run = tuple(token_ids[number * self._page_size : (number + 1) * self._page_size])
             if name not in self._pages:
                 self._pages[name] = _Page(parent, place, run, None if place else keys)
                 if (place + 1) % self._num_pages == 0:
@@ -69,10 +69,15 @@ class Pages:
             for name in self._blocks_of.pop(page, ()):
                 gone.append(name)
                 for other in self._blocks.pop(name):
-                    blocks = self._blocks_of.get(other)
-                    if blocks is not None:
-                        blocks.discard(name)
+                    self._forget(name, other)
         return gone
+
+    def _forget(self, block: Hash, page: Hash) -> None:
+        rest = tuple(each for each in self._blocks_of.get(page, ()) if each != block)
+        if rest:
+            self._blocks_of[page] = rest
+        else:
+            self._blocks_of.pop(page, None)
 
     def clear(self) -> None:
         self._pages.clear()
@@ -89,8 +94,9 @@ class Pages:
                 return []
             names.append(parent)
             pages.append(page)
-        self._blocks[name] = names
+        self._blocks[name] = tuple(names)
+        alone = (name,)
         for each in names:
-            self._blocks_of.setdefault(each, set()).add(name)
+            self._blocks_of[each] = self._blocks_of[each] + alone if each in self._blocks_of else alone
         token_ids = [token for page in reversed(pages) for token in page.token_ids]
         return [Block(name, pages[-1].parent, token_ids, pages[-1].keys)]

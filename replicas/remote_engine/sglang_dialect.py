@@ -35,7 +35,8 @@ _LOGPROB_BYTES = 48
 _MOST_OTHER_BYTES = 2**20
 
 _FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-_WHOLE = re.compile(r"\s*start\s*:\s*@(\w+)\s*")
+_ONLY_A_PART = re.compile(r"start: answer\nanswer: @(\w+)\n")
+"""A grammar that is one of its parts and nothing else."""
 
 
 class _Stored(msgspec.Struct, tag="BlockStored", tag_field="type"):
@@ -301,7 +302,7 @@ def _priority_sign(info: Mapping[str, Any]) -> int | None:
 def _json_schema(grammar: str) -> str:
     """Return the schema of a grammar that is one and nothing else. Raises RequestRefused."""
     whole, *parts = json.loads(grammar)["grammars"]
-    found = _WHOLE.fullmatch(whole.get("lark_grammar", ""))
+    found = _ONLY_A_PART.fullmatch(whole["lark_grammar"])
     for part in parts:
         if found is not None and part["name"] == found[1] and "json_schema" in part:
             return json.dumps(part["json_schema"])

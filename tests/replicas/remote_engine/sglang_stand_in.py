@@ -21,6 +21,8 @@ class SglangStandIn(StandIn):
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
+        self.capacity = NUM_TOKENS
+        """In tokens; it may be less than what is told."""
         self.info: dict[str, Any] = {}
         """What differs from an ordinary description."""
         self._parents: OrderedDict[int, int | None] = OrderedDict()
@@ -110,7 +112,7 @@ class SglangStandIn(StandIn):
         hashes = [self._signed(salt, prompt[:end]) for end in range(size, len(prompt) + 1, size)]
         num_found = next((n for n, each in enumerate(hashes) if each not in self._parents), len(hashes))
         new, gone = hashes[num_found:], []
-        while (len(self._parents) + len(new)) * size > NUM_TOKENS:
+        while (len(self._parents) + len(new)) * size > self.capacity:
             inner = set(self._parents.values())
             gone.append(next(each for each in self._parents if each not in inner and each not in hashes))
             del self._parents[gone[-1]]

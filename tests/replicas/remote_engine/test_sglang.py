@@ -11,12 +11,15 @@ from replicas.engine import RequestRefused
 from replicas.errors import StartupError
 from replicas.proof import prove_hashes
 from replicas.protocol.blocks import hash_blocks
-from replicas.protocol.events import AllBlocksCleared, BlockStored
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored
 from replicas.protocol.frames import FinishReason, RefusalCode, UserTag
 from replicas.remote_engine.dialect import Chunk, Delta
 from replicas.remote_engine.engine import RemoteEngine
 from replicas.remote_engine.facts import CacheSizes, EventSource, ServerModel
 from replicas.remote_engine.sglang_dialect import SglangDialect, read_sglang
+from router.answers.formats import AnswerFormat
+from router.answers.grammars import grammar_for
+from router.answers.wishes import FormatKind, OutputFormat, ToolChoice, ToolMode
 from tests.replicas.builders import ROOT, engine_request
 from tests.replicas.remote_engine.sglang_stand_in import NUM_TOKENS, SglangStandIn
 from tests.replicas.remote_engine.stand_in import token_of
@@ -136,13 +139,26 @@ def test_every_parameter_reaches_the_server() -> None:
 def test_what_it_does_not_take_is_refused() -> None:
     with pytest.raises(RequestRefused, match="together with ignore_eos"):
         dialect().body(engine_request([7], ignore_eos=True, stop_token_ids=(77,)), "4-0", ())
-    schema = {"type": "object"}
-    parts = [{"name": "answer", "lark_grammar": "start: @text\n"}, {"name": "text", "json_schema": schema}]
-    request = engine_request([7], grammar=json.dumps({"grammars": parts}))
-    assert dialect().body(request, "4-0", ())["sampling_params"]["json_schema"] == json.dumps(schema)
-    parts[0]["lark_grammar"] = 'start: "x" @text\n'
+
+
+def test_a_json_schema_of_a_client_is_taken_and_no_other_grammar() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    grammars = [
+        grammar_for(wish, [], ToolChoice(ToolMode.NONE), AnswerFormat())
+        for wish in (
+            OutputFormat(FormatKind.JSON_SCHEMA, schema),
+            OutputFormat(FormatKind.JSON_OBJECT),
+            OutputFormat(FormatKind.REGEX, text="a+"),
+        )
+    ]
+    sent = dialect().body(engine_request([7], grammar=grammars[0]), "4-0", ())["sampling_params"]
+    assert json.loads(sent["json_schema"])["properties"]["a"] == {"type": "integer"}
+    assert (
+        "json_schema"
+        in dialect().body(engine_request([7], grammar=grammars[1]), "4-0", ())["sampling_params"]
+    )
     with pytest.raises(RequestRefused, match="no other grammar"):
-        dialect().body(engine_request([7], grammar=json.dumps({"grammars": parts})), "4-0", ())
+        dialect().body(engine_request([7], grammar=grammars[2]), "4-0", ())
 
 
 @pytest.mark.parametrize("is_incremental", [False, True])
@@ -205,9 +221,11 @@ def test_prompts_that_part_and_are_evicted_balance(driven: Driven, sglang: Sglan
     for _ in range(14):
         rest = [rng.randrange(3, 900) for _ in range(rng.randrange(size, 4 * size))]
         prompts.append((rng.choice(beginnings) + rest)[:500])
+    sglang.capacity = 20 * size
     for _ in range(50):
         assert driven.finish(driven.add(rng.choice(prompts), max_tokens=1)).refusal is None
     driven.step_until(lambda: not driven.engine.has_work())
+    assert any(isinstance(event, BlockRemoved) for event in driven.events)
     held = sglang.whole_blocks(prompts, size)
     assert {each for each, number in driven.balance.held.items() if number} == held
     assert set(driven.balance.held.values()) <= {0, 1}
