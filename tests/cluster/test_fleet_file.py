@@ -194,6 +194,10 @@ def test_a_pool_may_find_servers_that_run_already() -> None:
             {"engines": {"file": "x"}, "settings": {"model": "/m", "engine_endpoint": "10.0.0.1:8000"}},
             "pool small cannot set engine_endpoint: it finds its servers",
         ),
+        (
+            {"engines": {"file": "x"}, "settings": {"model": "/m", "engine_endpoint": "a:1"}},
+            "pool small cannot set engine_endpoint",
+        ),
         ({"name": "a_at_b"}, "cannot be named so"),
     ],
 )

@@ -1,5 +1,7 @@
 """`kvasir up` in front of servers that run already and come, go and change while it runs."""
 
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +30,11 @@ def id_of(server: StandIn) -> str:
     return f"server_at_127.0.0.1-{server.port}-0"
 
 
-def ready(command: KvasirCommand) -> set[str]:
-    return {replica.replica_id for replica in command.state().replicas if replica.state == "ready"}
+def ready(command: KvasirCommand) -> dict[str, str | None]:
+    """The epoch of each."""
+    return {
+        replica.replica_id: replica.epoch for replica in command.state().replicas if replica.state == "ready"
+    }
 
 
 def answer(command: KvasirCommand, model: str) -> httpx.Response:
@@ -43,7 +48,7 @@ def test_servers_in_a_file_come_and_go_while_it_runs(tmp_path: Path) -> None:
     said = (tmp_path / "up.out").read_text
 
     def becomes(*expected: StandIn) -> None:
-        wait_until(lambda: ready(command) == set(map(id_of, expected)), said, 60)
+        wait_until(lambda: ready(command).keys() == set(map(id_of, expected)), said, 60)
 
     def listed(*named: StandIn) -> None:
         file.write_text("".join(f"{server.url}\n" for server in named))
@@ -59,6 +64,13 @@ def test_servers_in_a_file_come_and_go_while_it_runs(tmp_path: Path) -> None:
             becomes(a, b, c)
             listed(a, c)
             becomes(a, c)
+            found = "servers of pool server: 127.0.0.1"
+            num_told = said().count(found)
+            epochs = ready(command)
+            os.kill(command.pid_of("ray::FleetController"), signal.SIGKILL)
+            wait_until(lambda: said().count(found) > num_told, said)
+            becomes(a, c)
+            assert ready(command) == epochs
             file.unlink()
             wait_until(lambda: "the 2 known before stay" in said(), said)
             assert answer(command, SERVED_NAME).status_code == 200
