@@ -196,7 +196,10 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         help="number of router processes that share the port (default: 1)",
     )
     parser.add_argument(
-        "--engine", choices=("torch", "vllm", "simulated"), default="torch", help="default: torch"
+        "--engine",
+        choices=("torch", "vllm", "simulated", "openai"),
+        default="torch",
+        help="default: torch; openai is for servers to join that take clients' bodies, not tokens",
     )
     _add_join(parser)
     parser.add_argument("--model", metavar="DIR", help="checkpoint directory (default: the toy model)")

@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any
 from urllib.parse import urlsplit
 
-from replicas.config import ReplicaConfig
+from replicas.config import SERVERS, ReplicaConfig
 from replicas.process.settings import SettingsError
 from replicas.protocol.status import ReplicaId
 
@@ -198,8 +198,8 @@ class PoolSpec:
             raise SettingsError(f"a pool cannot be named {self.name!r}; use letters, digits, '.', '_', '-'")
         if self.num_replicas < 0:
             raise SettingsError(f"pool {self.name} cannot have {self.num_replicas} replicas")
-        if self.engines is not None and self.replica.engine != "remote":
-            raise SettingsError(f"pool {self.name} finds servers, so its engine is remote")
+        if self.engines is not None and self.replica.engine not in SERVERS:
+            raise SettingsError(f"pool {self.name} finds servers, so its engine is remote or openai")
         self._check_resources()
         if self.num_threads < 1:
             raise SettingsError(f"pool {self.name} needs at least one thread")

@@ -212,6 +212,9 @@ def _replica(
     content: Any, pool_name: str, shared: Mapping[str, str | None], drain_seconds: float, *, finds: bool
 ) -> ReplicaConfig:
     """`finds`: its pool finds servers, and the settings are those of the replica of each."""
+    takes_bodies = isinstance(content, dict) and content.get("engine") == "openai"
+    if takes_bodies:
+        content = {"model": TOY_MODEL, **content}
     if not isinstance(content, dict) or not isinstance(content.get("model"), str) or not content["model"]:
         raise SettingsError(
             f"pool {pool_name} has no model: settings needs model, a checkpoint directory or {TOY_MODEL}"
@@ -221,9 +224,9 @@ def _replica(
     values = {**content, "model": model, **shared, "drain_seconds": drain_seconds}
     if finds:
         for setting in ("engine", "engine_url", "engine_rank", "engine_endpoint"):
-            if setting in content:
+            if setting in content and not (setting == "engine" and takes_bodies):
                 raise SettingsError(f"pool {pool_name} cannot set {setting}: it finds its servers")
-        values |= {"engine": "remote", "engine_url": EACH_SERVER}
+        values |= {"engine": "openai" if takes_bodies else "remote", "engine_url": EACH_SERVER}
     try:
         return build(ReplicaConfig, values)
     except SettingsError as error:

@@ -41,10 +41,11 @@ def options_from(
             f"--ram {in_words(arguments.ram)} for each of {arguments.replicas} replicas is more than the"
             f" {in_words(memory)} of memory that this machine has"
         )
-    engines, joined = _joined(arguments)
+    takes_bodies = arguments.engine == "openai"
+    engines, joined = _joined(arguments, takes_bodies=takes_bodies)
     own = {
-        "engine": arguments.engine if joined is None else "remote",
-        "model": model if joined is None else folder_of(joined, model),
+        "engine": arguments.engine if joined is None or takes_bodies else "remote",
+        "model": model if joined is None or takes_bodies else folder_of(joined, model),
         "model_name": arguments.model_name,
         "host_kv_bytes": arguments.ram,
         "disk_kv_bytes": arguments.disk,
@@ -76,15 +77,19 @@ def options_from(
     )
 
 
-def _joined(arguments: argparse.Namespace) -> tuple[EngineSource, JoinedServer] | tuple[None, None]:
+def _joined(
+    arguments: argparse.Namespace, *, takes_bodies: bool
+) -> tuple[EngineSource, JoinedServer] | tuple[None, None]:
     """Ask the servers to join, if there are any. Raises ClusterError."""
     if not (arguments.join or arguments.join_file or arguments.join_dns):
+        if takes_bodies:
+            raise ClusterError("--engine openai is for servers that run: give --join URL")
         return None, None
     if arguments.ram is not None:
         raise ClusterError("--ram is for replicas of ours: the memory of a server that runs is its own")
     try:
         engines = EngineSource(tuple(arguments.join), _absolute(arguments.join_file), arguments.join_dns)
-        return engines, ask_servers(engines, read_key(arguments.join_key_file))
+        return engines, ask_servers(engines, read_key(arguments.join_key_file), takes_bodies=takes_bodies)
     except SettingsError as error:
         raise ClusterError(str(error)) from error
 

@@ -40,8 +40,9 @@ class _Asked:
 class Asker:
     """Closes with `close`."""
 
-    def __init__(self, key_file: str | None) -> None:
+    def __init__(self, key_file: str | None, *, takes_bodies: bool = False) -> None:
         self._key_file = key_file
+        self._takes_bodies = takes_bodies
         self._asked: dict[str, _Asked] = {}
         self._backoff = BackoffSpec(initial_seconds=2.0)
         self._client = httpx.AsyncClient(
@@ -88,6 +89,9 @@ class Asker:
 
     async def _ranks(self, url: str, headers: Mapping[str, str]) -> Sequence[int]:
         """Raises HTTPError, ValueError or TypeError."""
+        if self._takes_bodies:
+            _json(await self._client.get(f"{url}/v1/models", headers=headers))
+            return ()
         answer = await self._client.get(f"{url}/kv_event_sources", headers=headers)
         if answer.status_code != 404:
             return sorted(int(rank) for rank in _json(answer))

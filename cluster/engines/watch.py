@@ -76,7 +76,7 @@ class _Search:
         assert pool.engines is not None
         self._at_most = pool.engines.at_most
         self._finder = finder_of(pool.engines)
-        self._asker = Asker(pool.replica.engine_key_file)
+        self._asker = Asker(pool.replica.engine_key_file, takes_bodies=pool.replica.engine == "openai")
         self._asker.know(known)
         self._belief = Belief(dict.fromkeys((server.url for server in known), time.monotonic()))
 

@@ -4,8 +4,9 @@ Owns the questions: which model they have, and in which blocks.
 """
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from cluster.config import EngineSource
@@ -13,6 +14,7 @@ from cluster.engines.addresses import SourceFailed
 from cluster.engines.finders import finder_of
 from cluster.errors import ClusterError
 from replicas.errors import StartupError
+from replicas.openai_engine.engine import BLOCK_SIZE, read_served_name
 from replicas.remote_engine.probes import find_dialect
 from replicas.remote_engine.server import Server
 
@@ -25,12 +27,14 @@ class JoinedServer:
     block_size: int
 
 
-def ask_servers(source: EngineSource, key: str | None) -> JoinedServer:
-    """Return one of the servers. Raises ClusterError if a given one does not answer, if given ones differ,
-    and if of found ones none answers."""
+def ask_servers(source: EngineSource, key: str | None, *, takes_bodies: bool = False) -> JoinedServer:
+    """Return one of the servers; `takes_bodies` if they are asked for no more than the names of models.
+    Raises ClusterError if a given one does not answer, if given ones differ, and if of found ones none
+    answers."""
+    ask = _ask_name if takes_bodies else _ask
     if not source.urls:
-        return _ask_any(_look(source), key)
-    first, *others = [_ask(url, key) for url in source.urls]
+        return _ask_any(_look(source), partial(ask, key=key))
+    first, *others = [ask(url, key) for url in source.urls]
     for one in others:
         if (one.served_name, one.block_size) != (first.served_name, first.block_size):
             raise ClusterError(
@@ -54,11 +58,11 @@ def _look(source: EngineSource) -> list[str]:
         raise ClusterError(str(error)) from error
 
 
-def _ask_any(urls: Collection[str], key: str | None) -> JoinedServer:
+def _ask_any(urls: Collection[str], ask: Callable[[str], JoinedServer]) -> JoinedServer:
     why = "no server is named"
     for url in urls:
         try:
-            return _ask(url, key)
+            return ask(url)
         except ClusterError as error:
             why = str(error)
     raise ClusterError(f"there is no server to join yet: {why}")
@@ -74,6 +78,17 @@ def _ask(url: str, key: str | None) -> JoinedServer:
         server.close()
     model = dialect.model
     return JoinedServer(url, model.served_name, model.root, dialect.sizes.block_size)
+
+
+def _ask_name(url: str, key: str | None) -> JoinedServer:
+    server = Server(url, key=key, rank=None, tell=lambda _: None)
+    try:
+        served = read_served_name(server.ask("/v1/models"), None)
+    except StartupError as error:
+        raise ClusterError(f"{url} cannot be joined: {error}") from error
+    finally:
+        server.close()
+    return JoinedServer(url, served.name, "", BLOCK_SIZE)
 
 
 def folder_of(server: JoinedServer, model: str | None) -> str:

@@ -178,6 +178,14 @@ def test_a_pool_may_find_servers_that_run_already() -> None:
     assert only.engines == EngineSource(service="vllm", namespace="llm", port="8000")
 
 
+def test_a_pool_of_servers_that_take_bodies_needs_no_model() -> None:
+    found = pool(engines={"file": "/etc/servers"}, settings={"engine": "openai"})
+    named = pool(settings={"engine": "openai", "engine_url": "http://a:1"})
+    for fields in (found, named):
+        (only,) = parse_fleet(text(fields)).pools
+        assert (only.replica.engine, only.replica.model) == ("openai", None)
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [

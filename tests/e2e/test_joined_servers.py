@@ -9,6 +9,7 @@ import pytest
 
 from replicas.toy_model import checkpoint_directory
 from tests.cluster.kvasir_command import KvasirCommand, wait_until
+from tests.replicas.openai_engine.text_server import TextServer
 from tests.replicas.remote_engine.stand_in import StandIn
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -87,3 +88,21 @@ def test_servers_that_differ_are_not_joined(servers: list[StandIn], tmp_path: Pa
     assert "joined twice" in again.stderr
     alone = kvasir.run("up", "--join", servers[0].url)
     assert "give --model DIR" in alone.stderr
+
+
+def test_servers_that_take_no_tokens(tmp_path: Path) -> None:
+    kvasir = KvasirCommand(tmp_path / "run")
+    servers = [TextServer(), TextServer()]
+    words = [word for server in servers for word in ("--join", server.url)]
+    body = {"model": "wordy", "messages": [{"role": "user", "content": LONG}], "max_tokens": 3}
+    try:
+        with kvasir.up("--engine", "openai", *words):
+            url = f"{kvasir.state().router_url}/v1/chat/completions"
+            first, again = [httpx.post(url, json=body, timeout=60) for _ in range(2)]
+            assert first.json()["id"] == "theirs"
+            assert again.headers["x-kvasir-replica"] == first.headers["x-kvasir-replica"]
+            assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 90
+            assert "predicted" in kvasir.run("status").stdout
+    finally:
+        for server in servers:
+            server.close()

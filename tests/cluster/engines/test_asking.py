@@ -102,6 +102,14 @@ async def test_without_a_key_that_can_be_read_nothing_is_asked(tmp_path: Path) -
         await asker.close()
 
 
+async def test_servers_that_take_bodies_have_no_ranks() -> None:
+    async with named_server('{"0": {}, "1": {}}') as server:
+        asker = Asker(None, takes_bodies=True)
+        assert await asker.ask([server.url]) == [FoundServer(server.url)]
+        assert "GET /v1/models " in server.last_head
+        await asker.close()
+
+
 async def test_what_an_earlier_one_was_told_is_known() -> None:
     asker = Asker(None)
     known = [FoundServer("http://127.0.0.1:1", 0), FoundServer("http://127.0.0.1:1", 1)]
