@@ -57,8 +57,8 @@ class Past(NamedTuple):
     """Likewise those that left the replica of `known`."""
     num_known_unresumable: int = 0
     """Leading tokens that it computed for a sparse model and, by the index, did not lose."""
-    num_findable_blocks: int | None = None
-    """Leading blocks that can be found in a cache; None is all but the last token's."""
+    num_reusable_tokens: int | None = None
+    """Tokens that could be read at most; None is all full blocks before the last token."""
     peek_tokens: int = 0
     """Tokens behind every hit that are computed again for a draft model."""
 
@@ -77,7 +77,9 @@ def misses(usage: PromptUsage, decision: Decision | None, past: Past, block_size
     num_cached = usage.num_cached_tokens
     if num_cached is None:
         return Misses(Cause.NOT_REPORTED, ())
-    num_reusable = reusable_tokens(usage, past, block_size)
+    num_reusable = past.num_reusable_tokens
+    if num_reusable is None:
+        num_reusable = max(0, usage.num_prompt_tokens - 1) // block_size * block_size
     spans: list[MissedSpan] = []
     start = num_cached
     if start < num_reusable:
@@ -97,14 +99,6 @@ def misses(usage: PromptUsage, decision: Decision | None, past: Past, block_size
         return Misses(Cause.HIT, tuple(spans))
     first = next((span.cause for span in spans if span.cause is not Cause.BELOW_A_BLOCK), Cause.BELOW_A_BLOCK)
     return Misses(next(iter(losses(spans)), first), tuple(spans))
-
-
-def reusable_tokens(usage: PromptUsage, past: Past, block_size: int) -> int:
-    """Return the tokens that could be read at most."""
-    num_blocks = past.num_findable_blocks
-    if num_blocks is None:
-        num_blocks = max(0, usage.num_prompt_tokens - 1) // block_size
-    return max(0, num_blocks * block_size - past.peek_tokens)
 
 
 def _facts(

@@ -15,7 +15,7 @@ from functools import lru_cache
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.status import ReplicaId
-from router.explain.causes import Departed, Past, misses, reusable_tokens
+from router.explain.causes import Departed, Past, misses
 from router.explain.nearest import PromptFacts
 from router.explain.prefix_tree import Known, PackedHashes
 from router.explain.prompt_memory import PromptMemory
@@ -57,9 +57,10 @@ class MissExplainer:
         """Call it when the usage has come: by the request's end the past has changed. `repeated` is asked if
         at least as much is missing as counts as repeated."""
         block_size, model, num_cached = facts.block_size, facts.namespace.model, usage.num_cached_tokens
-        peek = facts.peek_tokens
-        past = Past(Known(0), num_findable_blocks=facts.num_findable_blocks, peek_tokens=peek)
-        num_reusable = reusable_tokens(usage, past, block_size)
+        num_reusable, peek = facts.num_reusable_tokens, facts.peek_tokens
+        if num_reusable is None:
+            num_reusable = max(0, usage.num_prompt_tokens - 1) // block_size * block_size
+        past = Past(Known(0), num_reusable_tokens=num_reusable, peek_tokens=peek)
         if num_cached is None or num_cached >= num_reusable:
             return misses(usage, decision, past, block_size)
         index = self._index_of(model)

@@ -71,7 +71,7 @@ class PromptFacts:
     """The first token of each image and the first behind it."""
     beginning: bytes | None = None
     """A digest of its first tokens in no namespace, if it has enough."""
-    num_findable_blocks: int | None = None
+    num_reusable_tokens: int | None = None
     peek_tokens: int = 0
     """Both as in `Past`."""
     _units: bytes | None = None

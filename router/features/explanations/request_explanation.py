@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from replicas.protocol.frames import PromptUsage
-from replicas.protocol.hits import num_searched
+from replicas.protocol.hits import num_hit_tokens, num_searched
 from router.api.api_request import ApiRequest, Prompt
 from router.caller import Caller, Right
 from router.edge.http import Header
@@ -241,6 +241,7 @@ class RequestExplanation:
 def facts_of(prompt: Prompt, caller: Caller, model: ServedModel, digests: Digests) -> PromptFacts:
     generation = prompt.generation
     submit, adapter, card = generation.submit, generation.adapter, model.card
+    is_plain = not (card.is_sparse or card.peek_tokens)
     return PromptFacts(
         digests,
         tenant=caller.tenant.name,
@@ -256,6 +257,8 @@ def facts_of(prompt: Prompt, caller: Caller, model: ServedModel, digests: Digest
         template_tag=model.template.tag,
         media=tuple((span.start, span.start + span.length) for span in submit.media),
         beginning=beginning_of(submit.packed_tokens, generation.caller.owner, generation.salt_tag),
-        num_findable_blocks=num_searched(card, len(generation.token_ids)),
+        num_reusable_tokens=None
+        if is_plain
+        else num_hit_tokens(card, num_searched(card, len(generation.token_ids))),
         peek_tokens=card.peek_tokens,
     )

@@ -7,7 +7,7 @@ from replicas.index.residency import Residency
 from replicas.protocol.blocks import BlockHash, hash_blocks, pack_token_ids
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import NO_USER, PromptUsage
-from replicas.protocol.hits import num_searched
+from replicas.protocol.hits import num_hit_tokens, num_searched
 from replicas.protocol.keys import IndexChange
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
 from router.explain.miss_explainer import MissExplainer
@@ -57,7 +57,7 @@ class SparseFleet:
         namespace = NamespaceName("m", None, "default")
         facts = PromptFacts(
             *(_DIGESTS, "default", self._root, namespace, size, b"".join(hashes), packed),
-            num_findable_blocks=num_searched(self.card, len(tokens)),
+            num_reusable_tokens=num_hit_tokens(self.card, num_searched(self.card, len(tokens))),
             peek_tokens=self.card.peek_tokens,
         )
         found: list[tuple[PromptUsage, Misses]] = []

@@ -224,7 +224,7 @@ def test_what_a_draft_model_has_computed_again_behind_a_hit_is_not_lost(
     num_cached: int, num_unresumable: int, cause: str, spans: list[tuple[str, int]]
 ) -> None:
     usage = PromptUsage(1000, num_cached, 0, num_unresumable_tokens=num_unresumable)
-    past = Past(Known(0), num_findable_blocks=62, peek_tokens=16)
+    past = Past(Known(0), num_reusable_tokens=976, peek_tokens=16)
     found = misses(usage, decision(a=128, b=0), past, BLOCK_SIZE)
     assert (found.cause.value, told(found)) == (cause, spans)
 
