@@ -3,7 +3,8 @@
 A process of its own has the picker, with the toy model's tokenizer and template, and two replicas that are
 cards alone. This process is the gateway: it sends requests of about 8,000 tokens as Envoy does, streamed, and
 ends each when it has been told where it goes. The gateway's own work is in the times too; what a request
-without a prompt takes is printed beside them. The two processes have a core each.
+without a prompt takes is printed beside them. The two processes have a core each. Processor time is
+that of the picker for a request, with gRPC, and without it in this process, one request after the other.
 
     python -m loadtests.benches.picker
 """
@@ -16,13 +17,14 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import grpc
 import uvloop
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 from tokenizers import Tokenizer
 
 from loadtests.benches.harness import WORDS, bench_options
@@ -38,9 +40,10 @@ from router.dispatch.dispatcher import Dispatcher
 from router.features.explanations.feature import Explanations
 from router.observation.metrics import RouterMetrics
 from router.picker.endpoint import picked_endpoints
-from router.picker.messages import METHOD, SERVICE
+from router.picker.messages import METHOD, SERVICE, decode
 from router.picker.protobuf import field
 from router.picker.server import Picker
+from router.picker.stream import GatewayStream, Tally
 from router.prompt.catalog import ModelCatalog
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
@@ -54,9 +57,8 @@ PIECE_BYTES = 16_000
 PICKER_CORE, GATEWAY_CORE = 0, 1
 
 
-async def serve() -> None:
-    """The picker, until its process is killed. Prints its port."""
-    rng, config = random.Random(0), RouterConfig(picker_port=0)
+def new_app(config: RouterConfig) -> ASGIApp:
+    rng = random.Random(0)
     bundle = tokenizer_bundle(toy_model_path())
     card = ModelCard(MODEL, "f" * 64, "remote", BLOCK_SIZE, 2**16, 2**15, 4096, max_running=4096)
     catalog = ModelCatalog(rng.randbytes(32), cache_bytes=2**26, chain_bytes=2**25)
@@ -76,7 +78,13 @@ async def serve() -> None:
     )
     context.add(Explanations(context))
     prepares = {path: prepare for path, prepare in PREPARES.items() if path != GENERATE_CONTENT}
-    picker = Picker(create_gateway_app(context, picked_endpoints(context, prepares)), config, lambda: True)
+    return create_gateway_app(context, picked_endpoints(context, prepares))
+
+
+async def serve() -> None:
+    """The picker, until its process is killed. Prints its port."""
+    config = RouterConfig(picker_port=0)
+    picker = Picker(new_app(config), config, lambda: True)
     picker.bind()
     await picker.start()
     print(picker.port, flush=True)
@@ -125,6 +133,47 @@ def _body(**fields: object) -> bytes:
     return json.dumps({"model": MODEL, "max_tokens": 16, **fields}).encode()
 
 
+def messages_of(path: str, body: bytes) -> Iterator[bytes]:
+    """A request as a gateway sends it: its headers, and its body in pieces."""
+    head = {":method": "POST", ":path": path, "content-type": "application/json"}
+    pairs = [field(1, field(1, name) + field(3, value)) for name, value in head.items()]
+    yield field(2, field(1, b"".join(pairs)))
+    for start in range(0, len(body), PIECE_BYTES):
+        is_last = start + PIECE_BYTES >= len(body)
+        yield field(4, field(1, body[start : start + PIECE_BYTES]) + field(2, is_last))
+
+
+END = field(3, field(3, 1))
+"""The head of an answer without a body."""
+
+
+async def cpu_without_grpc(make: Callable[[int], tuple[str, bytes]], number: int) -> float:
+    """Return this process's processor time for a request, from its messages to its destination and end."""
+    app, told = new_app(RouterConfig(picker_port=0)), asyncio.Event()
+
+    async def write(message: bytes) -> None:
+        told.set()
+
+    async def ask(path: str, body: bytes) -> None:
+        told.clear()
+        first, *pieces = messages_of(path, body)
+        stream = GatewayStream(decode(first), write, Tally())
+        serving = asyncio.ensure_future(app(stream.scope(), stream.receive, stream.send))
+        for piece in pieces:
+            await stream.take(decode(piece))
+        await told.wait()
+        await stream.take(decode(END))
+        await serving
+
+    for path, body in map(make, range(NUM_CONVERSATIONS)):
+        await ask(path, body)
+    asked = [make(each) for each in range(number)]
+    began = time.process_time()
+    for path, body in asked:
+        await ask(path, body)
+    return (time.process_time() - began) / number
+
+
 class Gateway:
     def __init__(self, port: int) -> None:
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
@@ -136,15 +185,11 @@ class Gateway:
 
         async def messages() -> AsyncIterator[bytes]:
             nonlocal sent_at
-            head = {":method": "POST", ":path": path, "content-type": "application/json"}
-            pairs = [field(1, field(1, name) + field(3, value)) for name, value in head.items()]
-            yield field(2, field(1, b"".join(pairs)))
-            for start in range(0, len(body), PIECE_BYTES):
-                is_last = start + PIECE_BYTES >= len(body)
+            for message in messages_of(path, body):
                 sent_at = time.perf_counter()
-                yield field(4, field(1, body[start : start + PIECE_BYTES]) + field(2, is_last))
+                yield message
             await has_told.wait()
-            yield field(3, field(3, 1))
+            yield END
 
         has_told = asyncio.Event()
         told = aiter(self._process(messages()))
@@ -195,7 +240,9 @@ async def measure(options: argparse.Namespace, port: int, pid: int) -> None:
     }
     for name, make in kinds.items():
         times, cpu = await at_rate(port, pid, make, options.rate, options.seconds)
-        print(f"{name:48} {milliseconds(times)}   CPU {cpu * 1e3:6.2f} ms", flush=True)
+        own = await cpu_without_grpc(make, 200)
+        shown = f"CPU {cpu * 1e3:6.2f} ms, without gRPC {own * 1e3:6.2f} ms"
+        print(f"{name:48} {milliseconds(times)}   {shown}", flush=True)
 
 
 def main() -> None:

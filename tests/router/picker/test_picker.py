@@ -171,12 +171,15 @@ async def test_a_data_parallel_rank_is_named() -> None:
         assert (told.destination, told.headers["x-data-parallel-rank"]) == (A, "1")
 
 
-async def test_a_body_of_many_pieces(picking: Picking) -> None:
+async def test_a_body_of_many_pieces() -> None:
+    """It is prepared in the process beside the event loop, which may take a while to start."""
     body = {**COMPLETION, "prompt": [7] * 400, "x_note": "u" * 300_000}
-    async with picking.gateway.ask("/v1/completions", body, piece_bytes=5000) as asked:
-        told = await asked.until_decided()
-        assert json.loads(told.body)["x_note"] == body["x_note"]
-        assert told.num_messages > 4
+    async with picking_fleet(wait_seconds=15.0) as picking:
+        picking.join("a", A)
+        async with picking.gateway.ask("/v1/completions", body, piece_bytes=5000) as asked:
+            told = await asked.until_decided()
+            assert json.loads(told.body)["x_note"] == body["x_note"]
+            assert told.num_messages > 4
 
 
 async def test_a_compressed_body_is_sent_on_as_it_was_before(picking: Picking) -> None:
