@@ -239,8 +239,8 @@ def _add_join(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="a vLLM server that runs already, such as http://127.0.0.1:8000, in place of replicas of ours;"
-        " repeatable",
+        help="a vLLM or SGLang server that runs already, such as http://127.0.0.1:8000, in place of replicas"
+        " of ours; repeatable",
     )
     parser.add_argument(
         "--join-file",

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -53,19 +54,13 @@ def _free_ports(number: int) -> list[int]:
     return ports
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
-    port, events, replays = _free_ports(3)
-    publishing = {
-        "enable_kv_cache_events": True,
-        "endpoint": f"tcp://*:{events}",
-        "replay_endpoint": f"tcp://*:{replays}",
-    }
+@contextmanager
+def _serving(log: Path, *options: str) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    (port,) = _free_ports(1)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
     command += ["--model", str(checkpoint_directory(None)), "--served-model-name", "toy", "--port", str(port)]
     command += ["--enforce-eager", "--block-size", "32", "--num-gpu-blocks-override", "64"]
-    command += ["--max-model-len", "1024", "--enable-prompt-tokens-details"]
-    command += ["--kv-events-config", json.dumps(publishing)]
+    command += ["--max-model-len", "1024", "--enable-prompt-tokens-details", *options]
     environment = {
         **os.environ,
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -73,22 +68,43 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, "sub
         "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    log = Path(tmp_path_factory.mktemp("vllm")) / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
-    yield f"http://127.0.0.1:{port}", process
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    events, replays = _free_ports(2)
+    publishing = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"tcp://*:{events}",
+        "replay_endpoint": f"tcp://*:{replays}",
+    }
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    with _serving(log, "--kv-events-config", json.dumps(publishing)) as served:
+        yield served
+
+
+@contextmanager
+def _driving(url: str) -> Iterator[Driven]:
+    engine = RemoteEngine(ReplicaConfig(engine="remote", engine_url=url, build_seconds=500.0))
+    try:
+        prove_hashes(engine, random.SystemRandom())
+        engine.begin(lambda: None)
+        yield Driven(engine)
+    finally:
+        engine.close()
 
 
 @pytest.fixture
 def driven(server: tuple[str, "subprocess.Popen[bytes]"]) -> Iterator[Driven]:
-    config = ReplicaConfig(engine="remote", engine_url=server[0], build_seconds=500.0)
-    engine = RemoteEngine(config)
-    prove_hashes(engine, random.SystemRandom())
-    engine.begin(lambda: None)
-    yield Driven(engine)
-    engine.close()
+    with _driving(server[0]) as driven:
+        yield driven
 
 
 def _foretold(driven: Driven, root: BlockHash, prompt: list[int]) -> int:
@@ -110,10 +126,11 @@ def _settle(driven: Driven) -> None:
         time.sleep(0.01)
 
 
-def test_every_hit_is_foretold(driven: Driven) -> None:
+def _told_and_foretold(driven: Driven) -> list[tuple[int, int]]:
+    """Of prompts that share beginnings: the hit that the server told, and the one that was foretold."""
     rng = random.Random(3)
     shared = [[rng.randrange(3, 2000) for _ in range(rng.randrange(100, 400))] for _ in range(8)]
-    num_cached, differing = 0, []
+    found = []
     for number in range(NUM_PROMPTS):
         head = rng.choice(shared)
         prompt = head[: rng.randrange(40, len(head))] if rng.random() < 0.5 else [*head, number, 7]
@@ -121,14 +138,17 @@ def test_every_hit_is_foretold(driven: Driven) -> None:
         foretold = _foretold(driven, root, prompt)
         key = driven.add(prompt, root=root, max_tokens=rng.randrange(1, 40), user=UserTag(b"u"))
         usage = driven.finish(key).usage
-        assert usage is not None
-        num_cached += usage.num_cached_tokens
-        if usage.num_cached_tokens != foretold:
-            differing.append((number, foretold, usage.num_cached_tokens))
+        assert usage is not None and usage.num_cached_tokens is not None
+        found.append((usage.num_cached_tokens, foretold))
         _settle(driven)
-    assert not differing
-    assert num_cached > 1000
     assert driven.balance.removed.total() > 50, "nothing was evicted, so little was tried"
+    return found
+
+
+def test_every_hit_is_foretold(driven: Driven) -> None:
+    found = _told_and_foretold(driven)
+    assert [pair for pair in found if pair[0] != pair[1]] == []
+    assert sum(told for told, _ in found) > 1000
 
 
 def test_logprobs_grammars_and_stops_pass_through(driven: Driven) -> None:
@@ -148,3 +168,13 @@ def test_logprobs_grammars_and_stops_pass_through(driven: Driven) -> None:
 def test_its_death_is_noticed(driven: Driven, server: tuple[str, "subprocess.Popen[bytes]"]) -> None:
     os.killpg(server[1].pid, signal.SIGKILL)
     driven.dies("is gone|breaks off|not answered")
+
+
+def test_without_events_hits_are_mostly_foretold_and_never_far_off(tmp_path: Path) -> None:
+    with _serving(tmp_path / "log") as (url, _), _driving(url) as driven:
+        found = _told_and_foretold(driven)
+        assert driven.frame.load.is_predicted
+    told = sum(each for each, _ in found)
+    assert told > 1000
+    assert sum(max(0, foretold - each) for each, foretold in found) < 0.1 * told
+    assert sum(max(0, each - foretold) for each, foretold in found) < 0.2 * told
