@@ -503,7 +503,8 @@ def _points_left(
     """Return the resume points that a sparse replica will have after the prompt, and had not before.
 
     The index is thinned, so full attention may reach further than is known here; the point that it leaves at
-    the junction is then deeper than the one foretold.
+    the junction is then deeper than the one foretold. A resumed answer has no hashes behind its prompt, and
+    points there are of use to no other request.
     """
     card = fleet.card
     num_reached = fleet.index.reach(
@@ -512,7 +513,8 @@ def _points_left(
     is_junction = num_reached * card.block_size > decision.overlap_tokens + card.peek_tokens
     ends = points_left(card, request.num_tokens, num_reached if is_junction else 0)
     found = decision.overlap_tokens + card.peek_tokens if decision.overlap_tokens else 0
-    return tuple([block_hashes[end - 1] for end in ends if found < end * card.block_size])
+    known = len(block_hashes)
+    return tuple([block_hashes[end - 1] for end in ends if end <= known and found < end * card.block_size])
 
 
 def _ignore(model: str, replica_id: ReplicaId) -> None:

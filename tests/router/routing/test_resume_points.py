@@ -214,8 +214,10 @@ def sparse_table(size: int = 2, card: ModelCard = CARD) -> RoutingTable:
     return table
 
 
-def route(table: RoutingTable, tokens: Sequence[int]) -> RoutedRequest:
-    request = RoutingRequest(bucket_of(ROOT, None, pack_token_ids(tokens), None, BLOCK), len(tokens), BLOCK)
+def route(table: RoutingTable, tokens: Sequence[int], num_output_tokens: int = 0) -> RoutedRequest:
+    """An answer that is resumed has output tokens, whose blocks the router does not name."""
+    bucket = bucket_of(ROOT, None, pack_token_ids(tokens), None, BLOCK)
+    request = RoutingRequest(bucket, len(tokens) + num_output_tokens, BLOCK)
     return table.route("m", request, hash_blocks(ROOT, tokens, BLOCK))
 
 
@@ -265,6 +267,18 @@ def test_a_prompts_last_token_is_computed_and_so_is_the_block_that_it_ends() -> 
     change(table.index("m"), ReplicaId("r0"), points=whole)
     assert route(table, tokens).decision.overlap_tokens == 3 * BLOCK
     assert route(table, [*tokens, 1]).decision.overlap_tokens == 4 * BLOCK
+
+
+@pytest.mark.parametrize("peek_tokens", [0, BLOCK])
+@pytest.mark.parametrize("num_output_tokens", [1, BLOCK - 1, BLOCK, 5 * BLOCK])
+def test_a_resumed_answer_announces_no_points_behind_its_prompt(
+    num_output_tokens: int, peek_tokens: int
+) -> None:
+    table = sparse_table(1, replace(CARD, peek_tokens=peek_tokens))
+    tokens = prompt(0, 1, 4 * BLOCK + 1)
+    hashes = hash_blocks(ROOT, tokens, BLOCK)
+    announced = route(table, tokens, num_output_tokens).announcement
+    assert set(announced.points) <= {hashes[3]}
 
 
 def test_a_draft_model_reads_the_last_block_of_what_is_found() -> None:
