@@ -46,7 +46,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             config.log_format, config.log_level, fields={"service": "replica", "replica": config.replica_id}
         )
         if config.engine == "vllm":
-            os.environ.update(vllm_environment(config.num_threads))
+            os.environ.update(vllm_environment(config.num_threads, config.engine_args, os.environ))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(config))
     except (SettingsError, CheckpointError, StartupError) as error:

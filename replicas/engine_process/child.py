@@ -92,7 +92,8 @@ def _build(connection: "Connection[Any, Any]") -> Engine | None:
     fields = {"service": "engine", "replica": question.config.replica_id}
     set_up_logs(question.config.log_format, question.config.log_level, fields=fields, text_format=TEXT_FORMAT)
     if question.config.engine == "vllm":
-        os.environ.update(vllm_environment(question.config.num_threads))
+        config = question.config
+        os.environ.update(vllm_environment(config.num_threads, config.engine_args, os.environ))
     try:
         engine, bundle = build_engine_here(question.config)
     except STARTUP_ERRORS as error:

@@ -64,6 +64,11 @@ _NO_LOOKAHEAD = "disable_lookahead_block_hashes"
 RETENTION = "prefix_cache_retention_interval"
 """The argument whose default depends on the model's cache."""
 
+_CPU_RANKS: Mapping[str, Any] = {
+    "distributed_executor_backend": "mp",
+    "worker_cls": "replicas.vllm_engine.cpu_rank.CpuRank",
+}
+
 _CPU_CACHE_BYTES = 128 * 2**20
 _CPU_BLOCK_MULTIPLE = 32
 
@@ -111,7 +116,7 @@ def engine_arguments(
         "max_logprobs": -1,
         "generation_config": "vllm",
         "scheduling_policy": "priority",
-        "distributed_executor_backend": "uni" if in_one_process else None,
+        **({"distributed_executor_backend": "uni"} if in_one_process else _CPU_RANKS if on_cpu else {}),
         # A step ahead of its own results, vLLM would report blocks before their KV exists.
         "async_scheduling": False,
         "enforce_eager": on_cpu,

@@ -5,6 +5,7 @@ root that is hashed after a prompt's published beginning. All else reads, except
 Works only with an engine core in the same process.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_events import AllBlocksCleared as VllmAllBlocksCleared
@@ -72,7 +73,8 @@ class CoreView:
     def __init__(self, llm_engine: Any) -> None:
         hash_second_roots()
         self._config: Any = llm_engine.vllm_config
-        self._scheduler: Any = llm_engine.engine_core.engine_core.scheduler
+        self._engine_core: Any = llm_engine.engine_core.engine_core
+        self._scheduler: Any = self._engine_core.scheduler
         self._keeper = _EventKeeper()
         self._scheduler.kv_event_publisher = self._keeper
         self._schedule = self._scheduler.schedule
@@ -82,6 +84,15 @@ class CoreView:
         self._num_encoded_tokens = 0
         self._started: list[Started] = []
         self._num_preemptions = 0
+
+    @property
+    def has_died(self) -> bool:
+        """Whether a process of vLLM's has died; one that has no others never does."""
+        return bool(getattr(self._engine_core.model_executor, "is_failed", False))
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Call `wake` from another thread once it `has_died`."""
+        self._engine_core.model_executor.register_failure_callback(wake)
 
     @property
     def structured_output_manager(self) -> Any:

@@ -218,6 +218,7 @@ class VllmEngine:
         return self._bundle
 
     def begin(self, wake: Callable[[], None]) -> None:
+        self._core.watch(wake)
         if self._tier is not None:
             self._tier.store.begin()
 
@@ -313,9 +314,11 @@ class VllmEngine:
         has_news = self._tier is not None and self._tier.store.has_news
         if self._images is not None and self._images.has_news:
             return True
-        return bool(self._live or self._unsaid) or has_news or self._core.has_transfers
+        return bool(self._live or self._unsaid) or has_news or self._core.has_transfers or self._core.has_died
 
     def step(self) -> StepFrame:
+        if self._core.has_died:
+            raise RuntimeError("a process of vLLM's has died")
         if self._on_cpu:
             # vLLM would compile a helper when logprobs are first asked for: seconds, for nothing. Torch
             # keeps this by thread, and the one that steps need not be the one that built the engine.

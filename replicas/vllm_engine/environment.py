@@ -17,7 +17,28 @@ VLLM_ENVIRONMENT: Mapping[str, str] = {
 """Set unconditionally: with other values for the first two, the engine refuses to start."""
 
 
-def vllm_environment(num_threads: int | None) -> dict[str, str]:
-    """All of it, and the threads of its kernels: they obey no other setting once loaded."""
-    threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
-    return {**VLLM_ENVIRONMENT, **threads}
+_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+def vllm_environment(
+    num_threads: int | None,
+    engine_args: Mapping[str, object] | None = None,
+    given: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """All of it, and the threads of its kernels: they obey no other setting once loaded.
+
+    Ranks on a CPU share the threads. vLLM would bind each to a NUMA node of its own, and refuse more ranks
+    than nodes: they are not bound, unless the `given` environment binds them.
+    """
+    threads = {}
+    if num_threads is not None:
+        threads = {"OMP_NUM_THREADS": str(max(1, num_threads // _num_ranks(engine_args or {})))}
+    return {**VLLM_ENVIRONMENT, _BINDING: (given or {}).get(_BINDING, "nobind"), **threads}
+
+
+def _num_ranks(engine_args: Mapping[str, object]) -> int:
+    num_ranks = 1
+    for spelling, value in engine_args.items():
+        if spelling.replace("-", "_") in ("tensor_parallel_size", "pipeline_parallel_size"):
+            num_ranks *= value if isinstance(value, int) else 1
+    return num_ranks

@@ -54,6 +54,22 @@ async def test_a_step_that_raises_ends_the_lease_at_once(
     await redis.aclose()
 
 
+def test_an_idle_engine_notices_that_a_process_of_vllms_has_died(environment: None) -> None:
+    """In one process there is none; the executor of several says it so."""
+    engine: Any = build_engine(vllm_config())[0]
+    try:
+        executor, woken = engine._core._engine_core.model_executor, []
+        executor.register_failure_callback = woken.append
+        engine.begin(lambda: None)
+        assert len(woken) == 1 and not engine.has_work()
+        executor.is_failed = True
+        assert engine.has_work()
+        with pytest.raises(RuntimeError, match="a process of vLLM's has died"):
+            engine.step()
+    finally:
+        engine.close()
+
+
 def _break(engine: Any, error_name: str) -> None:
     """From its fourth step on, vLLM raises."""
     from vllm.v1.engine.exceptions import EngineDeadError

@@ -13,6 +13,7 @@ from replicas.engine_process.build import build_engine
 from replicas.errors import StartupError
 from replicas.process.settings import SettingsError
 from replicas.toy_model import toy_model_path
+from replicas.vllm_engine.environment import vllm_environment
 from tests.replicas.mirror import connect
 from tests.replicas.vllm_engine.conftest import vllm_config
 
@@ -65,6 +66,22 @@ def test_settings_that_do_not_fit_are_one_clear_sentence(
     with pytest.raises((SettingsError, StartupError, CheckpointError), match=sentence) as caught:
         build_engine(vllm_config(**settings))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "given", "threads", "binding"),
+    [
+        ({}, {}, "8", "nobind"),
+        ({"tensor-parallel-size": 2, "pipeline_parallel_size": 2}, {}, "2", "nobind"),
+        ({"tensor_parallel_size": 16}, {"VLLM_CPU_OMP_THREADS_BIND": "auto"}, "1", "auto"),
+    ],
+)
+def test_ranks_share_the_threads_and_are_bound_only_by_whoever_says_so(
+    engine_args: dict[str, object], given: dict[str, str], threads: str, binding: str
+) -> None:
+    made = vllm_environment(8, engine_args, given)
+    assert (made["OMP_NUM_THREADS"], made["VLLM_CPU_OMP_THREADS_BIND"]) == (threads, binding)
+    assert "OMP_NUM_THREADS" not in vllm_environment(None, engine_args)
 
 
 def test_an_environment_that_vllm_would_misread_is_refused(
