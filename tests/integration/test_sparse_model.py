@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 
 from cluster.cli import main
@@ -10,6 +11,7 @@ from loadtests.benches.cause_asker import MODEL, Asker
 from loadtests.stacks.key_file import write_key_file
 from loadtests.stacks.local_stack import local_stack
 from router.caller import Tenant
+from tests.replicas.vllm_engine.killed_run import KilledRun
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
@@ -50,3 +52,16 @@ def test_hits_are_expected_and_what_cannot_be_resumed_is_explained(
     assert [each["cause"] for each in told[:2]] == ["never_cached", "not_resumable"]
     assert told[1]["spans"][0]["cause"] == "not_resumable" and told[1]["spans"][0]["end"] == 400
     assert all(each["cause"] in ("hit", "never_cached") for each in told[2:])
+
+
+def test_hits_are_foretold_and_answers_go_on_while_replicas_are_killed() -> None:
+    paced = {**REPLICA, "num_blocks": 200, "simulated_hardware": "h100-8b"}
+    with (
+        local_stack(replica_settings=[paced] * 2) as stack,
+        httpx.Client(base_url=stack.url, timeout=60) as client,
+    ):
+        run = KilledRun(stack, client, MODEL, 16)
+        run.go(num_prompts=20, num_kills=2)
+    assert not run.wrong, (run.wrong, run.figures)
+    assert run.figures["hit tokens"] and run.figures["resumed"] >= 2, run.figures
+    assert not run.figures["other than asked again"], run.figures

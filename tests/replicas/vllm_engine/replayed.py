@@ -23,7 +23,7 @@ BLOCKS = {
     "llama4": 150,
     "mistral": 80,
     "lfm2": 110,
-    "qwen3_next": 60,
+    "qwen3_next": 20,
 }
 """So few that blocks are evicted."""
 

@@ -1,5 +1,6 @@
 """Models whose layers keep different caches, in vLLM: every hit is foretold by what the engine reported."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.replicas.vllm_engine.replayed import BLOCKS, Run, assert_foretold, bu
 
 pytestmark = pytest.mark.vllm
 
-NUM_PROMPTS = examples(100)
+NUM_PROMPTS = int(os.environ.get("KVASIR_PROMPTS") or examples(100))
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma4", "lfm2"])
@@ -27,6 +28,24 @@ def test_every_hit_of_the_engine_is_foretold(family: str, environment: None, tmp
         assert_foretold(engine, NUM_PROMPTS)
         assert_shares(engine)
         assert_published(engine)
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("family", ["gemma3", "llama4", "mistral", "qwen3_next"])
+def test_every_hit_of_another_family_is_foretold(family: str, environment: None, tmp_path: Path) -> None:
+    context_length = 4224 if family == "qwen3_next" else 1024  # one block has 1,056 tokens
+    engine = build(
+        model=str(write_model(family, tmp_path)),
+        num_blocks=BLOCKS[family],
+        context_length=context_length,
+        max_batched_tokens=context_length // 2,
+    )
+    try:
+        assert engine.card.is_sparse
+        assert_foretold(engine, NUM_PROMPTS, longest=context_length * 7 // 8)
     finally:
         engine.close()
 
