@@ -47,7 +47,8 @@ DOWN_SECONDS, STILL_SECONDS = 5.0, 10.0
 def read_answer(answer: httpx.Response) -> tuple[list[str], int]:
     """Texts of the choices, and cached tokens. Raises an error for one that is not whole."""
     answer.raise_for_status()
-    lines = answer.text.split("\n\n") if answer.text.startswith("data: ") else [f"data: {answer.text}"]
+    is_stream = answer.headers["content-type"].startswith("text/event-stream")
+    lines = answer.text.split("\n\n") if is_stream else [f"data: {answer.text}"]
     parts: dict[int, list[str]] = {}
     cached = None
     for line in lines:
