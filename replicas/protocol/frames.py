@@ -103,9 +103,10 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 keep every token. The router always sets `seed`: the
     n-th output token of a choice depends on (seed, choice, n) alone, not on the batch, so a generation can be
-    resumed elsewhere. `num_logprobs` None means no logprobs, 0 the chosen token's only. The output follows
-    `grammar`, in llguidance's notation, and ends where it is complete, regardless of `min_tokens` and
-    `ignore_eos`; "" is none. `grammar_bytes` is its memory as the router measured it; 0 is unknown.
+    resumed elsewhere; `is_seeded` if the client chose it. `num_logprobs` None means no logprobs, 0 the chosen
+    token's only. The output follows `grammar`, in llguidance's notation, and ends where it is complete,
+    regardless of `min_tokens` and `ignore_eos`; "" is none. `grammar_bytes` is its memory as the router
+    measured it; 0 is unknown.
     """
 
     max_tokens: Uint32
@@ -124,6 +125,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     num_logprobs: Uint32 | None = None
     grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARACTERS)] = ""
     grammar_bytes: NumBytes = 0
+    is_seeded: bool = False
 
 
 class Submit(Struct, frozen=True, omit_defaults=True):

@@ -172,12 +172,13 @@ class SglangDialect:
             "repetition_penalty": sampling.repetition_penalty,
             "presence_penalty": sampling.presence_penalty,
             "frequency_penalty": sampling.frequency_penalty,
-            "sampling_seed": resumed_seed(request) % _MOST_SEED,
             "stop_token_ids": ends,
             "ignore_eos": has_no_end,
             "no_stop_trim": True,
             "skip_special_tokens": False,
         }
+        if sampling.is_seeded:
+            parameters["sampling_seed"] = resumed_seed(request) % _MOST_SEED
         if bias := resumed_logit_bias(request):
             parameters["logit_bias"] = {str(token_id): value for token_id, value in bias.items()}
         if held:

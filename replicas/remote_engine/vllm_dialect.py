@@ -180,11 +180,12 @@ def body_of(
         "repetition_penalty": sampling.repetition_penalty,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
-        "seed": resumed_seed(request) % _MOST_SEED,
         # As with vLLM in the process: the ends are stop tokens, so that all of them are known.
         "stop_token_ids": end_token_ids(request, eos_token_ids),
         "ignore_eos": True,
     }
+    if sampling.is_seeded:  # others would be sampled one by one
+        body["seed"] = resumed_seed(request) % _MOST_SEED
     if bias := resumed_logit_bias(request):
         body["logit_bias"] = {str(token_id): value for token_id, value in bias.items()}
     if sampling.num_logprobs is not None:

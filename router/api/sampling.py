@@ -235,6 +235,7 @@ def sampling_params(
         num_logprobs=num_logprobs,
         grammar=grammar.text,
         grammar_bytes=grammar.num_bytes,
+        is_seeded=request.seed is not None,
     )
 
 

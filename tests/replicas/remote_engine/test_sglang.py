@@ -96,6 +96,7 @@ def test_every_parameter_reaches_the_server() -> None:
         presence_penalty=0.75,
         frequency_penalty=-0.5,
         seed=2**64 - 1,
+        is_seeded=True,
         logit_bias=((6, 1.5),),
         stop_token_ids=(77,),
         num_logprobs=2,

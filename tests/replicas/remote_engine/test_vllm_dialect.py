@@ -28,6 +28,7 @@ def test_every_parameter_reaches_the_server() -> None:
         presence_penalty=0.75,
         frequency_penalty=-0.5,
         seed=2**64 - 1,
+        is_seeded=True,
         logit_bias=((6, 1.5),),
         stop_token_ids=(77,),
         num_logprobs=2,
@@ -62,10 +63,17 @@ def test_every_parameter_reaches_the_server() -> None:
 
 
 def test_a_resumed_request_asks_for_what_is_left() -> None:
-    request = engine_request([7, 8, 9], max_tokens=11, min_tokens=3, seed=5, num_output_tokens=2)
+    request = engine_request(
+        [7, 8, 9], max_tokens=11, min_tokens=3, seed=5, is_seeded=True, num_output_tokens=2
+    )
     body = body_of(request, "4-0", "served", EOS)
     assert (body["max_tokens"], body["min_tokens"], body["model"]) == (9, 1, "served")
     assert body["seed"] != 5
+
+
+def test_only_a_clients_seed_is_sent() -> None:
+    assert "seed" not in body_of(engine_request([7], seed=5), "4-0", "served", EOS)
+    assert body_of(engine_request([7], seed=5, is_seeded=True), "4-0", "served", EOS)["seed"] == 5
 
 
 def test_without_an_end_only_the_stop_tokens_end_it() -> None:
