@@ -18,7 +18,7 @@ HEAVY = ("ray", "torch", "grpc", "httpx", "redis")
     [
         (
             ["levitate"],
-            "fleet, keys, explain, where, usage, why, lint, loadtest, replay, simulate, docs and test\n",
+            "join, keys, explain, where, usage, why, lint, loadtest, replay, simulate, docs and test\n",
         ),
         (["up", "--replicas", "0"], "--replicas: needs a whole number from 1 to 512, not 0\n"),
         (["up", "--replicas", "-3"], "--replicas: needs a whole number from 1 to 512, not -3\n"),

@@ -84,8 +84,6 @@ def test_servers_that_differ_are_not_joined(servers: list[StandIn], tmp_path: Pa
     servers[1].served_name = "other"
     ended = kvasir.run("up", "--join", servers[0].url, "--join", servers[1].url)
     assert "they cannot share a name" in ended.stderr
-    again = kvasir.run("up", "--join", servers[0].url, "--join", servers[0].url)
-    assert "joined twice" in again.stderr
     alone = kvasir.run("up", "--join", servers[0].url)
     assert "give --model DIR" in alone.stderr
 

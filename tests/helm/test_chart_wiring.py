@@ -263,7 +263,8 @@ def test_programs_listen_where_their_ports_say(case: str) -> None:
         for container in containers(pod):
             if container.get("command", [])[:3] == ["python", "-m", "router"]:
                 config = router_config(case)
-                assert ports(pod) == {"http": config.port, "admin": config.admin_port}
+                picker = {} if config.picker_port is None else {"picker": config.picker_port}
+                assert ports(pod) == {"http": config.port, "admin": config.admin_port, **picker}
                 assert config.admin_host == config.host
             elif container.get("command", [])[:3] == ["python", "-m", "replicas"]:
                 config = config_of(container, ReplicaConfig, REPLICA_PREFIX)

@@ -106,7 +106,7 @@ async def test_a_second_signal_stops_at_once(redis_url: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "sentence"),
     [
-        (["--engine", "abacus"], {}, "setting engine is torch, vllm, simulated, remote, not abacus"),
+        (["--engine", "abacus"], {}, "setting engine is torch, vllm, simulated, remote, openai, not abacus"),
         ([], {"KVASIR_REPLICA_BLOK_SIZE": "16"}, "did you mean block_size?"),
         (["--engine", "simulated", "--model", "/nowhere"], {}, "no checkpoint directory /nowhere"),
         (

@@ -9,7 +9,7 @@ import pytest
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.status import ReplicaId
 from tests.examples import examples
-from tests.replicas.vllm_engine.sparse_router import ROOT, Prompts
+from tests.replicas.vllm_engine.router_view import ROOT, Prompts
 from tests.router.explain.sparse_fleet import SparseFleet, expected_halves, said_halves
 
 pytestmark = pytest.mark.vllm

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.replicas.simulated_engine.test_grouped_cache import Served
-from tests.replicas.vllm_engine.sparse_router import Prompts
+from tests.replicas.vllm_engine.router_view import Prompts
 
 pytestmark = pytest.mark.vllm
 

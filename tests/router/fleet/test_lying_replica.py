@@ -74,7 +74,7 @@ DELTAS: dict[str, Lie] = {
     "parts that are more than the whole": first_usage(
         num_cached_tokens=1, num_own_tokens=1, num_cross_user_tokens=1
     ),
-    "a usage without numbers": first_usage(num_cached_tokens=None),
+    "a usage without numbers": first_usage(num_written_tokens=None),
     "a refusal without meaning": says(REFUSAL_AT, {"code": "tired", "message": ""}),
     "torn log probabilities": says(LOGPROBS_AT, [[1, -0.5, [[1]]]]),
     "a log probability that is no number": says(LOGPROBS_AT, [[1, float("nan"), []]]),
