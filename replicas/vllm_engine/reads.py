@@ -82,13 +82,14 @@ READS: Reads = {
         " connector has_requests",
     },
     "vllm.v1.core.single_type_kv_cache_manager": {"SingleTypeKVCacheManager": "block_size use_eagle"},
-    "vllm.v1.engine.core": {"EngineCore": "scheduler"},
+    "vllm.v1.engine.core": {"EngineCore": "scheduler model_executor"},
     "vllm.v1.engine.core_client": {"InprocClient": "engine_core reset_encoder_cache shutdown"},
     "vllm.v1.engine.llm_engine": {
         "LLMEngine": "vllm_config engine_core renderer from_engine_args step abort_request add_lora"
         " reset_prefix_cache",
         "LLMEngine.add_request": "lora_request priority session_id",
     },
+    "vllm.v1.executor.abstract": {"Executor": "register_failure_callback"},
     "vllm.v1.kv_cache_interface": {
         "ChunkedLocalAttentionSpec": "attention_chunk_size",
         "KVCacheConfig": "kv_cache_groups prefix_cache_retention_interval",
@@ -139,3 +140,6 @@ TIER_READS: Reads = {
     "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": "DISK HOST"},
 }
 """Read besides with `host_kv_bytes`."""
+
+RANK_READS: Reads = {"vllm.v1.worker.cpu_worker": {"CPUWorker": ""}}
+"""Read besides by the processes of several ranks on a CPU, and imported by them alone."""

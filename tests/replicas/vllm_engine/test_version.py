@@ -24,7 +24,7 @@ from replicas.kvcache.hash_map import root_in
 from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import HASH_BYTES, BlockHash, PublishedBeginning
 from replicas.protocol.frames import SamplingParams, Submit
-from replicas.vllm_engine.reads import READS, TIER_READS
+from replicas.vllm_engine.reads import RANK_READS, READS, TIER_READS
 from replicas.vllm_engine.salts import salt_of
 from replicas.vllm_engine.version import NEWEST, OLDEST, check_version, missing_names
 
@@ -32,7 +32,7 @@ REPLICAS = Path(__file__).parents[3] / "replicas"
 FOLDER = REPLICAS / "vllm_engine"
 ALL = [
     (module, name, text)
-    for reads in (READS, TIER_READS)
+    for reads in (READS, TIER_READS, RANK_READS)
     for module, of in reads.items()
     for name, text in of.items()
 ]
