@@ -177,6 +177,7 @@ class AtRest:
 
     def __init__(self, cluster: RunningCluster) -> None:
         self.gauges = {gauge for gauge, _ in cluster.raised_gauges()}
+        self.gauges.add("replica_prefill_seconds_per_token")  # 0 until a prompt was computed
         self.processes = Counter(cluster.processes().values())
         for title, number in started_when_needed(cluster).items():
             self.processes[title] = max(self.processes[title], number)
