@@ -31,7 +31,7 @@ def stack() -> Iterator[LocalStack]:
 
 
 def ask(stack: LocalStack, prompt: list[int], **more: object) -> httpx.Response:
-    body = {"model": "toy_model", "prompt": prompt, "max_tokens": 8, **more}
+    body = {"model": "toy_model", "prompt": prompt, "max_tokens": 8, "ignore_eos": True, **more}
     return httpx.post(f"{stack.url}/v1/completions", json=body, timeout=60.0).raise_for_status()
 
 
