@@ -16,9 +16,8 @@ from replicas.checkpoints.model_config import read_text_sizes
 from replicas.checkpoints.weights import tokenizer_bundle
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused, SharedKv
-from replicas.errors import EngineDied, StartupError
+from replicas.errors import StartupError
 from replicas.kvstore.leasing.lease_outcome import without_tiers
-from replicas.kvstore.rate import DECAY, Rate
 from replicas.openai_engine.bodies import Read, body_to_send
 from replicas.openai_engine.byte_text import NUM_BYTES, byte_bundle
 from replicas.openai_engine.upstream import Alive, Answered, BodyPiece, BodyServer
@@ -39,7 +38,8 @@ from replicas.protocol.media import ImageQuery
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.remote_engine.believed import BelievedResidency
 from replicas.remote_engine.facts import declared_fingerprint
-from replicas.remote_engine.server import Ended, Unreachable, read_key
+from replicas.remote_engine.live_requests import LiveRequest, LiveRequests
+from replicas.remote_engine.server import Ended, Unreachable, Watched, read_key
 
 BLOCK_SIZE = 64
 NUM_BLOCKS = 8192
@@ -73,19 +73,10 @@ def read_served_name(text: bytes, wanted: str | None) -> ServedName:
 
 
 @dataclass(slots=True)
-class _Live:
-    request: EngineRequest
-    submitted_at: float = field(default_factory=time.monotonic)
-    first_at: float = 0.0
-    last_at: float = 0.0
-    num_output_tokens: int = 0
+class _Live(LiveRequest):
     chain: list[BlockHash] = field(default_factory=list)
     num_believed: int = 0
     """Blocks of the chain that the server was believed to hold before it began."""
-
-    @property
-    def num_expected_tokens(self) -> int:
-        return self.request.submit.num_expected_tokens or len(self.request.token_ids)
 
 
 class OpenAiEngine:
@@ -129,14 +120,11 @@ class OpenAiEngine:
             takes_published=False,
             takes_bodies=forms,
         )
-        self._max_waiting, self._hang_seconds = config.max_waiting, config.engine_hang_seconds
-        self._live: dict[str, _Live] = {}
+        self._live: LiveRequests[_Live] = LiveRequests(config.max_waiting)
         self._ready: list[TokenDelta] = []
         self._events: list[CacheEvent] = []
-        self._started: list[RequestKey] = []
-        self._prefill, self._decode_seconds, self._last_first_at = Rate(), 0.0, 0.0
         self._residency = BelievedResidency(self._card.block_size, self._card.num_blocks)
-        self._seen_at = time.monotonic()
+        self._watched = Watched(config.engine_hang_seconds)
         self._server.start()
 
     @property
@@ -158,20 +146,17 @@ class OpenAiEngine:
         submit = request.submit
         if not submit.body or submit.body_form not in self._card.takes_bodies:
             raise RequestRefused(RefusalCode.INVALID_REQUEST, "the server takes a client's body, not tokens")
-        if sum(not live.first_at for live in self._live.values()) >= self._max_waiting:
-            raise RequestRefused(RefusalCode.OVERLOADED, f"{self._max_waiting} requests wait already")
         name = _name(request.key)
-        if name in self._live:
-            raise RequestRefused(RefusalCode.INVALID_REQUEST, f"{request.key} is already here")
+        self._live.check_room(name, request.key)
         try:
             sent = body_to_send(submit.body_form, submit.body, self._served_name)
         except ValueError as error:
             raise RequestRefused(RefusalCode.INVALID_REQUEST, f"the body cannot be read: {error}") from error
-        self._live[name] = _Live(request)
+        self._live.add(name, _Live(request))
         self._server.submit(name, sent)
 
     def abort(self, key: RequestKey) -> None:
-        if self._live.pop(_name(key), None) is not None:
+        if self._live.pop(_name(key)) is not None:
             self._server.abort(_name(key))
 
     def ask_store(self, question: StoreQuestion) -> None:
@@ -196,13 +181,12 @@ class OpenAiEngine:
                 case Ended():
                     self._fail(news)
                 case Alive():
-                    self._seen_at = time.monotonic()
+                    self._watched.seen()
                 case Unreachable():
-                    self._miss(news)
+                    self._watched.missed(news)
         deltas, self._ready = self._ready, []
         events, self._events = self._events, []
-        started, self._started = self._started, []
-        return StepFrame(deltas, events, self._load(), started=started)
+        return StepFrame(deltas, events, self._load(), started=self._live.take_started())
 
     def reset_prefix_cache(self) -> bool:
         return not self._live
@@ -221,13 +205,14 @@ class OpenAiEngine:
     def _take(self, piece: BodyPiece) -> None:
         live = self._live.get(piece.name)
         if live is not None:
-            self._time(live, piece.at)
+            if self._live.came(live, 1, piece.at):
+                self._is_computed(live)
             live.num_output_tokens += piece.num_tokens
             token_ids = (0,) * piece.num_tokens
             self._ready.append(TokenDelta(live.request.key, token_ids, body=piece.content))
 
     def _end(self, answered: Answered) -> None:
-        live = self._live.pop(answered.name, None)
+        live = self._live.pop(answered.name)
         if live is None:
             return
         read = answered.read
@@ -242,7 +227,7 @@ class OpenAiEngine:
         )
 
     def _fail(self, ended: Ended) -> None:
-        live = self._live.pop(ended.name, None)
+        live = self._live.pop(ended.name)
         if live is not None:
             refusal = ended.refusal or Refusal(RefusalCode.INTERNAL, "the server's answer has no end")
             delta = TokenDelta(live.request.key, finish_reason=FinishReason.ERROR, refusal=refusal)
@@ -265,9 +250,8 @@ class OpenAiEngine:
         chain, user = live.chain, request.submit.user
         if num_cached is not None and num_cached // size < min(live.num_believed, (num_tokens - 1) // size):
             self._events += self._residency.corrected(chain, num_cached // size, user)
-        num_computed = num_tokens - (num_cached or 0)
         if live.first_at:
-            self._prefill.observe(max(1, num_computed), max(0.0, live.first_at - live.submitted_at))
+            self._live.computed(live, num_tokens - (num_cached or 0))
         return PromptUsage(
             num_prompt_tokens=num_tokens,
             num_cached_tokens=num_cached,
@@ -275,35 +259,10 @@ class OpenAiEngine:
             leases=without_tiers(request.submit.leases).answers,
         )
 
-    def _time(self, live: _Live, now: float) -> None:
-        """Measure: a prompt from when the server could begin it to its first piece; then each piece."""
-        if not live.first_at:
-            live.submitted_at = max(live.submitted_at, self._last_first_at)
-            live.first_at = live.last_at = self._last_first_at = now
-            self._started.append(live.request.key)
-            self._is_computed(live)
-            return
-        seconds, live.last_at = now - live.last_at, now
-        self._decode_seconds = DECAY * (self._decode_seconds or seconds) + (1 - DECAY) * seconds
-
-    def _miss(self, news: Unreachable) -> None:
-        if news.is_refused:
-            raise EngineDied(f"the server is gone: {news.reason}")
-        if time.monotonic() - self._seen_at > self._hang_seconds:
-            raise EngineDied(f"the server has not answered for {self._hang_seconds:g} s: {news.reason}")
-
     def _load(self) -> LoadSnapshot:
-        waiting = [live for live in self._live.values() if not live.first_at]
-        running = [live for live in self._live.values() if live.first_at]
-        return LoadSnapshot(
-            num_running=len(running),
-            num_waiting=len(waiting),
-            num_pending_tokens=sum(live.num_expected_tokens for live in waiting),
-            num_context_tokens=sum(len(live.request.token_ids) + live.num_output_tokens for live in running),
+        return self._live.load(
             num_cached_blocks=self._residency.num_copies,
             num_total_blocks=self._card.num_blocks,
-            prefill_seconds_per_token=self._prefill.seconds_per_unit or 0.0,
-            decode_step_seconds=self._decode_seconds,
             is_predicted=True,
         )
 

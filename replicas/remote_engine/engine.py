@@ -17,11 +17,10 @@ from pathlib import Path
 from replicas.checkpoints.model_config import read_eos_token_ids, read_text_sizes
 from replicas.checkpoints.weights import tokenizer_bundle
 from replicas.config import ReplicaConfig
-from replicas.engine import EngineRequest, RequestRefused, SharedKv
+from replicas.engine import EngineRequest, SharedKv
 from replicas.errors import EngineDied, StartupError
 from replicas.kvcache.writers import NO_SHARES
 from replicas.kvstore.leasing.lease_outcome import without_tiers
-from replicas.kvstore.rate import DECAY, Rate
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.events import BlockRemoved, BlockStored, CacheEvent
 from replicas.protocol.frames import (
@@ -42,6 +41,7 @@ from replicas.remote_engine.believed import BelievedResidency
 from replicas.remote_engine.dialect import Delta, Dialect
 from replicas.remote_engine.event_feed import EventFeed, Events, Restarted
 from replicas.remote_engine.facts import ServerLoad, ServerModel, declared_fingerprint
+from replicas.remote_engine.live_requests import LiveRequest, LiveRequests
 from replicas.remote_engine.probes import check_tokenizer, find_dialect
 from replicas.remote_engine.residency import ServerResidency, Stored
 from replicas.remote_engine.server import (
@@ -51,6 +51,7 @@ from replicas.remote_engine.server import (
     Sent,
     Server,
     Unreachable,
+    Watched,
     endpoint_of,
     read_key,
 )
@@ -69,14 +70,9 @@ EVENT_SECONDS = 20.0
 
 
 @dataclass(slots=True)
-class _Live:
-    """A request at the server. `finish` waits for the usage, which comes after it."""
+class _Live(LiveRequest):
+    """`finish` waits for the usage, which comes after it."""
 
-    request: EngineRequest
-    submitted_at: float
-    first_at: float = 0.0
-    last_at: float = 0.0
-    num_output_tokens: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     chain: list[BlockHash] | None = None
     """The prompt's blocks, once they are believed to be held."""
@@ -89,10 +85,6 @@ class _Live:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.token_ids) - self.request.submit.num_output_tokens
-
-    @property
-    def num_expected_tokens(self) -> int:
-        return self.request.submit.num_expected_tokens or len(self.request.token_ids)
 
 
 class RemoteEngine:
@@ -127,7 +119,7 @@ class RemoteEngine:
             block_size=config.block_size,
         )
         self._seen = _first_look(dialect, server)
-        self._seen_at = time.monotonic()
+        self._watched = Watched(config.engine_hang_seconds)
         self._card = self._model_card(config, directory)
         check_tokenizer(server.ask, dialect.model.served_name, self._bundle)
         self._limits = AdmissionLimits(
@@ -136,13 +128,8 @@ class RemoteEngine:
             self._card.vocab_size,
             frozenset(adapter.name for adapter in self._card.adapters),
         )
-        self._hang_seconds = config.engine_hang_seconds
-        self._max_waiting = config.max_waiting
-        self._live: dict[str, _Live] = {}
+        self._live: LiveRequests[_Live] = LiveRequests(config.max_waiting)
         self._ready: list[TokenDelta] = []
-        self._started: list[RequestKey] = []
-        self._prefill, self._decode_seconds = Rate(), 0.0
-        self._last_first_at = 0.0
         self._stored_since_add, self._added_at = False, 0.0
         self._ended: list[Ended] = []
         self._unsaid: list[CacheEvent] = []
@@ -210,15 +197,12 @@ class RemoteEngine:
 
     def add(self, request: EngineRequest) -> None:
         check_admission(request, self._limits)
-        num_waiting = sum(not live.first_at for live in self._live.values())
-        if num_waiting >= self._max_waiting:
-            raise RequestRefused(RefusalCode.OVERLOADED, f"{num_waiting} requests wait already")
         name = self._name(request.key)
-        if name in self._live:
-            raise RequestRefused(RefusalCode.INVALID_REQUEST, f"{request.key} is already here")
+        self._live.check_room(name, request.key)
         dialect = self._dialect
         body = dialect.body(request, name, self._card.eos_token_ids)
-        live = self._live[name] = _Live(request, time.monotonic())
+        live = _Live(request)
+        self._live.add(name, live)
         self._residency.expect(name, request.submit.user, live.num_prompt_tokens)
         if self._wake is None:
             self._awaited = {*hash_blocks(request.submit.root, request.token_ids, self._card.block_size)}
@@ -226,7 +210,7 @@ class RemoteEngine:
         self._server.submit(name, Sent(body, dialect.reader(request), dialect.most_bytes(request)))
 
     def abort(self, key: RequestKey) -> None:
-        if self._live.pop(self._name(key), None) is not None:
+        if self._live.pop(self._name(key)) is not None:
             self._server.abort(self._name(key))
 
     def ask_store(self, question: StoreQuestion) -> None:
@@ -259,15 +243,14 @@ class RemoteEngine:
                 case Looked():
                     self._look(news.load)
                 case Unreachable():
-                    self._miss(news)
+                    self._watched.missed(news)
                 case Restarted():
                     raise EngineDied("the server was started anew")
         while self._ended and not self._awaits_events():
             self._end(self._ended.pop(0))
         events += self._take_believed()
         deltas, self._ready = self._ready, []
-        started, self._started = self._started, []
-        return StepFrame(deltas, events, self._load(), started=started)
+        return StepFrame(deltas, events, self._load(), started=self._live.take_started())
 
     def reset_prefix_cache(self) -> bool:
         """Clear nothing: a server keeps what the proof has stored, under a root of its own."""
@@ -406,7 +389,8 @@ class RemoteEngine:
                 name, Refusal(RefusalCode.INTERNAL, "the server sends more tokens than were asked for")
             )
             return
-        self._time(live, len(token_ids), at)
+        if token_ids:
+            self._live.came(live, len(token_ids), at)
         live.num_output_tokens += len(token_ids)
         if self._believed is not None and token_ids:
             live.output_token_ids += token_ids
@@ -425,7 +409,7 @@ class RemoteEngine:
         if refusal is not None:
             self._fail(ended.name, refusal)
             return
-        del self._live[ended.name]
+        self._live.pop(ended.name)
         self._is_answered(live)
         self._ready.append(
             TokenDelta(live.request.key, finish_reason=live.finish, usage=self._usage_of(live))
@@ -433,6 +417,7 @@ class RemoteEngine:
 
     def _fail(self, name: str, refusal: Refusal) -> None:
         live = self._live.pop(name)
+        assert live is not None
         self._server.abort(name)
         self._ready.append(TokenDelta(live.request.key, finish_reason=FinishReason.ERROR, refusal=refusal))
 
@@ -442,8 +427,7 @@ class RemoteEngine:
         told = self._num_told(live)
         if told is not None or self._believed is not None:
             num_read = live.num_believed * size if told is None else told
-            num_computed = max(1, len(live.request.token_ids) - num_read)
-            self._prefill.observe(num_computed, max(0.0, live.first_at - live.submitted_at))
+            self._live.computed(live, len(live.request.token_ids) - num_read)
         if told is None:
             self._warn_of(live.num_cached_tokens)
             return PromptUsage(num_prompt_tokens, None, 0, leases=leases)
@@ -478,49 +462,23 @@ class RemoteEngine:
 
     # How busy it is.
 
-    def _time(self, live: _Live, num_tokens: int, now: float) -> None:
-        """Measure: a prompt from when the server could begin it to its first token; then each token."""
-        if not num_tokens:
-            return
-        if not live.first_at:
-            live.submitted_at = max(live.submitted_at, self._last_first_at)
-            live.first_at = self._last_first_at = now
-            live.last_at = now
-            self._started.append(live.request.key)
-            return
-        seconds = (now - live.last_at) / num_tokens
-        live.last_at = now
-        before = self._decode_seconds or seconds
-        self._decode_seconds = DECAY * before + (1 - DECAY) * seconds
-
     def _look(self, load: ServerLoad) -> None:
         if load.started_at != self._seen.started_at:
             raise EngineDied("the server was started anew")
-        self._seen, self._seen_at = load, time.monotonic()
-
-    def _miss(self, news: Unreachable) -> None:
-        if news.is_refused:
-            raise EngineDied(f"the server is gone: {news.reason}")
-        if time.monotonic() - self._seen_at > self._hang_seconds:
-            raise EngineDied(f"the server has not answered for {self._hang_seconds:g} s: {news.reason}")
+        self._seen = load
+        self._watched.seen()
 
     def _load(self) -> LoadSnapshot:
-        """Ours are counted exactly; other clients' requests as the server last said."""
-        waiting = [live for live in self._live.values() if not live.first_at]
-        running = [live for live in self._live.values() if live.first_at]
+        """Other clients' requests are as the server last said."""
         num_others = max(0, self._seen.num_running + self._seen.num_waiting - len(self._live))
         num_other_waiting = min(num_others, self._seen.num_waiting)
-        return LoadSnapshot(
-            num_running=len(running) + num_others - num_other_waiting,
-            num_waiting=len(waiting) + num_other_waiting,
-            num_pending_tokens=sum(live.num_expected_tokens for live in waiting),
-            num_context_tokens=sum(len(live.request.token_ids) + live.num_output_tokens for live in running),
+        return self._live.load(
+            num_other_running=num_others - num_other_waiting,
+            num_other_waiting=num_other_waiting,
             num_used_blocks=round(self._seen.share_used * self._card.num_blocks),
             num_cached_blocks=min((self._believed or self._residency).num_copies, self._card.num_blocks),
             is_predicted=self._believed is not None,
             num_total_blocks=self._card.num_blocks,
-            prefill_seconds_per_token=self._prefill.seconds_per_unit or 0.0,
-            decode_step_seconds=self._decode_seconds,
         )
 
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from replicas.errors import StartupError
+from replicas.errors import EngineDied, StartupError
 from replicas.process.settings import SettingsError
 from replicas.protocol.frames import Refusal, RefusalCode
 from replicas.remote_engine.dialect import Chunk, Dialect, NotThere, Reader, refusal_of
@@ -70,6 +70,24 @@ class Unreachable(NamedTuple):
 
     reason: str
     is_refused: bool
+
+
+class Watched:
+    """A server that is looked at: it hangs after `hang_seconds` without an answer."""
+
+    def __init__(self, hang_seconds: float) -> None:
+        self._hang_seconds = hang_seconds
+        self._seen_at = time.monotonic()
+
+    def seen(self) -> None:
+        self._seen_at = time.monotonic()
+
+    def missed(self, news: Unreachable) -> None:
+        """Raises EngineDied once it is gone, or hangs."""
+        if news.is_refused:
+            raise EngineDied(f"the server is gone: {news.reason}")
+        if time.monotonic() - self._seen_at > self._hang_seconds:
+            raise EngineDied(f"the server has not answered for {self._hang_seconds:g} s: {news.reason}")
 
 
 Tell = Callable[[Any], None]
