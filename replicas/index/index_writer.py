@@ -302,6 +302,7 @@ class IndexWriter:
             on_disk=kept.on_disk,
             points=kept.points,
             points_removed=kept.points_removed,
+            point_reasons=kept.point_reasons,
             announced=announced,
             ended=ended,
         )
@@ -417,7 +418,8 @@ def _num_hashes_of(announcement: Announcement) -> int:
 
 
 def _num_bytes(change: IndexChange) -> int:
-    return ENTRY_BYTES + HASH_BYTES * (_num_hashes(change) + _num_announced(change)) + len(change.reasons)
+    num_reasons = len(change.reasons) + len(change.point_reasons)
+    return ENTRY_BYTES + HASH_BYTES * (_num_hashes(change) + _num_announced(change)) + num_reasons
 
 
 def _split(change: IndexChange) -> list[IndexChange]:
@@ -426,14 +428,15 @@ def _split(change: IndexChange) -> list[IndexChange]:
         return [change]
     bare = IndexChange(change.replica_id, change.epoch, change.number)
     parts = [
-        replace(bare, removed=some, reasons=change.reasons[number * HASHES_PER_CHANGE :][: len(some)])
-        for number, some in enumerate(_chunks(change.removed, HASHES_PER_CHANGE))
+        replace(bare, removed=some, reasons=reasons)
+        for some, reasons in _chunks_with_reasons(change.removed, change.reasons)
     ]
     parts += [replace(bare, added=some) for some in _chunks(change.added, HASHES_PER_CHANGE)]
     parts += [replace(bare, in_host=some) for some in _chunks(change.in_host, HASHES_PER_CHANGE)]
     parts += [replace(bare, on_disk=some) for some in _chunks(change.on_disk, HASHES_PER_CHANGE)]
     parts += [
-        replace(bare, points_removed=some) for some in _chunks(change.points_removed, HASHES_PER_CHANGE)
+        replace(bare, points_removed=some, point_reasons=reasons)
+        for some, reasons in _chunks_with_reasons(change.points_removed, change.point_reasons)
     ]
     parts += [replace(bare, points=some) for some in _chunks(change.points, HASHES_PER_CHANGE)]
     parts += [replace(bare, announced=group) for group in _groups(change.announced, HASHES_PER_CHANGE)]
@@ -448,6 +451,13 @@ _T = TypeVar("_T")
 def _chunks(items: tuple[_T, ...], size: int) -> Iterator[tuple[_T, ...]]:
     for at in range(0, len(items), size):
         yield items[at : at + size]
+
+
+def _chunks_with_reasons(
+    removed: tuple[BlockHash, ...], reasons: bytes
+) -> Iterator[tuple[tuple[BlockHash, ...], bytes]]:
+    for number, some in enumerate(_chunks(removed, HASHES_PER_CHANGE)):
+        yield some, reasons[number * HASHES_PER_CHANGE :][: len(some)]
 
 
 def _groups(announced: tuple[Announcement, ...], size: int) -> Iterator[tuple[Announcement, ...]]:

@@ -41,7 +41,7 @@ class NetChange:
     `added`, `in_host` and `on_disk` name hashes whose fastest copy moved to the device, host memory or disk.
     `before` has the earlier tier of all hashes named here that were kept before. `reasons` has a byte, a
     `Removal`, per hash in `removed`; it is empty if all were evicted. `points` and `points_removed` are the
-    difference between two sets of resume points.
+    difference between two sets of resume points, with `point_reasons` of the same form.
     """
 
     added: tuple[BlockHash, ...]
@@ -52,6 +52,7 @@ class NetChange:
     reasons: bytes = b""
     points: tuple[BlockHash, ...] = ()
     points_removed: tuple[BlockHash, ...] = ()
+    point_reasons: bytes = b""
 
 
 class Residency:
@@ -69,6 +70,8 @@ class Residency:
         self._points: set[BlockHash] = set()
         self._changed_points: set[BlockHash] = set()
         """Points that came or went since the last take."""
+        self._cleared_points: set[BlockHash] = set()
+        """Points that last went since then because the device was cleared."""
 
     @property
     def kept(self) -> Set[BlockHash]:
@@ -108,6 +111,7 @@ class Residency:
                     for block_hash in cleared:
                         self._has_left(block_hash, tier, Removal.CLEARED)
                     if tier is Tier.DEVICE:
+                        self._cleared_points |= self._points
                         self._change_points((), tuple(self._points))
                 case ResumePointsChanged(added, removed):
                     self._change_points(added, removed)
@@ -140,6 +144,13 @@ class Residency:
         )
         points, points_removed = self._changed_points & self._points, self._changed_points - self._points
         self._changed_points.clear()
+        point_reasons = b""
+        if self._cleared_points:
+            cleared = self._cleared_points
+            point_reasons = bytes(
+                Removal.CLEARED if each in cleared else Removal.EVICTED for each in points_removed
+            )
+            self._cleared_points = set()
         return NetChange(
             tuple(now[Tier.DEVICE]),
             tuple(now[Tier.HOST]),
@@ -149,10 +160,12 @@ class Residency:
             reasons if any(reasons) else b"",
             tuple(points),
             tuple(points_removed),
+            point_reasons if any(point_reasons) else b"",
         )
 
     def _change_points(self, added: Iterable[BlockHash], removed: Iterable[BlockHash]) -> None:
         came, went = set(added) - self._points, self._points.intersection(removed)
+        self._cleared_points -= came
         self._points |= came
         self._points -= went
         self._changed_points ^= came | went

@@ -243,6 +243,7 @@ class IndexChange:
     empty if all were evicted.
 
     `points_removed` and then `points` are resume points, which are in the set beside the blocks.
+    `point_reasons` are to `points_removed` as `reasons` to `removed`.
 
     `announced` and then `ended` follow: announcements that begin, and the ids of those that end.
     Announcements are not in the set; `cleared` ends all of the replica's. Numbered from 1 per epoch without
@@ -262,17 +263,26 @@ class IndexChange:
     reasons: bytes = b""
     points: tuple[BlockHash, ...] = ()
     points_removed: tuple[BlockHash, ...] = ()
+    point_reasons: bytes = b""
 
     def removed_by_reason(self) -> Iterator[tuple[Removal, Sequence[BlockHash]]]:
         """`removed` in groups; an unknown reason counts as EVICTED."""
-        if not self.reasons:
-            if self.removed:
-                yield Removal.EVICTED, self.removed
-            return
-        groups: dict[Removal, list[BlockHash]] = {}
-        for block_hash, reason in zip(self.removed, self.reasons, strict=True):
-            groups.setdefault(Removal(reason), []).append(block_hash)
-        yield from groups.items()
+        return _by_reason(self.removed, self.reasons)
+
+    def points_removed_by_reason(self) -> Iterator[tuple[Removal, Sequence[BlockHash]]]:
+        """`points_removed` likewise."""
+        return _by_reason(self.points_removed, self.point_reasons)
+
+
+def _by_reason(removed: Sequence[BlockHash], reasons: bytes) -> Iterator[tuple[Removal, Sequence[BlockHash]]]:
+    if not reasons:
+        if removed:
+            yield Removal.EVICTED, removed
+        return
+    groups: dict[Removal, list[BlockHash]] = {}
+    for block_hash, reason in zip(removed, reasons, strict=True):
+        groups.setdefault(Removal(reason), []).append(block_hash)
+    yield from groups.items()
 
 
 def encode_change(change: IndexChange) -> dict[str, str | bytes]:
@@ -294,6 +304,8 @@ def encode_change(change: IndexChange) -> dict[str, str | bytes]:
         fields["points"] = b"".join(change.points)
     if change.points_removed:
         fields["points_removed"] = b"".join(change.points_removed)
+    if change.point_reasons:
+        fields["point_reasons"] = change.point_reasons
     if change.announced:
         pairs = [(each.announcement_id, each.block_hashes) for each in change.announced]
         fields["announced"] = b"".join(map(_pack_announced, pairs))
@@ -312,9 +324,10 @@ def decode_change(fields: Mapping[bytes, bytes]) -> IndexChange:
     if num_bytes > MAX_HASHES_PER_CHANGE * HASH_BYTES:
         raise ValueError(f"an index change has {num_bytes} bytes, which is too many")
     try:
-        removed, reasons = split_hashes(fields[b"removed"]), fields.get(b"reasons", b"")
-        if len(reasons) not in (0, len(removed)):
-            raise ValueError(f"an index change has {len(reasons)} reasons for {len(removed)} removed hashes")
+        removed, reasons = _removed(fields[b"removed"], fields.get(b"reasons", b""))
+        points_removed, point_reasons = _removed(
+            fields.get(b"points_removed", b""), fields.get(b"point_reasons", b"")
+        )
         return IndexChange(
             replica_id=ReplicaId(checked_id(fields[b"replica"].decode())),
             epoch=Epoch(checked_id(fields[b"epoch"].decode())),
@@ -326,12 +339,20 @@ def decode_change(fields: Mapping[bytes, bytes]) -> IndexChange:
             on_disk=split_hashes(fields.get(b"on_disk", b"")),
             cleared=fields[b"cleared"] == b"1",
             points=split_hashes(fields.get(b"points", b"")),
-            points_removed=split_hashes(fields.get(b"points_removed", b"")),
+            points_removed=points_removed,
+            point_reasons=point_reasons,
             announced=_announcements(fields.get(b"announced", b""), fields.get(b"announced_points")),
             ended=_unpack_ids(fields.get(b"ended", b"")),
         )
     except KeyError as error:
         raise ValueError(f"an index change has no field {error}") from error
+
+
+def _removed(packed: bytes, reasons: bytes) -> tuple[tuple[BlockHash, ...], bytes]:
+    hashes = split_hashes(packed)
+    if len(reasons) not in (0, len(hashes)):
+        raise ValueError(f"an index change has {len(reasons)} reasons for {len(hashes)} removed hashes")
+    return hashes, reasons
 
 
 def _pack_announced(announced: tuple[int, Sequence[BlockHash]]) -> bytes:

@@ -154,10 +154,10 @@ def _unresumable(
     end: int, replica_id: ReplicaId | None, departed_points: Sequence[Departed]
 ) -> Iterator[_Fact]:
     """Yield what a sparse model's replica has only for some layers: up to a point that it could be resumed at
-    before that was evicted, and behind it."""
+    before that went, and behind it."""
     for gone in departed_points:
         if gone.end <= end:
-            yield _Fact(gone.end, Cause.EVICTED, replica_id, gone.at)
+            yield _Fact(gone.end, _CAUSES[gone.reason], replica_id, gone.at)
     yield _Fact(end, Cause.NOT_RESUMABLE, replica_id)
 
 
@@ -225,5 +225,13 @@ def _of_known(past: Past, decision: Decision | None, block_size: int) -> Iterato
         held = 0 if decision.held is None else decision.held.stored_depth(known.replica_id) * block_size
         if known.replica_id != decision.replica_id and held >= on_stride:
             yield _Fact(known.num_tokens, Cause.HELD_ELSEWHERE, known.replica_id)
-    cause = {True: Cause.REPLICA_RESTARTED, False: Cause.EVICTED, None: Cause.UNKNOWN}
-    yield _Fact(known.num_tokens, cause[past.is_known_replica_gone], known.replica_id)
+    why = {True: Cause.REPLICA_RESTARTED, False: Cause.EVICTED, None: Cause.UNKNOWN}
+    cause = why[past.is_known_replica_gone]
+    last = past.departed[-1] if past.departed else None
+    if (
+        cause is Cause.EVICTED
+        and last is not None
+        and (last.replica_id, last.reason) == (known.replica_id, Removal.CLEARED)
+    ):
+        cause = Cause.CLEARED  # a cleared cache has lost what the index does not name as well
+    yield _Fact(known.num_tokens, cause, known.replica_id)

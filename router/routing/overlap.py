@@ -490,8 +490,9 @@ class PrefixIndex:
         if replica.predictions:
             for point in removed:
                 self._cancel(replica, point)
-        gone = as_departed(change.points_removed, change.replica_id)
-        self.departures.left(change.replica_id, change.epoch, gone)
+        for reason, points in change.points_removed_by_reason():
+            gone = as_departed(points, change.replica_id)
+            self.departures.left(change.replica_id, change.epoch, gone, reason=reason)
         num_removed = self._holders.remove(replica.bit, removed)
         return self._holders.add(replica.bit, as_points(change.points)) - num_removed
 

@@ -178,6 +178,28 @@ async def test_reasons_go_through_the_stream_beside_their_hashes(
     assert told == expected
 
 
+async def test_points_of_a_cleared_cache_go_through_the_stream_as_cleared(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_writer, "HASHES_PER_CHANGE", 10)
+    points = hashes(*range(25))
+    async with running_writer(redis_url) as writer:
+        writer.observe([ResumePointsChanged(points)])
+        await until(lambda: writer.is_settled)
+        writer.observe([ResumePointsChanged((), points[:3]), AllBlocksCleared()])
+        await until(lambda: writer.is_settled)
+        redis = connect(redis_url)
+        changes = await read_changes(redis, MODEL, EPOCH)
+        await redis.aclose()
+    told = {
+        each: reason
+        for change in changes
+        for reason, some in change.points_removed_by_reason()
+        for each in some
+    }
+    assert told == dict.fromkeys(points[:3], Removal.EVICTED) | dict.fromkeys(points[3:], Removal.CLEARED)
+
+
 async def test_a_redis_that_comes_back_empty_gets_everything_again(own_redis: RedisServer) -> None:
     async with running_writer(own_redis.url) as writer:
         writer.observe([stored(1, 2)])

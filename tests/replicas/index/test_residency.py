@@ -29,12 +29,15 @@ class NaiveTwin:
     prompt_ends: set[BlockHash] = field(default_factory=set)
     story: list[BlockStored | BlockRemoved] = field(default_factory=list)
     points: set[BlockHash] = field(default_factory=set)
+    cleared_points: set[BlockHash] = field(default_factory=set)
 
     def observe(self, event: CacheEvent) -> None:
         if isinstance(event, ResumePointsChanged):
+            self.cleared_points -= set(event.added)
             self.points = (self.points | set(event.added)) - set(event.removed)
             return
         if isinstance(event, AllBlocksCleared) and event.tier is Tier.DEVICE:
+            self.cleared_points |= self.points
             self.points = set()
         self.story += self._told_of_last_copies(event)
         if isinstance(event, BlockStored):
@@ -139,6 +142,12 @@ def test_what_is_kept_and_the_sum_of_all_changes_equal_the_naive_twin(
         assert points.isdisjoint(change.points) and points.issuperset(change.points_removed)
         points = (points | set(change.points)) - set(change.points_removed)
         assert points == residency.points == twin.points
+        point_reasons = change.point_reasons or bytes(len(change.points_removed))
+        assert [*map(Removal, point_reasons)] == [
+            Removal.CLEARED if each in twin.cleared_points else Removal.EVICTED
+            for each in change.points_removed
+        ]
+        assert not change.point_reasons or any(change.point_reasons)
         before = {each: mirrored.pop(each) for each in change.removed}
         for tier, hashes in zip(Tier, (change.added, change.in_host, change.on_disk), strict=True):
             before |= {each: mirrored[each] for each in hashes if each in mirrored}

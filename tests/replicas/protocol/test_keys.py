@@ -49,7 +49,7 @@ def _id(announcement: keys.Announcement) -> int:
 
 @st.composite
 def changes(draw: st.DrawFn) -> keys.IndexChange:
-    removed, reasons = draw(removals())
+    (removed, reasons), (points_removed, point_reasons) = draw(removals()), draw(removals())
     return keys.IndexChange(
         replica_id=ReplicaId(draw(IDENTIFIERS)),
         epoch=Epoch(draw(IDENTIFIERS)),
@@ -65,13 +65,14 @@ def changes(draw: st.DrawFn) -> keys.IndexChange:
         on_disk=draw(HASHES),
         reasons=reasons,
         points=draw(HASHES),
-        points_removed=draw(HASHES),
+        points_removed=points_removed,
+        point_reasons=point_reasons,
     )
 
 
 CHANGES = changes()
 NOT_ALWAYS = {b"announced", b"announced_points", b"ended", b"in_host", b"on_disk", b"points"}
-NOT_ALWAYS |= {b"points_removed", b"reasons"}
+NOT_ALWAYS |= {b"points_removed", b"point_reasons", b"reasons"}
 """Fields that only a change has which needs them."""
 
 
@@ -209,10 +210,14 @@ def test_a_change_with_torn_hashes_is_refused(name: bytes) -> None:
         keys.decode_change(as_redis_returns(keys.encode_change(change)) | {name: bytes(17)})
 
 
+@pytest.mark.parametrize("names", [("removed", "reasons"), ("points_removed", "point_reasons")])
 @pytest.mark.parametrize("num_reasons", [1, 3])
-def test_a_change_with_too_few_or_too_many_reasons_is_refused(num_reasons: int) -> None:
+def test_a_change_with_too_few_or_too_many_reasons_is_refused(
+    names: tuple[str, str], num_reasons: int
+) -> None:
     removed = tuple(BlockHash(bytes([each]) * HASH_BYTES) for each in range(2))
-    change = keys.IndexChange(ReplicaId("r0"), Epoch("e"), 1, removed=removed, reasons=bytes(num_reasons))
+    parts: Any = dict(zip(names, (removed, bytes(num_reasons)), strict=True))
+    change = keys.IndexChange(ReplicaId("r0"), Epoch("e"), 1, **parts)
     with pytest.raises(ValueError, match="reasons for 2 removed hashes"):
         keys.decode_change(as_redis_returns(keys.encode_change(change)))
 

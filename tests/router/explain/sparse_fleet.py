@@ -90,8 +90,10 @@ class SparseFleet:
             index.apply(
                 IndexChange(
                     *(replica_id, EPOCH, index.last_change(replica_id) + 1, net.added, net.removed),
+                    reasons=net.reasons,
                     points=net.points,
                     points_removed=net.points_removed,
+                    point_reasons=net.point_reasons,
                 )
             )
 

@@ -115,6 +115,20 @@ SLOW = MoveSpeeds(host=1.0, disk=None, pull=None)
             "evicted",
             [("evicted", 96), ("never_cached", 896)],
         ),
+        (
+            0,
+            decision(a=0, b=0),
+            Past(Known(592, A), [Departed(512, B, False, 1.0, Removal.CLEARED)], False),
+            "cleared",
+            [("cleared", 512), ("evicted", 80), ("never_cached", 400)],
+        ),
+        (  # a cleared cache has also lost what lies behind the last block that the index names
+            0,
+            decision(a=0, b=0),
+            Past(Known(592, B), [Departed(512, B, False, 1.0, Removal.CLEARED)], False),
+            "cleared",
+            [("cleared", 592), ("never_cached", 400)],
+        ),
         (  # each for its own reason
             0,
             decision(a=0, b=0),
@@ -196,9 +210,13 @@ def test_causes_follow_from_facts(
         ([Departed(256, A, False, 5.0)], [("evicted", 128), ("not_resumable", 128), ("never_cached", 608)]),
         ([Departed(384, A, False, 5.0)], [("evicted", 256), ("never_cached", 608)]),
         ([Departed(512, A, False, 5.0)], [("not_resumable", 256), ("never_cached", 608)]),
+        (
+            [Departed(256, A, False, 5.0, Removal.CLEARED)],
+            [("cleared", 128), ("not_resumable", 128), ("never_cached", 608)],
+        ),
     ],
 )
-def test_what_some_layers_have_was_never_kept_for_all_or_was_evicted(
+def test_what_some_layers_have_was_never_kept_for_all_or_went(
     departed: list[Departed], spans: list[tuple[str, int]]
 ) -> None:
     usage = PromptUsage(1000, 128, 0, num_unresumable_tokens=256)

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 
 from replicas.protocol.blocks import BlockHash, hash_blocks, pack_token_ids
+from replicas.protocol.events import Removal
 from replicas.protocol.frames import NO_USER, PromptUsage
+from replicas.protocol.keys import IndexChange
 from replicas.protocol.status import Epoch, ReplicaId
 from router.explain.miss_explainer import MissExplainer
 from router.explain.nearest import Digests, PromptFacts
@@ -56,3 +58,15 @@ def test_behind_the_last_indexed_block_another_replica_still_has_the_rest() -> N
         facts("one", 6), decision(b=0), PromptUsage(100, 0, 0), decided_at=3.0
     )
     assert (found.cause, found.spans[0].end, found.spans[0].replica_id) == ("held_elsewhere", 96, A)
+
+
+def test_a_prompt_whose_replica_was_cleared_lost_all_of_it_by_that() -> None:
+    """Behind the last of its blocks that the index names, too."""
+    index, stored = PrefixIndex(BLOCK_SIZE, 128), tuple(HASHES[7::8])
+    index.replace(A, Epoch("first"), stored)
+    reasons = bytes([Removal.CLEARED]) * len(stored)
+    index.apply(IndexChange(A, Epoch("first"), 1, removed=stored, reasons=reasons))
+    found = after_one(lambda model: index).misses(
+        facts("one", 30), decision(a=0), PromptUsage(500, 0, 0), decided_at=3.0
+    )
+    assert (found.spans[0].cause, found.spans[0].end) == ("cleared", 480)

@@ -111,3 +111,19 @@ def test_of_what_was_computed_it_is_said_whether_a_point_was_ever_kept(
         halves.update(cause for cause, _ in run.expected)
         known.append(run.tokens)
     assert halves.total() > 5, halves
+
+
+@pytest.mark.parametrize("shape", [each for each in SHAPES if each.count("full") < 2])
+def test_what_a_cleared_cache_had_was_not_evicted(shape: str) -> None:
+    replica_id = REPLICAS[0]
+    size = Replica(replica_id, shape, lambda *_: None).size
+    card = ModelCard("m", "f", "simulated", size, 1000, 10_000, 1000, is_sparse=True)
+    fleet = SparseFleet(card, ROOT, [replica_id], 5)
+    replica = Replica(replica_id, shape, fleet.hear)
+    prompt = replica.served.fresh(300)
+    for _ in range(2):
+        fleet.serve(prompt, Run({replica_id: replica}, prompt, 2))
+    assert replica.served.cache.clear()
+    replica.served.follow()
+    misses = fleet.serve(prompt, Run({replica_id: replica}, prompt, 2))
+    assert (misses.spans[0].cause, misses.spans[0].end) == ("cleared", 299 // size * size)
