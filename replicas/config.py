@@ -229,7 +229,7 @@ class ReplicaConfig:
     engine_endpoint: str | None = setting(
         None,
         help="host:port by which a gateway in front of the server reaches it, where engine_url names a "
-        "loopback address; none takes the address of engine_url; remote only",
+        "loopback address or has a path; none takes the address of engine_url; remote only",
     )
 
     simulated_hardware: str = setting(
@@ -308,7 +308,8 @@ class ReplicaConfig:
             if getattr(self, name) and self.engine != "vllm":
                 raise SettingsError(f"setting {name} is for the engine vllm, not for {self.engine}")
         for name in ("engine_url", "engine_key_file", "engine_model", "engine_rank", "engine_endpoint"):
-            if getattr(self, name) is not None and self.engine not in SERVERS:
+            engines = ("remote",) if name in ("engine_rank", "engine_endpoint") else SERVERS
+            if getattr(self, name) is not None and self.engine not in engines:
                 raise SettingsError(f"setting {name} is for the engine remote, not for {self.engine}")
         if self.engine in SERVERS:
             self._check_server()
@@ -333,8 +334,7 @@ class ReplicaConfig:
             except ValueError as error:
                 raise SettingsError(f"setting engine_endpoint: {error}") from error
         foreign = ["host_kv_bytes", "kv_cache_bytes", "engine_process"]
-        foreign.append("num_blocks" if self.engine == "remote" else "engine_rank")
-        for name in foreign:
+        for name in [*foreign, "num_blocks"] if self.engine == "remote" else foreign:
             if getattr(self, name):
                 raise SettingsError(f"setting {name} is not for the engine {self.engine}: its server decides")
 

@@ -262,11 +262,14 @@ async def _events(pieces: AsyncIterator[bytes], longest: int) -> AsyncIterator[b
 
 
 def endpoint_of(url: str, configured: str | None) -> str:
-    """Return the host:port by which a gateway reaches the server; empty if it is on loopback and nothing is
-    configured. A name is resolved, since gateways take addresses. Raises StartupError."""
+    """Return the host:port by which a gateway reaches the server. Unless it is configured, it is empty for a
+    server on loopback or below a path, which gateways do not add. A name is resolved, since gateways take
+    addresses. Raises StartupError."""
     if configured is not None:
         return configured
     split = urlsplit(url)
+    if split.path.strip("/"):
+        return ""
     port = split.port or (443 if split.scheme == "https" else 80)
     try:
         found = socket.getaddrinfo(split.hostname, port, type=socket.SOCK_STREAM)[0][4][0]

@@ -82,7 +82,7 @@ def test_the_card_says_which_bodies_the_server_takes(driven: Driven) -> None:
     card = driven.engine.card
     assert (card.name, card.engine, card.vocab_size) == ("wordy", "openai", 256)
     assert card.takes_bodies == (BodyForm.CHAT, BodyForm.MESSAGES)  # it answers 404 to completions
-    assert not card.takes_published
+    assert not card.takes_published and card.endpoint == ""
 
 
 def test_an_answer_passes_as_it_is(driven: Driven, server: TextServer) -> None:
@@ -199,7 +199,8 @@ def test_lists_of_models_that_are_none(text: bytes) -> None:
 
 
 def test_settings_that_are_not_its(server: TextServer) -> None:
-    with pytest.raises(SettingsError, match="engine_rank"):
-        config(server, engine_rank=1)
+    for name, value in (("engine_rank", 0), ("engine_endpoint", "10.0.0.7:8000")):
+        with pytest.raises(SettingsError, match=f"setting {name} is for the engine remote, not for openai"):
+            config(server, **{name: value})
     with pytest.raises(SettingsError, match="engine_url"):
         ReplicaConfig(engine="openai")

@@ -13,7 +13,9 @@ from tests.replicas.remote_engine.stand_in import StandIn
     ("url", "configured", "endpoint"),
     [
         ("http://10.0.0.7:8000", None, "10.0.0.7:8000"),
-        ("http://10.0.0.7:8000/prefix", None, "10.0.0.7:8000"),
+        ("http://10.0.0.7:8000/", None, "10.0.0.7:8000"),
+        ("http://10.0.0.7:8000/prefix", None, ""),
+        ("http://10.0.0.7:8000/prefix", "10.0.0.7:9000", "10.0.0.7:9000"),
         ("http://10.0.0.7", None, "10.0.0.7:80"),
         ("https://10.0.0.7", None, "10.0.0.7:443"),
         ("http://[fd00::7]:8000", None, "[fd00::7]:8000"),
@@ -22,7 +24,7 @@ from tests.replicas.remote_engine.stand_in import StandIn
         ("http://127.0.0.1:8000", "10.0.0.7:8000", "10.0.0.7:8000"),
     ],
 )
-def test_an_address_is_that_of_the_url_unless_it_is_loopback(
+def test_an_address_is_that_of_the_url_unless_it_is_loopback_or_below_a_path(
     url: str, configured: str | None, endpoint: str
 ) -> None:
     assert endpoint_of(url, configured) == endpoint

@@ -4,12 +4,14 @@ import asyncio
 import gzip
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 
 from replicas.protocol.blocks import BlockHash, PublishedBeginning
+from replicas.protocol.status import ReplicaId
 from router.api.api_request import ApiRequest
 from router.api.prepare import PreparedChat
 from router.caller import Caller, Tenant
@@ -162,6 +164,17 @@ async def test_replicas_without_an_address_are_not_picked() -> None:
         picking.join("outer", A)
         for _ in range(5):
             assert (await picking.gateway.decide("/v1/completions", COMPLETION)).destination == A
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_server_that_takes_bodies_is_never_picked(path: str) -> None:
+    async with picking_fleet() as picking:
+        card = picking.context.catalog.get(tiny_model.MODEL).card
+        wordy = replace(card, name="wordy", engine="openai", takes_bodies=("chat", "completion"))
+        picking.context.catalog.add(wordy, tiny_model.bundle())
+        picking.table.add_replica(ReplicaId("wordy-1"), wordy, card.block_size)
+        told = await picking.gateway.decide(path, {**BODIES[path], "model": "wordy"})
+        assert (told.status, told.error()["error"]["code"]) == (503, "no_replica_available")
 
 
 async def test_a_data_parallel_rank_is_named() -> None:
