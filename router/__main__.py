@@ -188,7 +188,7 @@ async def serve(
     served = _server_config(router.apps.main, router.connections, config.drain_seconds)
     server = _Server(served, listeners.others, router.picker)
     if router.picker is not None:
-        router.picker.bind()
+        await router.picker.bind()
     # All that exists now lives as long as the process: keep the collector from walking it again. It walks
     # every token of the prompts that are served, and a request that has ended leaves it nothing to find.
     gc.freeze()

@@ -210,6 +210,12 @@ class RouterConfig:
         "processing); 0 takes a free one; none means that it is not",
     )
     picker_host: str = setting("127.0.0.1", help="address to listen on for the picker port")
+    picker_tls_certificate: str | None = setting(
+        None, help="PEM file with the picker port's certificate; with it, that port speaks TLS"
+    )
+    picker_tls_key: str | None = setting(
+        None, help="PEM file with the key of that certificate, not encrypted"
+    )
 
     log_format: str = setting("text", help="text, or json: one object per line")
     log_level: str = setting("info", help="debug, info, warning or error")
@@ -315,6 +321,8 @@ class RouterConfig:
             raise SettingsError(f"setting admin_port must be between 0 and 65535, not {self.admin_port}")
         if self.picker_port is not None and not 0 <= self.picker_port < 2**16:
             raise SettingsError(f"setting picker_port must be between 0 and 65535, not {self.picker_port}")
+        if (self.picker_tls_certificate is None) != (self.picker_tls_key is None):
+            raise SettingsError("settings picker_tls_certificate and picker_tls_key go together")
         if self.admin_port is not None and self.admin_socket is not None:
             raise SettingsError("settings admin_port and admin_socket cannot be used together")
         check_bounds(self)

@@ -85,7 +85,7 @@ async def serve() -> None:
     """The picker, until its process is killed. Prints its port."""
     config = RouterConfig(picker_port=0)
     picker = Picker(new_app(config), config, lambda: True)
-    picker.bind()
+    await picker.bind()
     await picker.start()
     print(picker.port, flush=True)
     await asyncio.Event().wait()

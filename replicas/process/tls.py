@@ -1,7 +1,8 @@
-"""TLS between routers and replicas: PEM files, read, checked, and followed when they are renewed.
+"""TLS of gRPC: PEM files, read, checked, and followed when they are renewed.
 
 Owns the required files, which of them are in force and until when, and the words for a failed handshake.
-There are no roles: holders of a certificate of the CA are let in, within its usages.
+Between routers and replicas there are no roles: holders of a certificate of the CA are let in, within its
+usages.
 """
 
 import asyncio

@@ -11,6 +11,7 @@ import grpc
 from starlette.types import ASGIApp
 
 from replicas.process.settings import SettingsError
+from replicas.process.tls import FollowedFiles, TlsFiles, server_credentials
 from router.config import RouterConfig
 from router.picker.messages import METHOD, SERVICE, decode
 from router.picker.protobuf import field, fields, text
@@ -42,8 +43,8 @@ class Picker:
         self.port = 0
         self._server: grpc.aio.Server | None = None
 
-    def bind(self) -> None:
-        """Raises SettingsError if it cannot listen."""
+    async def bind(self) -> None:
+        """Raises SettingsError if it cannot listen, or if its TLS files are wrong."""
         config = self._config
         options = [
             ("grpc.max_receive_message_length", config.max_body_bytes + ROOM_BYTES),
@@ -56,11 +57,18 @@ class Picker:
         server.add_generic_rpc_handlers((self._processing(), self._health()))
         host = f"[{config.picker_host}]" if ":" in config.picker_host else config.picker_host
         try:
-            port = server.add_insecure_port(f"{host}:{config.picker_port}")
+            port = await self._listen(server, f"{host}:{config.picker_port}")
         except RuntimeError as error:
             where = f"{config.picker_host} port {config.picker_port}"
             raise SettingsError(f"the router cannot listen on {where} for gateways") from error
         self._server, self.port, self._where = server, port, f"{host}:{port}"
+
+    async def _listen(self, server: grpc.aio.Server, address: str) -> int:
+        certificate, key = self._config.picker_tls_certificate, self._config.picker_tls_key
+        if certificate is None:
+            return server.add_insecure_port(address)
+        followed = await asyncio.to_thread(FollowedFiles, TlsFiles(certificate, key, ca=None))
+        return server.add_secure_port(address, server_credentials(followed))
 
     def _processing(self) -> "grpc.GenericRpcHandler[bytes, bytes]":
         handler = grpc.stream_stream_rpc_method_handler(self._process)

@@ -62,6 +62,9 @@ TOGGLES: dict[str, Values] = {
     "endpoint picker": {
         "router": {"picker": {"enabled": True, "selector": {"app": "vllm"}, "targetPorts": [8000, 8001]}},
     },
+    "endpoint picker over TLS": {
+        "router": {"picker": {"enabled": True, "selector": {"app": "vllm"}, "tlsSecret": "picker"}},
+    },
     "external Redis": {"redis": {"mode": "external", "external": EXTERNAL}},
     "external Redis over TLS": {
         "redis": {"mode": "external", "external": {**EXTERNAL, "tls": {"enabled": True, "caSecret": "ca"}}}

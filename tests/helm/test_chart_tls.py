@@ -176,3 +176,14 @@ def test_network_policies_are_the_same_with_it(case: str, before: str) -> None:
 
     assert replica_policy(case) == replica_policy(before)
     assert reachable_from("router", rendered(case))["replica"] == {"grpc"}
+
+
+def test_the_port_for_gateways_has_a_certificate_of_its_own() -> None:
+    case = "endpoint picker over TLS"
+    config, objects = router_config(case), rendered(case)
+    (pod,) = (pod for _, pod in pods(objects) if component_of(pod) == "router")
+    for path in (config.picker_tls_certificate, config.picker_tls_key):
+        assert secret_at(path, pod) == "picker"
+    (port,) = named("Service", "demo-kvasir-picker", objects)["spec"]["ports"]
+    assert port["appProtocol"] == "http2"
+    assert router_config("endpoint picker").picker_tls_certificate is None

@@ -22,7 +22,8 @@ CHART_SETS |= {"log_format", "log_level", "otlp_endpoint", "trace_sample_ratio"}
 """Settings with values of their own in the chart, for routers and replicas."""
 
 ROUTER_PORTS = {"admin_host", "admin_port", "picker_host", "picker_port", "admin_socket", "processes"}
-"""The chart sets all but the last two, which are for machines, where pods are for themselves."""
+ROUTER_PORTS |= {"picker_tls_certificate", "picker_tls_key"}
+"""The chart sets all but `admin_socket` and `processes`, which are for machines: pods are for themselves."""
 
 ROUTER_KEYS = {"keys_file", "keys_in_redis", "open"}
 """What `router.keys` sets; in Kubernetes a Secret has the keys, so Redis has none."""

@@ -102,7 +102,7 @@ async def picking_fleet(keys: FindsCallers | None = None, **settings: object) ->
     prepares = {path: prepare for path, prepare in PREPARES.items() if path != GENERATE_CONTENT}
     app = create_gateway_app(context, picked_endpoints(context, prepares))
     picker = Picker(app, config, lambda: bool(table.models))
-    picker.bind()
+    await picker.bind()
     await picker.start()
     gateway = Gateway(picker.port)
     picking = Picking(context, table, dispatcher, gateway, picker, ended)
