@@ -8,6 +8,7 @@ nothing is known to be held.
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -24,6 +25,10 @@ REPLAY_SECONDS = 5.0
 
 MOST_QUEUED = 10_000
 """Batches that wait to be read; a slow reader loses what comes beyond that, and asks for it again."""
+
+MOST_BATCH_BYTES = 64 * 2**20
+
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 _POLL_MILLISECONDS = 200
 _NUMBER_BYTES = 8
@@ -44,8 +49,8 @@ Deliver = Callable[[Events | Restarted], None]
 
 
 class EventFeed:
-    """`read` raises MsgspecError for an event that cannot be read. `deliver` is called in the feed's thread.
-    Raises StartupError if the server cannot be listened to."""
+    """`read` raises one of UNREADABLE for an event that cannot be read. `deliver` is called in the feed's
+    thread. Raises StartupError if the server cannot be listened to."""
 
     def __init__(
         self, source: EventSource, read: Callable[[msgspec.Raw], ServerEvent], deliver: Deliver
@@ -55,11 +60,14 @@ class EventFeed:
         self._deliver = deliver
         self._context = zmq.Context()
         self._expected = 0
+        self._published = -1
+        """The last number that came without being asked for. Until the first one, only replays have come."""
         self._is_first = True
         self._stops = threading.Event()
         self._decoder = msgspec.msgpack.Decoder(tuple[float, list[msgspec.Raw], int | None])
         self._subscriber = self._context.socket(zmq.SUB)
         self._subscriber.setsockopt(zmq.RCVHWM, MOST_QUEUED)
+        self._subscriber.setsockopt(zmq.MAXMSGSIZE, MOST_BATCH_BYTES)
         self._subscriber.setsockopt_string(zmq.SUBSCRIBE, source.topic)
         try:
             if source.binds:
@@ -86,11 +94,14 @@ class EventFeed:
         while not self._stops.is_set():
             if not self._subscriber.poll(_POLL_MILLISECONDS):
                 continue
-            _, number_bytes, payload = self._subscriber.recv_multipart()
-            number = int.from_bytes(number_bytes)
-            if number == 0 and self._expected > 1:
+            number, payload = _numbered(self._subscriber.recv_multipart())
+            if number < 0:
+                logger.error("what is published at %s is no batch of cache events", self._source.endpoint)
+                continue
+            if number <= self._published:
                 self._deliver(Restarted())
                 return
+            self._published = number
             if number > self._expected:
                 for missed, earlier in self._replay(self._expected):
                     if missed < number:
@@ -110,13 +121,13 @@ class EventFeed:
         events: list[ServerEvent] = []
         try:
             _, raws, _ = self._decoder.decode(payload)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             logger.error("a batch of the server's cache events cannot be read: %s", error)
             return []
         for raw in raws:
             try:
                 events.append(self._read(raw))
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 logger.warning("one of the server's cache events cannot be read: %s", error)
         return events
 
@@ -124,15 +135,22 @@ class EventFeed:
         """Yield what the server has kept from a number on; nothing if it does not answer."""
         if self._source.replay_endpoint is None:
             return
-        with self._context.socket(zmq.DEALER) as dealer:
+        with self._context.socket(zmq.DEALER) as dealer, suppress(zmq.ZMQError):
             dealer.setsockopt(zmq.LINGER, 0)
+            dealer.setsockopt(zmq.MAXMSGSIZE, MOST_BATCH_BYTES)
             dealer.connect(self._source.replay_endpoint)
             dealer.send_multipart([b"", first.to_bytes(_NUMBER_BYTES)])
             while dealer.poll(int(1000 * REPLAY_SECONDS)) and not self._stops.is_set():
-                *_, number_bytes, payload = dealer.recv_multipart()
-                number = int.from_bytes(number_bytes, signed=True)
+                number, payload = _numbered(dealer.recv_multipart())
                 if number < 0:
                     return
                 yield number, payload
         if not self._stops.is_set():
             logger.warning("the server does not answer which cache events were missed")
+
+
+def _numbered(message: Sequence[bytes]) -> tuple[int, bytes]:
+    """Return a message's number and payload; -1 at the end of a replay, and for what has no number."""
+    if len(message) < 2 or len(message[-2]) != _NUMBER_BYTES:
+        return -1, b""
+    return int.from_bytes(message[-2], signed=True), message[-1]

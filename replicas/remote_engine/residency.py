@@ -14,6 +14,7 @@ import msgspec
 from replicas.kvcache.hash_map import HashMap, UnknownBlock, root_in
 from replicas.kvcache.writers import BlockWriters, Shares
 from replicas.protocol.blocks import BlockHash
+from replicas.protocol.bounds import Uint32
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 from replicas.protocol.frames import NO_USER, UserTag
 from replicas.remote_engine.pages import Hash, Pages
@@ -27,7 +28,7 @@ _DEVICE = "GPU"
 
 class Stored(msgspec.Struct, tag="BlockStored", tag_field="type"):
     block_hashes: list[Hash]
-    token_ids: list[int]
+    token_ids: list[Uint32]
     block_size: int
     parent_block_hash: Hash | None = None
     medium: str | None = None

@@ -18,6 +18,7 @@ import msgspec
 
 from replicas.engine import EngineRequest, RequestRefused
 from replicas.errors import StartupError
+from replicas.protocol.bounds import Uint32
 from replicas.protocol.frames import FinishReason, RefusalCode, TokenLogprobs
 from replicas.remote_engine.dialect import Chunk, Delta, Reader, refusal_of
 from replicas.remote_engine.facts import CacheSizes, EventSource, ServerLoad, ServerModel, reachable
@@ -41,7 +42,7 @@ _ONLY_A_PART = re.compile(r"start: answer\nanswer: @(\w+)\n")
 
 class _Stored(msgspec.Struct, tag="BlockStored", tag_field="type"):
     block_hashes: list[Hash]
-    token_ids: list[int | list[int]]
+    token_ids: list[Uint32 | list[int]]
     block_size: int
     parent_block_hash: Hash | None = None
     medium: str | None = None

@@ -58,6 +58,9 @@ class StandIn:
         self.kept: dict[int, bytes] = {}
         self.num_lost = 0
         """How many of the next batches never reach a subscriber."""
+        self.replays = threading.Event()
+        """Cleared while questions for replays wait."""
+        self.replays.set()
         self.tokenizer = tokenizers.Tokenizer.from_file(str(checkpoint_directory(None) / "tokenizer.json"))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -97,13 +100,14 @@ class StandIn:
     def close(self) -> None:
         self._http.should_exit = self._http.force_exit = True
         self._stops.set()
+        self.replays.set()
         for thread in self._threads:
             thread.join()
         self._context.destroy(linger=0)
 
     # Events.
 
-    def publish(self, *events: dict[str, Any]) -> None:
+    def publish(self, *events: dict[str, Any] | msgspec.Raw) -> None:
         payload = msgspec.msgpack.encode([0.0, list(events), 0])
         self.publish_raw(payload)
 
@@ -113,7 +117,11 @@ class StandIn:
         if self.num_lost:
             self.num_lost -= 1
             return
-        self._publisher.send_multipart([b"", number.to_bytes(8), payload])
+        self.send(b"", number.to_bytes(8), payload)
+
+    def send(self, *frames: bytes) -> None:
+        """Publish whatever it is."""
+        self._publisher.send_multipart(frames)
 
     def restart_events(self) -> None:
         self.next_number = 0
@@ -127,6 +135,7 @@ class StandIn:
         while not self._stops.is_set():
             if not self._router.poll(50):
                 continue
+            self.replays.wait()
             client, _, first = self._router.recv_multipart()
             for number, payload in sorted(self.kept.items()):
                 if number >= int.from_bytes(first):

@@ -2,12 +2,14 @@
 
 import queue
 import socket
+import time
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 
 from replicas.errors import StartupError
+from replicas.remote_engine import event_feed
 from replicas.remote_engine.event_feed import EventFeed, Events, Restarted
 from replicas.remote_engine.facts import EventSource
 from replicas.remote_engine.residency import Cleared, Removed, ServerEvent
@@ -26,11 +28,11 @@ def removed(number: int) -> dict[str, object]:
 class Heard:
     """A feed and what it has delivered."""
 
-    def __init__(self, server: StandIn, *, replays: bool = True) -> None:
+    def __init__(self, server: StandIn, *, replay: str | None = "tcp://127.0.0.1:{}") -> None:
         self._news: queue.SimpleQueue[Events | Restarted] = queue.SimpleQueue()
         source = EventSource(
             f"tcp://127.0.0.1:{server.event_port}",
-            f"tcp://127.0.0.1:{server.replay_port}" if replays else None,
+            None if replay is None else replay.format(server.replay_port),
             "",
             binds=True,
         )
@@ -104,7 +106,7 @@ def test_a_gap_that_no_replay_fills_is_said(server: StandIn, heard: Heard) -> No
 
 
 def test_without_a_replay_a_gap_is_a_gap(server: StandIn) -> None:
-    heard = Heard(server, replays=False)
+    heard = Heard(server, replay=None)
     first = listening(server, heard)
     server.num_lost = 1
     server.publish(removed(first))
@@ -114,11 +116,54 @@ def test_without_a_replay_a_gap_is_a_gap(server: StandIn) -> None:
     heard.feed.close()
 
 
-def test_numbers_that_begin_anew_are_a_restart(server: StandIn, heard: Heard) -> None:
-    listening(server, heard)
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_restart_is_noticed_whichever_batch_is_heard_first(
+    server: StandIn, heard: Heard, first: int
+) -> None:
+    before = listening(server, heard)
+    for number in range(before, before + 2):
+        server.publish(removed(number))
+        assert heard.number() == number
     server.restart_events()
-    server.publish(removed(0))
+    server.num_lost = first
+    for number in range(first + 1):
+        server.publish(removed(number))
     assert heard.next() == Restarted()
+
+
+def test_what_is_published_while_a_replay_is_awaited_is_no_restart(server: StandIn) -> None:
+    server.replays.clear()
+    heard = Heard(server)
+    time.sleep(0.5)  # it subscribes meanwhile
+    for number in range(3):
+        server.publish(removed(number))
+    server.replays.set()
+    assert [heard.number() for _ in range(3)] == [0, 1, 2]
+    server.publish(removed(3))
+    assert heard.number() == 3
+    heard.feed.close()
+
+
+def test_a_replay_that_is_never_answered_is_not_awaited_for_long(
+    server: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(event_feed, "REPLAY_SECONDS", 0.1)
+    server.replays.clear()
+    heard = Heard(server)
+    first = listening(server, heard)
+    server.num_lost = 1
+    server.publish(removed(first))
+    server.publish(removed(first + 1))
+    news = heard.next()
+    assert isinstance(news, Events) and news.after_gap
+    assert caplog.text.count("does not answer which cache events were missed") == 2
+    heard.feed.close()
+
+
+def test_where_nothing_can_be_asked_for_events_are_heard_all_the_same(server: StandIn) -> None:
+    heard = Heard(server, replay="tcp://127.0.0.1:http")
+    listening(server, heard)
+    heard.feed.close()
 
 
 def test_nonsense_costs_only_itself(server: StandIn, heard: Heard) -> None:
@@ -126,7 +171,16 @@ def test_nonsense_costs_only_itself(server: StandIn, heard: Heard) -> None:
     server.publish_raw(b"\xc1 no batch")
     news = heard.next()
     assert isinstance(news, Events) and news.events == [] and not news.after_gap
-    server.publish({"type": "Unheard"}, {"type": "BlockRemoved", "block_hashes": "x"}, CLEARED)
+    for frames in ((b"",), (b"", b"7", b"x"), (b"", bytes(9), b"x")):
+        server.send(*frames)
+    server.publish_raw(msgspec.msgpack.encode([0.0, "DEEP", 0]).replace(b"\xa4DEEP", b"\x91" * 100_000))
+    assert heard.next() == Events([])
+    stored = {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 1, "medium": "GPU!"}
+    server.publish(
+        *({"type": "Unheard"}, {"type": "BlockRemoved", "block_hashes": "x"}, {**stored, "token_ids": [-1]}),
+        msgspec.Raw(msgspec.msgpack.encode(stored).replace(b"GPU!", b"\xff" * 4)),
+        CLEARED,
+    )
     news = heard.next()
     assert isinstance(news, Events) and news.events == [Cleared()]
     server.publish_raw(msgspec.msgpack.encode([0.0, [{**removed(first), "to_come": {"a": 1}}], None]))
