@@ -3,6 +3,9 @@
 Owns the sockets and the numbers. A server publishes batches numbered from 0 and keeps the last ones; the feed
 asks for those from before it listened, and for those of a gap. What it still misses is a gap: then
 nothing is known to be held.
+
+A server hands over all that it has kept at once, and its socket drops what is not read in time. So what lacks
+in a replay is asked for again.
 """
 
 import logging
@@ -27,6 +30,9 @@ MOST_QUEUED = 10_000
 """Batches that wait to be read; a slow reader loses what comes beyond that, and asks for it again."""
 
 MOST_BATCH_BYTES = 64 * 2**20
+
+MOST_SURE = 500
+"""A replay of fewer batches fits into the sockets: ZeroMQ's take 1,000."""
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -133,19 +139,25 @@ class EventFeed:
 
     def _replay(self, first: int) -> Iterator[tuple[int, bytes]]:
         """Yield what the server has kept from a number on; nothing if it does not answer."""
-        if self._source.replay_endpoint is None:
-            return
-        with self._context.socket(zmq.DEALER) as dealer, suppress(zmq.ZMQError):
-            dealer.setsockopt(zmq.LINGER, 0)
-            dealer.setsockopt(zmq.MAXMSGSIZE, MOST_BATCH_BYTES)
-            dealer.connect(self._source.replay_endpoint)
-            dealer.send_multipart([b"", first.to_bytes(_NUMBER_BYTES)])
-            while dealer.poll(int(1000 * REPLAY_SECONDS)) and not self._stops.is_set():
-                number, payload = _numbered(dealer.recv_multipart())
-                if number < 0:
-                    return
-                yield number, payload
-        if not self._stops.is_set():
+        endpoint = self._source.replay_endpoint
+        expected, asked = first, -1
+        while endpoint is not None and expected > asked and not self._stops.is_set():
+            asked, num_batches = expected, 0
+            with self._context.socket(zmq.DEALER) as dealer, suppress(zmq.ZMQError):
+                dealer.setsockopt(zmq.LINGER, 0)
+                dealer.setsockopt(zmq.RCVHWM, MOST_QUEUED)
+                dealer.setsockopt(zmq.MAXMSGSIZE, MOST_BATCH_BYTES)
+                dealer.connect(endpoint)
+                dealer.send_multipart([b"", asked.to_bytes(_NUMBER_BYTES)])
+                while dealer.poll(int(1000 * REPLAY_SECONDS)) and not self._stops.is_set():
+                    number, payload = _numbered(dealer.recv_multipart())
+                    if number < 0 and num_batches < MOST_SURE:
+                        return
+                    if number < 0 or number > expected > asked:
+                        break  # some were dropped, or may have been
+                    yield number, payload
+                    expected, num_batches = max(expected, number + 1), num_batches + 1
+        if endpoint is not None and not self._stops.is_set():
             logger.warning("the server does not answer which cache events were missed")
 
 

@@ -61,6 +61,8 @@ class StandIn:
         self.replays = threading.Event()
         """Cleared while questions for replays wait."""
         self.replays.set()
+        self.dropped: set[int] = set()
+        """Batches that the next replay leaves out."""
         self.tokenizer = tokenizers.Tokenizer.from_file(str(checkpoint_directory(None) / "tokenizer.json"))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -137,8 +139,9 @@ class StandIn:
                 continue
             self.replays.wait()
             client, _, first = self._router.recv_multipart()
+            dropped, self.dropped = self.dropped, set()
             for number, payload in sorted(self.kept.items()):
-                if number >= int.from_bytes(first):
+                if number >= int.from_bytes(first) and number not in dropped:
                     self._router.send_multipart([client, b"", b"", number.to_bytes(8), payload])
             self._router.send_multipart([client, b"", b"", (-1).to_bytes(8, signed=True), b""])
 

@@ -84,6 +84,18 @@ def test_what_was_before_is_replayed(server: StandIn) -> None:
     heard.feed.close()
 
 
+@pytest.mark.parametrize("dropped", [range(700, 900), range(1_100, 1_200)], ids=["middle", "end"])
+def test_what_a_replay_drops_is_asked_for_again(server: StandIn, dropped: range) -> None:
+    """ZeroMQ drops what is not read in time."""
+    server.num_lost = 1_200
+    for number in range(1_200):
+        server.publish(removed(number))
+    server.dropped = {*dropped}
+    heard = Heard(server)
+    assert [heard.number() for _ in range(1_200)] == list(range(1_200))
+    heard.feed.close()
+
+
 def test_a_gap_is_filled_by_a_replay(server: StandIn, heard: Heard) -> None:
     first = listening(server, heard)
     server.num_lost = 2
