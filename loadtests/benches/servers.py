@@ -8,8 +8,9 @@ beside each, and a router. Parts, each with prompts of its own:
 - `peers`: the same requests through Kvasir, through the other routers in front of the same servers, and
   through Kvasir over two vLLM replicas of ours. Hits are the servers' own count.
 - `cost`: CPU of the replica beside a server, per request and per token, next to a replica with its engine.
-- `faults`: greedy chats, while one server is killed and started again and the other stands still for 10 s.
-  Texts are compared with the server's own. Then the index is compared with what the servers' events say.
+- `faults`: greedy chats, while one server is killed, started again and ended by SIGTERM, and the other stands
+  still, for a short time and for a long one. Texts are compared with the server's own. After each fault the
+  index is compared with what the servers' events say.
 
     python -m venv peers && peers/bin/pip install sglang-router==0.3.2 vllm-router==0.1.17
     python -m loadtests.benches.servers --peers peers/bin/python --trace toolagent_like_600s.jsonl.gz
@@ -17,169 +18,100 @@ beside each, and a router. Parts, each with prompts of its own:
 
 import asyncio
 import contextlib
-import json
 import os
-import random
-import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
-import psutil
 
-from loadtests.benches.harness import CHAT, System, bench_options, counters
+from loadtests.benches.harness import CHAT, System, bench_options
 from loadtests.benches.peers import Server, peer_commands, start_servers
-from loadtests.benches.servers_compared import AT_ONCE, Body, Held, compare, cost, mixed_bodies
+from loadtests.benches.servers_broken import faults
+from loadtests.benches.servers_compared import (
+    AT_ONCE,
+    Body,
+    at_once,
+    compare,
+    cost,
+    mixed_bodies,
+    read_answer,
+)
+from loadtests.benches.servers_held import Held, lines_of, print_index
 from loadtests.figures import print_header
-from loadtests.stacks.local_stack import LocalStack, local_stack
+from loadtests.stacks.local_stack import LocalStack, free_port, local_stack
 from loadtests.stacks.vllm_server import BLOCK_SIZE, MODEL, REPLICA
+from replicas.protocol.blocks import hash_blocks
 from replicas.vllm_engine.environment import vllm_environment
 
 SETTLE_SECONDS = 0.1
 """Events of a step may come after its answer."""
-DOWN_SECONDS, STILL_SECONDS = 5.0, 10.0
 
 
-def read_answer(answer: httpx.Response) -> tuple[list[str], int]:
-    """Texts of the choices, and cached tokens. Raises an error for one that is not whole."""
-    answer.raise_for_status()
-    is_stream = answer.headers["content-type"].startswith("text/event-stream")
-    lines = answer.text.split("\n\n") if is_stream else [f"data: {answer.text}"]
-    parts: dict[int, list[str]] = {}
-    cached = None
-    for line in lines:
-        if not line.startswith("data: {"):
-            continue
-        chunk = json.loads(line[6:])
-        for choice in chunk["choices"]:
-            said = choice.get("delta") or choice.get("message") or {}
-            parts.setdefault(choice["index"], []).append(said.get("content") or "")
-        if chunk.get("usage"):
-            cached = chunk["usage"]["prompt_tokens_details"]["cached_tokens"]
-    if cached is None:
-        raise ValueError(f"no usage in {answer.text[-300:]}")
-    return ["".join(parts[index]) for index in sorted(parts)], cached
+class Asked(NamedTuple):
+    """A prompt whose cached tokens were not those expected. Times are of the monotonic clock."""
+
+    number: int
+    body: Body
+    replica: str
+    expected: int
+    cached: int
+    sent: float
+    ended: float
 
 
-async def at_once(bodies: Sequence[Body], num_clients: int, ask: Callable[[int, Body], Any]) -> None:
-    left = iter(enumerate(bodies))
-
-    async def work() -> None:
-        for number, body in left:
-            await ask(number, body)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(num_clients):
-            group.create_task(work())
-
-
-async def exact(stack: LocalStack, name: str, number: int, num_clients: int) -> None:
-    """Prints how many expectations were right, and by how much the others were not."""
+async def exact(own: LocalStack, held: Sequence[Held], name: str, number: int, num_clients: int) -> None:
+    """Prints how many expectations were right, by how much the others were not, and why."""
     differences: Counter[int] = Counter()
     errors: Counter[str] = Counter()
+    wrong: list[Asked] = []
     num_cached = 0
-    async with httpx.AsyncClient(base_url=stack.url, timeout=120) as client:
+    # With a seed, a prompt that takes several steps ends vLLM 0.32 on a CPU.
+    bodies = list(mixed_bodies(name, number, is_greedy=num_clients > 1))
+    async with httpx.AsyncClient(base_url=own.url, timeout=120) as client:
 
-        async def ask(_: int, body: Body) -> None:
+        async def ask(at: int, body: Body) -> None:
             nonlocal num_cached
+            sent = time.monotonic()
             try:
                 answer = await client.post(CHAT, json=body)
                 cached = read_answer(answer)[1]
             except (httpx.HTTPError, ValueError, TypeError, KeyError) as error:
                 errors[repr(error)[:200]] += 1
                 return
-            differences[cached - int(answer.headers["x-kvasir-overlap-tokens"])] += 1
+            expected = int(answer.headers["x-kvasir-overlap-tokens"])
+            differences[cached - expected] += 1
             num_cached += cached
+            if cached != expected:
+                replica = answer.headers["x-kvasir-replica"]
+                wrong.append(Asked(at, body, replica, expected, cached, sent, time.monotonic()))
             if num_clients == 1:
                 await asyncio.sleep(SETTLE_SECONDS)
 
-        # With a seed, a prompt that takes several steps ends vLLM 0.32 on a CPU.
-        bodies = list(mixed_bodies(name, number, is_greedy=num_clients > 1))
         await at_once(bodies, num_clients, ask)
-    wrong = {tokens: times for tokens, times in sorted(differences.items()) if tokens}
+        print(
+            f"exact, {num_clients} at once: {differences[0]} of {number} as expected,"
+            f" {num_cached} cached tokens; errors: {dict(errors) or 'none'}"
+        )
+        for asked in wrong:
+            await explain(client, held[int(asked.replica[-1])], asked)
+
+
+async def explain(client: httpx.AsyncClient, held: Held, asked: Asked) -> None:
+    """Print the history of the blocks that were cached and not expected, or the other way round."""
+    chat = {"model": MODEL, "messages": asked.body["messages"]}
+    tokens = (await client.post("/tokenize", json=chat)).json()["tokens"]
+    assert held.root is not None
+    first, end = sorted((asked.expected // BLOCK_SIZE, asked.cached // BLOCK_SIZE))
+    names = hash_blocks(held.root, tokens, BLOCK_SIZE)[first:end]
     print(
-        f"exact, {num_clients} at once: {differences[0]} of {number} as expected, {num_cached} cached tokens"
+        f"  request {asked.number}, n {asked.body.get('n', 1)}, {asked.replica}: expected {asked.expected},"
+        f" cached {asked.cached} of {len(tokens)} tokens; answered after {asked.ended - asked.sent:.3f} s"
     )
-    print(f"  cached less expected: {wrong or 'equal'}; errors: {dict(errors) or 'none'}", flush=True)
-
-
-# Faults.
-
-
-def signal_tree(pid: int, number: signal.Signals) -> None:
-    process = psutil.Process(pid)
-    for each in (*process.children(recursive=True), process):
-        each.send_signal(number)
-
-
-async def break_servers(own: LocalStack, servers: LocalStack, ended: asyncio.Event) -> None:
-    """One fault after the other; replicas that have ended are started again, as a supervisor does."""
-
-    async def supervise() -> None:
-        while True:
-            for name in ("replica-0", "replica-1"):
-                if own.exit_status(name) is not None:
-                    print(f"  {name} ended with {own.exit_status(name)} and is started again", flush=True)
-                    own.start(name)
-            await asyncio.sleep(0.5)
-
-    supervision = asyncio.create_task(supervise())
-    await asyncio.sleep(STILL_SECONDS)
-    print("  killing a server", flush=True)
-    signal_tree(servers.pid("vllm-0"), signal.SIGKILL)
-    await asyncio.to_thread(servers.kill, "vllm-0")
-    await asyncio.sleep(DOWN_SECONDS)
-    servers.start("vllm-0")
-    began = time.monotonic()
-    await asyncio.to_thread(own.wait_ready, 2)
-    print(f"  both serve again {time.monotonic() - began:.0f} s after the start", flush=True)
-    await asyncio.sleep(STILL_SECONDS)
-    print("  stopping the other", flush=True)
-    signal_tree(servers.pid("vllm-1"), signal.SIGSTOP)
-    await asyncio.sleep(STILL_SECONDS)
-    signal_tree(servers.pid("vllm-1"), signal.SIGCONT)
-    await asyncio.sleep(2 * STILL_SECONDS)
-    await asyncio.to_thread(own.wait_ready, 2)
-    ended.set()
-    supervision.cancel()
-
-
-async def faults(own: LocalStack, servers: LocalStack, url: str, held: Sequence[Held], number: int) -> None:
-    bodies = list(mixed_bodies("faults", number, is_greedy=True))
-    ended, counted, texts = asyncio.Event(), Counter[str](), dict[int, list[str]]()
-    async with httpx.AsyncClient(timeout=300) as client:
-
-        async def direct(at: int, body: Body) -> None:
-            texts[at] = read_answer(await client.post(url + CHAT, json=body))[0]
-
-        async def ask(_: int, body: Body) -> None:
-            while not ended.is_set():
-                at = random.randrange(number)
-                try:
-                    found = read_answer(await client.post(own.url + CHAT, json=bodies[at]))[0]
-                except (httpx.HTTPError, ValueError, TypeError, KeyError) as error:
-                    counted[f"error {error!r}"[:200]] += 1
-                    continue
-                kind = " with a schema" if "response_format" in bodies[at] else ""
-                counted[("right" if found == texts[at] else "wrong") + kind] += 1
-
-        await at_once(bodies, 2, direct)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(break_servers(own, servers, ended))
-            group.create_task(at_once(bodies[:AT_ONCE], AT_ONCE, ask))
-    print(f"faults: {dict(counted)}")
-    await asyncio.sleep(10 * SETTLE_SECONDS)
-    print_index(own, held)
-
-
-def print_index(own: LocalStack, held: Sequence[Held]) -> None:
-    entries = counters([own.url], "router_index_entries").total()
-    blocks = [each.num_blocks for each in held]
-    print(f"  index: {entries} blocks, servers hold {sum(blocks)} {blocks}", flush=True)
+    print("\n".join(lines_of(held, names, first, asked.sent)), flush=True)
 
 
 def main() -> None:
@@ -199,12 +131,13 @@ def main() -> None:
         stacks.callback(started.stop)
         servers = start_servers(started, arguments.cache_mib * 2**20)
         held = [Held(server) for server in servers]
-        each = [
-            {"engine": "remote", "engine_url": server.url, "model_name": MODEL, "index_stride": BLOCK_SIZE}
-            for server in servers
-        ]
+        beside = {"engine": "remote", "model_name": MODEL, "index_stride": BLOCK_SIZE}
+        each = [{**beside, "engine_url": server.url, "metrics_port": free_port()} for server in servers]
         own = stacks.enter_context(local_stack(replica_settings=each))
         measure(arguments, stacks, started, own, servers, held)
+        if "faults" in arguments.parts:
+            metrics = [f"http://127.0.0.1:{settings['metrics_port']}" for settings in each]
+            asyncio.run(faults(own, started, servers[1].url, held, metrics, arguments.requests // 5))
 
 
 def measure(
@@ -217,10 +150,9 @@ def measure(
 ) -> None:
     number = arguments.requests
     if "exact" in arguments.parts:
-        asyncio.run(exact(own, "one by one", number, 1))
-        asyncio.run(exact(own, "at once", number, AT_ONCE))
+        asyncio.run(exact(own, held, "one by one", number, 1))
+        asyncio.run(exact(own, held, "at once", number, AT_ONCE))
         print(f"  evicted: {sum(each.num_removed for each in held)}")
-        time.sleep(10 * SETTLE_SECONDS)
         print_index(own, held)
     if {"peers", "cost"} & set(arguments.parts):
         settings = {**REPLICA, "kv_cache_bytes": arguments.cache_mib * 2**20}
@@ -240,8 +172,6 @@ def measure(
             engines = {"replicas with engines": [inside.pid(each) for each in replicas]}
             cost({"servers": (own.port, beside), "own": (inside.port, engines)}, number // 10)
         inside.stop()
-    if "faults" in arguments.parts:
-        asyncio.run(faults(own, started, servers[1].url, held, number // 5))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,16 @@
-"""Loads and tables of the bench `servers`: mixed chats, hits next to other routers, and CPU.
-
-Owns also the reading of events that says what a server holds.
-"""
+"""Loads and tables of the bench `servers`: mixed chats, hits next to other routers, and CPU."""
 
 import asyncio
 import json
 import os
 import random
-import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import httpx
 import psutil
-import zmq
 
 from loadtests.benches.harness import (
     WORDS,
@@ -30,7 +25,6 @@ from loadtests.figures import percentiles
 from loadtests.stacks.vllm_server import MODEL
 from loadtests.workloads import GENERATORS, Workload, first_requests, read_trace, shrink, without_longer_than
 from loadtests.workloads.chat_bodies import ChatBodies
-from replicas.kvcache.hash_map import root_in
 
 Body = dict[str, Any]
 
@@ -39,46 +33,40 @@ CONTEXT = 2000
 SCHEMA = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
 
 
-class Held(threading.Thread):
-    """Our blocks that a server holds, by its events alone: those under a salt of ours."""
-
-    def __init__(self, server: Server) -> None:
-        super().__init__(daemon=True)
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt_string(zmq.SUBSCRIBE, "")
-        self._socket.connect(f"tcp://127.0.0.1:{server.events_port}")
-        self.copies: Counter[object] = Counter()
-        self.num_removed = 0
-        self.start()
-
-    def run(self) -> None:
-        while True:
-            *_, number, payload = self._socket.recv_multipart()
-            if not int.from_bytes(number):
-                self.copies.clear()
-            for event in msgspec.msgpack.decode(payload)[1]:
-                self._apply(event)
-
-    def _apply(self, event: dict[str, Any]) -> None:
-        match event["type"]:
-            case "BlockStored":
-                keys = (event.get("extra_keys") or [None])[0]
-                if self.copies[event.get("parent_block_hash")] or (keys and root_in(keys) is not None):
-                    self.copies.update(event["block_hashes"])
-            case "BlockRemoved":
-                for each in event["block_hashes"]:
-                    self.num_removed += 1
-                    self.copies[each] = max(0, self.copies[each] - 1)
-            case "AllBlocksCleared":
-                self.copies.clear()
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(1 for number in list(self.copies.values()) if number)
-
-
 # Mixed chats.
+
+
+async def at_once(bodies: Sequence[Body], num_clients: int, ask: Callable[[int, Body], Any]) -> None:
+    left = iter(enumerate(bodies))
+
+    async def work() -> None:
+        for number, body in left:
+            await ask(number, body)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(num_clients):
+            group.create_task(work())
+
+
+def read_answer(answer: httpx.Response) -> tuple[list[str], int]:
+    """Texts of the choices, and cached tokens. Raises an error for one that is not whole."""
+    answer.raise_for_status()
+    is_stream = answer.headers["content-type"].startswith("text/event-stream")
+    lines = answer.text.split("\n") if is_stream else [f"data: {answer.text}"]
+    parts: dict[int, list[str]] = {}
+    cached = None
+    for line in lines:
+        if not line.startswith("data: {"):
+            continue
+        chunk = json.loads(line[6:])
+        for choice in chunk["choices"]:
+            said = choice.get("delta") or choice.get("message") or {}
+            parts.setdefault(choice["index"], []).append(said.get("content") or "")
+        if chunk.get("usage"):
+            cached = chunk["usage"]["prompt_tokens_details"]["cached_tokens"]
+    if cached is None:
+        raise ValueError(f"no usage in {answer.text[-300:]}")
+    return ["".join(parts[index]) for index in sorted(parts)], cached
 
 
 def mixed_bodies(name: str, number: int, *, is_greedy: bool = False) -> Iterator[Body]:
