@@ -9,9 +9,6 @@ import time
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-import httpx
-
-from replicas.errors import StartupError
 from replicas.openai_engine.bodies import (
     MOST_ANSWER_BYTES,
     PATHS,
@@ -23,7 +20,7 @@ from replicas.openai_engine.bodies import (
     is_only_usage,
 )
 from replicas.protocol.frames import BodyForm, Refusal, RefusalCode
-from replicas.remote_engine.server import CONNECT_SECONDS, EVENT_STREAM, Ended, Server, Unreachable
+from replicas.remote_engine.server import EVENT_STREAM, HTTP_ERRORS, Ended, Server, named, unreachable
 
 ALIVE_SECONDS = 2.0
 """Time between looks whether the server still answers."""
@@ -57,40 +54,32 @@ class BodyServer(Server):
         return tuple(form for form in BodyForm if self._takes(PATHS[form], served_name))
 
     def _takes(self, path: str, served_name: str) -> bool:
-        try:
-            with self._client(httpx.Client) as client:
-                answer = client.post(path, json={"model": served_name})
-        except httpx.HTTPError as error:
-            raise StartupError(f"{self.url} does not answer: {error!r}") from error
+        answer = self.try_ask(path, {"model": served_name})
         return answer.status_code not in NOT_THERE and not answer.has_redirect_location
 
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(ALIVE_SECONDS)
             try:
-                await self._http.get("/v1/models", timeout=CONNECT_SECONDS)
+                await self._get("/v1/models")
                 self._tell(Alive())
-            except httpx.HTTPError as error:
-                self._tell(Unreachable(repr(error), is_refused=isinstance(error, httpx.ConnectError)))
+            except HTTP_ERRORS as error:
+                self._tell(unreachable(error))
 
     async def _stream(self, name: str, sent: SentBody) -> None:
         refusal: Refusal | None = None
-        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS, write=30.0)
-        headers = {"content-type": "application/json"}
         reader = AnswerReader()
         try:
-            async with self._http.stream(
-                "POST", sent.path, content=sent.content, headers=headers, timeout=timeout
-            ) as answer:
+            async with self._post(sent.path, sent.content) as answer:
                 refusal = await self._refusal(answer, EVENT_STREAM if sent.streams else "application/json")
                 if refusal is None:
                     pieces = _events if sent.streams else _whole
-                    async for content, num_tokens in pieces(answer.aiter_bytes(), reader, sent):
+                    async for content, num_tokens in pieces(answer.content.iter_any(), reader, sent):
                         self._tell(BodyPiece(name, content, num_tokens, time.monotonic()))
         except asyncio.CancelledError:
             return
-        except (httpx.HTTPError, ValueError) as error:
-            refusal = Refusal(RefusalCode.INTERNAL, f"the server's answer breaks off: {error!r}")
+        except (*HTTP_ERRORS, ValueError) as error:
+            refusal = Refusal(RefusalCode.INTERNAL, f"the server's answer breaks off: {named(error)}")
         if refusal is None and reader.read.complaint is not None:
             refusal = Refusal(RefusalCode.INTERNAL, reader.read.complaint)
         self._tell(Answered(name, reader.read) if refusal is None else Ended(name, refusal))

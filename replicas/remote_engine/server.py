@@ -10,14 +10,17 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
+from io import BytesIO
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import aiohttp
 import httpx
 import msgspec
+import uvloop
 
 from replicas.errors import EngineDied, StartupError
 from replicas.process.settings import SettingsError
@@ -33,9 +36,14 @@ LOOK_SECONDS = 0.5
 """Time between looks at the server's load."""
 
 CONNECT_SECONDS = 5.0
+IDLE_SECONDS = 4.0
+"""How long an unused connection is kept: less than uvicorn's five seconds, so that none closes under a
+request."""
 MOST_ERROR_BYTES = 4096
 
 EVENT_STREAM = "text/event-stream"
+
+HTTP_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class Sent(NamedTuple):
@@ -105,18 +113,14 @@ class Server:
         self._headers = headers
         self._tell = tell
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
 
     # Before it runs: one question after the other.
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """GET, or POST with a body. Raises StartupError for anything but an answer."""
-        try:
-            with self._client(httpx.Client) as client:
-                answer = client.get(path) if body is None else client.post(path, json=body)
-        except httpx.HTTPError as error:
-            raise StartupError(f"{self.url} does not answer: {error!r}") from error
+        answer = self.try_ask(path, body)
         if answer.status_code != 200:
             kind = NotThere if answer.status_code == 404 else StartupError
             raise kind(
@@ -125,6 +129,16 @@ class Server:
             )
         content: bytes = answer.content
         return content
+
+    def try_ask(self, path: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
+        """Return whatever is answered. Raises StartupError if nothing is."""
+        timeout = httpx.Timeout(30.0, connect=CONNECT_SECONDS)
+        try:
+            with httpx.Client(headers=self._headers, timeout=timeout, trust_env=False) as client:
+                url = self.url + path
+                return client.get(url) if body is None else client.post(url, json=body)
+        except httpx.HTTPError as error:
+            raise StartupError(f"{self.url} does not answer: {error!r}") from error
 
     def wait(self, deadline: float, path: str = "/health") -> None:
         """Return when the server answers. Raises StartupError at the deadline of the monotonic clock."""
@@ -147,6 +161,7 @@ class Server:
         self._dialect = dialect
 
     def start(self) -> None:
+        self._http = self._loop.run_until_complete(self._connect())
         self._thread.start()
 
     def submit(self, name: str, sent: Any) -> None:
@@ -163,19 +178,18 @@ class Server:
         elif not self._loop.is_closed():
             self._loop.close()
 
-    def _client(self, kind: Any) -> Any:
-        return kind(
-            base_url=self.url,
+    async def _connect(self) -> aiohttp.ClientSession:
+        ssl_context = httpx.create_ssl_context(trust_env=False) if self.url.startswith("https") else True
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, ssl=ssl_context),
             headers=self._headers,
-            timeout=httpx.Timeout(30.0, connect=CONNECT_SECONDS),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            follow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=False,
         )
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._http: httpx.AsyncClient = self._client(httpx.AsyncClient)
         look = self._loop.create_task(self._look())
         try:
             self._loop.run_forever()
@@ -184,7 +198,7 @@ class Server:
             for task in tasks:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            self._loop.run_until_complete(self._http.aclose())
+            self._loop.run_until_complete(self._http.close())
             self._loop.close()
 
     def _begin(self, name: str, sent: Any) -> None:
@@ -197,48 +211,59 @@ class Server:
             task.cancel()
 
     async def _get(self, path: str) -> bytes:
-        answer = await self._http.get(path, timeout=CONNECT_SECONDS)
-        return answer.content
+        timeout = aiohttp.ClientTimeout(total=CONNECT_SECONDS)
+        async with self._http.get(self.url + path, timeout=timeout, allow_redirects=False) as answer:
+            return await answer.read()
+
+    def _post(self, path: str, content: bytes) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        headers = {"content-type": "application/json"}
+        return self._http.post(self.url + path, data=BytesIO(content), headers=headers, allow_redirects=False)
 
     async def _look(self) -> None:
         paths = self._dialect.look_paths
         while True:
             try:
                 self._tell(Looked(self._dialect.load([await self._get(path) for path in paths])))
-            except httpx.ConnectError as error:
-                self._tell(Unreachable(repr(error), is_refused=True))
-            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-                self._tell(Unreachable(repr(error), is_refused=False))
+            except (*HTTP_ERRORS, ValueError, LookupError, TypeError) as error:
+                self._tell(unreachable(error))
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _stream(self, name: str, sent: Any) -> None:
         """`sent` is a Sent; a subclass may have its own."""
         refusal: Refusal | None = None
-        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS, write=30.0)
-        path = self._dialect.generate_path
+        content = msgspec.json.encode(sent.body)
         try:
-            async with self._http.stream("POST", path, json=sent.body, timeout=timeout) as answer:
+            async with self._post(self._dialect.generate_path, content) as answer:
                 refusal = await self._refusal(answer)
                 if refusal is None:
-                    async for event in _events(answer.aiter_raw(), sent.most_bytes):
+                    async for event in _events(answer.content.iter_any(), sent.most_bytes):
                         self._tell(Piece(name, sent.read(event), time.monotonic()))
         except asyncio.CancelledError:
             return
-        except (httpx.HTTPError, msgspec.MsgspecError, ValueError, IndexError) as error:
-            refusal = Refusal(RefusalCode.INTERNAL, f"the server's answer breaks off: {error!r}")
+        except (*HTTP_ERRORS, msgspec.MsgspecError, ValueError, IndexError) as error:
+            refusal = Refusal(RefusalCode.INTERNAL, f"the server's answer breaks off: {named(error)}")
         self._tell(Ended(name, refusal))
 
-    async def _refusal(self, answer: httpx.Response, kind: str = EVENT_STREAM) -> Refusal | None:
+    async def _refusal(self, answer: aiohttp.ClientResponse, kind: str = EVENT_STREAM) -> Refusal | None:
         """None for an answer of this content type."""
-        if answer.status_code == 200 and answer.headers.get("content-type", "").startswith(kind):
+        if answer.status == 200 and answer.headers.get("content-type", "").startswith(kind):
             return None
         content = b""
-        with suppress(httpx.HTTPError):
-            async for piece in answer.aiter_bytes():
+        with suppress(*HTTP_ERRORS):
+            async for piece in answer.content.iter_any():
                 content += piece
                 if len(content) > MOST_ERROR_BYTES:
                     break
-        return refusal_of(answer.status_code, f"the server answers {answer.status_code}: {_said(content)}")
+        return refusal_of(answer.status, f"the server answers {answer.status}: {_said(content)}")
+
+
+def named(error: Exception) -> str:
+    """Without what was sent, which `repr` of aiohttp's errors has: the server's key among it."""
+    return f"{type(error).__name__}: {error}"
+
+
+def unreachable(error: Exception) -> Unreachable:
+    return Unreachable(named(error), isinstance(error, aiohttp.ClientConnectorError))
 
 
 def _said(content: bytes) -> str:
