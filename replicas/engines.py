@@ -18,7 +18,7 @@ from replicas.config import ReplicaConfig
 from replicas.engine import Engine
 from replicas.errors import StartupError
 from replicas.grammars.opening import open_holder
-from replicas.kvcache.cache_groups import FULL, CacheGroup
+from replicas.kvcache.cache_groups import FULL, CacheGroup, state_tokens_of
 from replicas.media.probes import has_room_for_any
 from replicas.process.settings import SettingsError
 from replicas.protocol.image_rules import written_rule
@@ -96,6 +96,7 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
         capacity_tokens=capacity_tokens if groups else 0,
         is_sparse=bool(groups),
         retention_interval=config.simulated_retention,
+        state_tokens=state_tokens_of(groups),
     )
     rule = served_image_rule(directory) if config.image_bytes else None
     if rule is not None and has_room_for_any(card, rule):

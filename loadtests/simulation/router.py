@@ -12,6 +12,7 @@ from loadtests.simulation.host import Feed, VirtualHost
 from loadtests.simulation.options import FleetOptions
 from loadtests.simulation.perfect import PERFECT, perfect_index
 from loadtests.simulation.request import HashedRequest
+from replicas.kvcache.cache_groups import state_tokens_of
 from replicas.protocol.events import Tier
 from replicas.protocol.status import ModelCard, ReplicaId
 from router.queue.held import Asking, Held
@@ -189,4 +190,5 @@ def _card(options: FleetOptions) -> ModelCard:
         kv_layout="" if shape.groups else MODEL,
         is_sparse=bool(shape.groups) and not options.routes_by_reach,
         retention_interval=shape.retention,
+        state_tokens=state_tokens_of(shape.groups),
     )

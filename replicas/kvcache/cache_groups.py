@@ -12,6 +12,7 @@ mamba          the one state at p
 Pure: knows no pool, no hashes and no request.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 FULL = "full_attention"
@@ -71,3 +72,8 @@ class CacheGroup:
         if not self.has_draft or self.is_state:
             return 0
         return min(self.block_size, alignment) if self.is_full else self.block_size
+
+
+def state_tokens_of(groups: Iterable[CacheGroup]) -> int:
+    """The tokens of a state's block, the largest if they differ; 0 without states."""
+    return max((group.block_size for group in groups if group.is_state), default=0)

@@ -29,15 +29,20 @@ def points_left(card: ModelCard, num_tokens: int, num_shared: int = 0) -> list[i
     within its hit may be gone since they were left.
 
     `num_shared` is how many of its leading blocks the replica's full attention held before, if that was more
-    than the hit: a point is kept there too.
+    than the hit: a point is kept there too. A draft model is taken to read full attention.
+
+    A state is written where a step ends. Steps end at its blocks, at the last of them before the prompt's
+    end, and at the last position there that a hit may have; retention does not make them end. Where hits are
+    finer than states and windows are beside them, a point at a state's block may lack a window's first block.
     """
     size, peek = card.block_size, card.peek_tokens
-    ends = {num_tokens // size, (num_tokens - 1) // size} if peek else {(num_tokens - 1) // size}
-    last = max(ends)
+    step = max(size, card.state_tokens)
+    last = num_tokens if peek else num_tokens - 1
+    hits = {last // size * size - peek, last // step * step - (step if peek else 0)}
+    if peek and not card.state_tokens:
+        hits.add((num_tokens - 1) // size * size - peek)
     if num_shared:
-        ends.add(min(num_shared + peek // size, last))
-    if card.retention_interval:
-        ends.update(
-            range((card.retention_interval + peek) // size, last + 1, card.retention_interval // size)
-        )
-    return sorted(end for end in ends if end > peek // size)
+        hits.add(min(num_shared * size - peek, max(hits)) // step * step)
+    if card.retention_interval and not card.state_tokens:
+        hits.update(range(card.retention_interval, max(hits) + 1, card.retention_interval))
+    return sorted((hit + peek) // size for hit in hits if hit > 0)

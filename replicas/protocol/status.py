@@ -66,7 +66,8 @@ class ModelCard:
     the points, and apart from them how far full attention reaches. `peek_tokens`: a hit ends this far before
     the last block that it was found by, since a draft model reads that; 0 or a block. `retention_interval`:
     the tokens from one resume point to the next that a request leaves; with 0 it leaves one before its
-    prompt's end, and one where the beginning ends that it shares with earlier prompts.
+    prompt's end, and one where the beginning ends that it shares with earlier prompts. `state_tokens`: the
+    tokens between states, of layers that keep one instead of KV for each token; 0 if there are none.
 
     `endpoint` is the host:port of the server beside the replica, which gateways may send requests to by
     themselves, and `endpoint_rank` its data-parallel rank there; empty if there is none.
@@ -94,6 +95,7 @@ class ModelCard:
     is_sparse: bool = False
     peek_tokens: int = 0
     retention_interval: int = 0
+    state_tokens: int = 0
     endpoint: str = ""
     endpoint_rank: Uint32 | None = None
     takes_bodies: tuple[str, ...] = ()

@@ -204,6 +204,7 @@ def _check_card(card: ModelCard) -> None:
         checked_count(value - 1, most, f"{what} less one")
     checked_count(card.capacity_tokens, MAX_BLOCKS << 16, "a capacity in tokens")
     checked_count(card.retention_interval, MAX_TOKENS, "a retention interval")
+    checked_count(card.state_tokens, MAX_TOKENS, "the tokens of a state")
     if card.peek_tokens not in (0, card.block_size):
         raise ValueError(f"a draft model peeks {shown(card.peek_tokens)} tokens, not a block or nothing")
     if len(card.eos_token_ids) > MAX_NAME_CHARACTERS or len(card.adapters) > MAX_REQUESTS:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from replicas.kvcache.block_pool import BlockPool
-from replicas.kvcache.cache_groups import CacheGroup
+from replicas.kvcache.cache_groups import CacheGroup, state_tokens_of
 from replicas.kvcache.tenant_order import NO_TENANT
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from replicas.protocol.events import (
@@ -114,7 +114,7 @@ class GroupedCache:
         self.pool = BlockPool(num_blocks)
         self._retention = retention
         self._max_batched_tokens = max_batched_tokens
-        self._state_size = max((group.block_size for group in groups if group.is_state), default=0)
+        self._state_size = state_tokens_of(groups)
         self._suffixes = [
             [_suffix(number, place, group, self.alignment) for place in range(self._num_places(group))]
             for number, group in enumerate(self.groups)

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 
-from replicas.kvcache.cache_groups import CHUNKED, MAMBA, WINDOW_KINDS, CacheGroup
+from replicas.kvcache.cache_groups import CHUNKED, MAMBA, WINDOW_KINDS, CacheGroup, state_tokens_of
 from replicas.vllm_engine.resume_points import peek_of, problem_of
 
 WINDOW_RETENTION_TOKENS = 2048
@@ -37,13 +37,17 @@ class CacheShape:
         return peek_of(self.groups, self.alignment)
 
     @property
+    def state_tokens(self) -> int:
+        return state_tokens_of(group for group in self.groups if group.is_cacheable)
+
+    @property
     def retention_interval(self) -> int:
         """The card's interval: the points that a router may count on."""
         kinds = {group.kind for group in self.groups if not group.is_full}
         if kinds <= {CHUNKED}:
             return self.alignment
         if self.vllm_retention_interval is None:
-            return 0 if MAMBA in kinds else self.alignment  # states are kept where a step ended
+            return self.alignment
         return self.vllm_retention_interval
 
     @property

@@ -187,6 +187,7 @@ class VllmEngine:
             is_sparse=shape.is_sparse,
             peek_tokens=shape.peek_tokens,
             retention_interval=shape.retention_interval if shape.is_sparse else 0,
+            state_tokens=shape.state_tokens,
         )
 
     def _sparse_translator(self) -> SparseTranslator | None:

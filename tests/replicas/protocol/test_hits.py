@@ -11,6 +11,8 @@ DENSE = ModelCard("m", "ff", "vllm", 32, 100, 4096, 1000)
 SPARSE = replace(DENSE, is_sparse=True)
 DRAFTED = replace(DENSE, peek_tokens=32)
 SPARSE_DRAFTED = replace(SPARSE, peek_tokens=32)
+STATES = replace(SPARSE, state_tokens=32)
+FINER = replace(SPARSE, state_tokens=128)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +50,15 @@ def test_a_draft_model_takes_a_block_off_a_hit(card: ModelCard, expected: int) -
         (replace(SPARSE, retention_interval=32), 130, 0, [1, 2, 3, 4]),
         (SPARSE_DRAFTED, 64, 0, [2]),
         (SPARSE_DRAFTED, 320, 0, [9, 10]),
-        (SPARSE_DRAFTED, 330, 4, [5, 10]),
+        (SPARSE_DRAFTED, 330, 4, [4, 10]),
         (replace(SPARSE_DRAFTED, retention_interval=128), 330, 0, [5, 9, 10]),
+        (STATES, 321, 4, [4, 10]),
+        (replace(STATES, retention_interval=128), 321, 0, [10]),
+        (replace(STATES, peek_tokens=32), 320, 0, [10]),
+        (FINER, 128, 0, [3]),
+        (FINER, 129, 3, [4]),
+        (FINER, 321, 6, [4, 8, 10]),
+        (replace(FINER, peek_tokens=32), 321, 6, [5, 10]),
     ],
 )
 def test_a_prompt_leaves_points_at_its_end_where_others_part_and_at_the_interval(

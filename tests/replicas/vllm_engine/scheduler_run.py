@@ -103,6 +103,8 @@ SHAPES = {
     "gpt-oss, drafts on full attention": Shape([sliding(32, 128), full(32)], 120, (1,)),
     "gemma 4, drafts": Shape([sliding(64, 256), full(32)], 120, (0, 1)),
     "qwen3-next, drafts": Shape([mamba(64), mamba(64), full(64)], 80, (2,)),
+    "qwen3-next, a tail every 256 tokens": Shape([mamba(64)] * 3 + [full(64)], 80, retention=256),
+    "nemotron, drafts": Shape([mamba(128), full(32)], 90, (1,)),
 }
 
 
@@ -140,6 +142,7 @@ class SchedulerRun:
             is_sparse=True,
             peek_tokens=self.shape.peek_tokens,
             retention_interval=self.shape.retention_interval,
+            state_tokens=self.shape.state_tokens,
         )
 
     def _read_drafts(self, cache: Any, scheduler_block: int, hash_block: int, max_model_len: int) -> None:
