@@ -31,10 +31,10 @@ class Delta(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One event of an answer. `num_cached_tokens` is None where it does not say."""
+    """One event of an answer. `num_cached_tokens` is whatever the server says."""
 
     deltas: Sequence[Delta] = ()
-    num_cached_tokens: int | None = None
+    num_cached_tokens: object = None
     refusal: Refusal | None = None
 
 

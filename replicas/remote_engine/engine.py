@@ -79,8 +79,8 @@ class _Live(LiveRequest):
     num_believed: int = 0
     """How many of them were believed to be held before."""
     finish: FinishReason | None = None
-    num_cached_tokens: int | None = None
-    """The server's own count."""
+    num_cached_tokens: object = None
+    """The server's word, whatever it is."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -451,12 +451,12 @@ class RemoteEngine:
     def _num_told(self, live: _Live) -> int | None:
         """Return the server's count of cached tokens; None if it gives none, or one that cannot be."""
         said = live.num_cached_tokens
-        return said if said is not None and 0 <= said <= len(live.request.token_ids) else None
+        return said if isinstance(said, int) and 0 <= said <= len(live.request.token_ids) else None
 
-    def _warn_of(self, said: int | None) -> None:
+    def _warn_of(self, said: object) -> None:
         if not self._has_warned:
             self._has_warned = True
-            what = "does not say" if said is None else f"says {said} tokens when asked"
+            what = "does not say" if said is None else f"says {str(said)[:100]!r} when asked"
             advice = self._dialect.advice_on_cached
             logger.warning("the server %s how much of a prompt was cached: %s", what, advice)
 
@@ -485,7 +485,7 @@ class RemoteEngine:
 def _first_look(dialect: Dialect, server: Server) -> ServerLoad:
     try:
         return dialect.load([server.ask(path) for path in dialect.look_paths])
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise StartupError(f"the server's load cannot be read: {error!r}") from error
 
 

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 from replicas.errors import StartupError
 from replicas.protocol.status import Adapter
 
+MOST_REQUESTS = 100_000
+"""More are not believed to be at one server."""
+
 
 class ServerModel(NamedTuple):
     """A model of `/v1/models`. `root` is where the server found it: a folder or a name on a hub."""
@@ -39,6 +42,11 @@ class ServerLoad(NamedTuple):
     num_running: int = 0
     num_waiting: int = 0
     share_used: float = 0.0
+
+
+def bounded(number: float) -> int:
+    """Bound a number of requests that a server says. Raises ValueError or TypeError."""
+    return int(max(0, min(number, MOST_REQUESTS)))
 
 
 class CacheSizes(NamedTuple):

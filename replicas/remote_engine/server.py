@@ -39,6 +39,9 @@ CONNECT_SECONDS = 5.0
 IDLE_SECONDS = 4.0
 """How long an unused connection is kept: less than uvicorn's five seconds, so that none closes under a
 request."""
+ANSWER_SECONDS = 30.0
+MOST_ANSWER_BYTES = 16 * 2**20
+"""Longest answer that is no model's."""
 MOST_ERROR_BYTES = 4096
 
 EVENT_STREAM = "text/event-stream"
@@ -60,6 +63,18 @@ class Piece(NamedTuple):
     name: str
     chunk: Chunk
     at: float
+
+
+class Answer(NamedTuple):
+    """`location` is where it redirects to."""
+
+    status_code: int
+    content: bytes
+    location: str | None
+
+    @property
+    def has_redirect_location(self) -> bool:
+        return self.status_code // 100 == 3 and self.location is not None
 
 
 class Ended(NamedTuple):
@@ -114,6 +129,7 @@ class Server:
         self._tell = tell
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._loop = uvloop.new_event_loop()
+        self._http = self._loop.run_until_complete(self._connect())
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
 
     # Before it runs: one question after the other.
@@ -125,20 +141,17 @@ class Server:
             kind = NotThere if answer.status_code == 404 else StartupError
             raise kind(
                 f"{self.url}{path} answers {answer.status_code}: {_said(answer.content)}"
-                + (f" (to {answer.headers['location']})" if answer.has_redirect_location else "")
+                + (f" (to {answer.location})" if answer.has_redirect_location else "")
             )
-        content: bytes = answer.content
-        return content
+        return answer.content
 
-    def try_ask(self, path: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
+    def try_ask(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
         """Return whatever is answered. Raises StartupError if nothing is."""
-        timeout = httpx.Timeout(30.0, connect=CONNECT_SECONDS)
+        content = None if body is None else msgspec.json.encode(body)
         try:
-            with httpx.Client(headers=self._headers, timeout=timeout, trust_env=False) as client:
-                url = self.url + path
-                return client.get(url) if body is None else client.post(url, json=body)
-        except httpx.HTTPError as error:
-            raise StartupError(f"{self.url} does not answer: {error!r}") from error
+            return self._loop.run_until_complete(self._whole(path, ANSWER_SECONDS, content))
+        except (*HTTP_ERRORS, ValueError) as error:
+            raise StartupError(f"{self.url} does not answer: {named(error)}") from error
 
     def wait(self, deadline: float, path: str = "/health") -> None:
         """Return when the server answers. Raises StartupError at the deadline of the monotonic clock."""
@@ -161,7 +174,6 @@ class Server:
         self._dialect = dialect
 
     def start(self) -> None:
-        self._http = self._loop.run_until_complete(self._connect())
         self._thread.start()
 
     def submit(self, name: str, sent: Any) -> None:
@@ -176,10 +188,12 @@ class Server:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
         elif not self._loop.is_closed():
+            self._loop.run_until_complete(self._http.close())
             self._loop.close()
 
     async def _connect(self) -> aiohttp.ClientSession:
-        ssl_context = httpx.create_ssl_context(trust_env=False) if self.url.startswith("https") else True
+        # With the CAs of SSL_CERT_FILE.
+        ssl_context = httpx.create_ssl_context() if self.url.startswith("https") else True
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, ssl=ssl_context),
             headers=self._headers,
@@ -211,9 +225,19 @@ class Server:
             task.cancel()
 
     async def _get(self, path: str) -> bytes:
-        timeout = aiohttp.ClientTimeout(total=CONNECT_SECONDS)
-        async with self._http.get(self.url + path, timeout=timeout, allow_redirects=False) as answer:
-            return await answer.read()
+        return (await self._whole(path, CONNECT_SECONDS)).content
+
+    async def _whole(self, path: str, seconds: float, body: bytes | None = None) -> Answer:
+        """GET, or POST with a body. Raises one of HTTP_ERRORS, and ValueError for a longer answer."""
+        url, content = self.url + path, b""
+        async with asyncio.timeout(seconds):
+            asked = self._http.get(url, allow_redirects=False) if body is None else self._post(path, body)
+            async with asked as answer:
+                async for piece in answer.content.iter_any():
+                    content += piece
+                    if len(content) > MOST_ANSWER_BYTES:
+                        raise ValueError(f"an answer of more than {MOST_ANSWER_BYTES} bytes")
+                return Answer(answer.status, content, answer.headers.get("location"))
 
     def _post(self, path: str, content: bytes) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         headers = {"content-type": "application/json"}
@@ -224,7 +248,7 @@ class Server:
         while True:
             try:
                 self._tell(Looked(self._dialect.load([await self._get(path) for path in paths])))
-            except (*HTTP_ERRORS, ValueError, LookupError, TypeError) as error:
+            except Exception as error:  # of any kind: it is told, and the next look follows
                 self._tell(unreachable(error))
             await asyncio.sleep(LOOK_SECONDS)
 
@@ -240,7 +264,7 @@ class Server:
                         self._tell(Piece(name, sent.read(event), time.monotonic()))
         except asyncio.CancelledError:
             return
-        except (*HTTP_ERRORS, msgspec.MsgspecError, ValueError, IndexError) as error:
+        except Exception as error:  # of any kind: it ends this request and no other
             refusal = Refusal(RefusalCode.INTERNAL, f"the server's answer breaks off: {named(error)}")
         self._tell(Ended(name, refusal))
 
@@ -250,10 +274,11 @@ class Server:
             return None
         content = b""
         with suppress(*HTTP_ERRORS):
-            async for piece in answer.content.iter_any():
-                content += piece
-                if len(content) > MOST_ERROR_BYTES:
-                    break
+            async with asyncio.timeout(CONNECT_SECONDS):
+                async for piece in answer.content.iter_any():
+                    content += piece
+                    if len(content) > MOST_ERROR_BYTES:
+                        break
         return refusal_of(answer.status, f"the server answers {answer.status}: {_said(content)}")
 
 
@@ -263,7 +288,9 @@ def named(error: Exception) -> str:
 
 
 def unreachable(error: Exception) -> Unreachable:
-    return Unreachable(named(error), isinstance(error, aiohttp.ClientConnectorError))
+    """A name without an address says nothing of the server."""
+    is_nameless = isinstance(error, aiohttp.ClientConnectorDNSError)
+    return Unreachable(named(error), isinstance(error, aiohttp.ClientConnectorError) and not is_nameless)
 
 
 def _said(content: bytes) -> str:

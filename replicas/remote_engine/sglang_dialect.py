@@ -21,7 +21,14 @@ from replicas.errors import StartupError
 from replicas.protocol.bounds import Uint32
 from replicas.protocol.frames import FinishReason, RefusalCode, TokenLogprobs
 from replicas.remote_engine.dialect import Chunk, Delta, Reader, refusal_of
-from replicas.remote_engine.facts import CacheSizes, EventSource, ServerLoad, ServerModel, reachable
+from replicas.remote_engine.facts import (
+    CacheSizes,
+    EventSource,
+    ServerLoad,
+    ServerModel,
+    bounded,
+    reachable,
+)
 from replicas.remote_engine.pages import Hash
 from replicas.remote_engine.residency import Cleared, Removed, ServerEvent, Stored
 from replicas.scheduling.resuming import end_token_ids, resumed_logit_bias, resumed_seed
@@ -61,13 +68,13 @@ class _Finish(msgspec.Struct):
     status_code: int | None = None
 
 
-Logprob = tuple[float | None, int, str | None]
+Logprob = tuple[float | None, Uint32, str | None]
 """The value of one token, its id, and its text or nothing."""
 
 
 class _Meta(msgspec.Struct):
     finish_reason: _Finish | None = None
-    cached_tokens: int | None = None
+    cached_tokens: object = None
     output_token_logprobs: list[Logprob] | None = None
     output_top_logprobs: list[list[Logprob] | None] | None = None
 
@@ -78,7 +85,7 @@ class _Problem(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    output_ids: list[int] = []
+    output_ids: list[Uint32] = []
     meta_info: _Meta | None = None
     error: _Problem | None = None
 
@@ -236,8 +243,9 @@ class SglangDialect:
         for load in json.loads(loads)["loads"]:
             if load.get("dp_rank", 0) == (self.rank or 0):
                 share = min(1.0, max(0.0, float(load.get("token_usage", 0.0))))
-                num_running, num_waiting = int(load["num_running_reqs"]), int(load["num_waiting_reqs"])
-                return ServerLoad(started, num_running, num_waiting, share)
+                return ServerLoad(
+                    started, bounded(load["num_running_reqs"]), bounded(load["num_waiting_reqs"]), share
+                )
         raise ValueError(f"it has no rank {self.rank or 0}")
 
 

@@ -16,9 +16,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from replicas.engine import EngineRequest, RequestRefused
 from replicas.errors import StartupError
+from replicas.protocol.bounds import Uint32
 from replicas.protocol.frames import FinishReason, Refusal, RefusalCode, TokenLogprobs
 from replicas.remote_engine.dialect import Chunk, Delta, Reader
-from replicas.remote_engine.facts import CacheSizes, EventSource, ServerLoad, ServerModel, reachable
+from replicas.remote_engine.facts import (
+    CacheSizes,
+    EventSource,
+    ServerLoad,
+    ServerModel,
+    bounded,
+    reachable,
+)
 from replicas.remote_engine.residency import ServerEvent
 from replicas.scheduling.resuming import end_token_ids, resumed_logit_bias, resumed_seed
 
@@ -52,22 +60,9 @@ class Logprobs(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    token_ids: list[int] | None = None
+    token_ids: list[Uint32] | None = None
     finish_reason: str | None = None
     logprobs: Logprobs | None = None
-
-
-class CachedTokens(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens: int
-    prompt_tokens_details: CachedTokens | None = None
-
-    @property
-    def num_cached_tokens(self) -> int | None:
-        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
 
 
 class Problem(msgspec.Struct):
@@ -79,7 +74,7 @@ class Event(msgspec.Struct):
     """One event of the stream. The last has the usage and no choice."""
 
     choices: list[Choice] = []
-    usage: Usage | None = None
+    usage: object = None
     error: Problem | None = None
 
 
@@ -140,16 +135,19 @@ def read_chunk(num_logprobs: int | None, event: bytes) -> Chunk:
     found = _EVENTS.decode(event)
     if found.error is not None:
         return Chunk(refusal=Refusal(RefusalCode.INTERNAL, f"the server fails: {found.error.message}"))
-    cached = None if found.usage is None else found.usage.num_cached_tokens
+    details = found.usage.get("prompt_tokens_details") if isinstance(found.usage, dict) else None
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
     return Chunk([_delta(choice, num_logprobs) for choice in found.choices], cached)
 
 
 def _delta(choice: Choice, num_logprobs: int | None) -> Delta:
-    finish, logprobs = choice.finish_reason, None
+    finish, logprobs, token_ids = choice.finish_reason, None, tuple(choice.token_ids or ())
     if choice.logprobs is not None and num_logprobs is not None:
         logprobs = logprobs_of(choice.logprobs, num_logprobs)
+        if len(logprobs) != len(token_ids):
+            raise ValueError(f"log-probabilities of {len(logprobs)} tokens, not of {len(token_ids)}")
     finished = None if finish is None else FINISH_REASONS.get(finish, FinishReason.ERROR)
-    return Delta(tuple(choice.token_ids or ()), finished, logprobs)
+    return Delta(token_ids, finished, logprobs)
 
 
 def body_of(
@@ -208,9 +206,10 @@ def logprobs_of(found: Logprobs, num_logprobs: int) -> tuple[TokenLogprobs, ...]
 
 def _token_id(name: str) -> int:
     """Raises ValueError."""
-    if not name.startswith(_TOKEN_ID):
+    number = name.removeprefix(_TOKEN_ID)
+    if number == name or not 0 <= int(number) < 2**32:
         raise ValueError(f"{name!r} is no token id")
-    return int(name[len(_TOKEN_ID) :])
+    return int(number)
 
 
 _REFERENCE = re.compile(r'"(?:\\.|[^"\\])*"|@([A-Za-z_][A-Za-z_0-9]*)')
@@ -266,8 +265,8 @@ def read_load(text: str, rank: int) -> ServerLoad:
         raise ValueError("it does not say when it was started")
     return ServerLoad(
         str(found["started_at"]),
-        int(found.get("num_running", 0)),
-        int(found.get("num_waiting", 0)),
+        bounded(found.get("num_running", 0)),
+        bounded(found.get("num_waiting", 0)),
         min(1.0, max(0.0, found.get("share_used", 0.0))),
     )
 

@@ -60,7 +60,7 @@ class SglangStandIn(StandIn):
 
     def _loads(self, request: Request) -> Response:
         assert request.query_params["include"] == "core"
-        load = {"dp_rank": 0, "num_running_reqs": self.num_open + 2, "num_waiting_reqs": 1}
+        load = {"dp_rank": 0, "num_running_reqs": self.num_open + self.num_others, "num_waiting_reqs": 1}
         return JSONResponse({"loads": [{**load, "token_usage": 0.25}]})
 
     async def _answer(self, body: dict[str, Any]) -> AsyncIterator[str]:

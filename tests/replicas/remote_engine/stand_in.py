@@ -29,6 +29,7 @@ from starlette.responses import (
 from starlette.routing import Route
 
 from replicas.toy_model import checkpoint_directory
+from tests.certificates import Pair
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 24
@@ -36,17 +37,19 @@ SERVED_NAME = "served"
 
 
 class StandIn:
-    def __init__(self) -> None:
+    def __init__(self, tls: Pair | None = None) -> None:
         self.fault = ""
         self.served_name = SERVED_NAME
         self.started_at = 1000.0
         self.key: str | None = None
-        self.says_cached: Callable[[int], int | None] = lambda num_cached: num_cached
+        self.says_cached: Callable[[int], object] = lambda num_cached: num_cached
         self.has_events = True
         self.is_old = False
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.num_open = 0
+        self.num_others: float = 2
+        """Requests of other clients that run."""
         self.shift_tokens = 0
         self._held: OrderedDict[int, None] = OrderedDict()
         self._context = zmq.Context()
@@ -74,6 +77,8 @@ class StandIn:
             log_config=None,  # the loggers are those of all tests
             ws="none",
             lifespan="off",
+            ssl_certfile=None if tls is None else tls.certificate,
+            ssl_keyfile=None if tls is None else tls.key,
         )
         self._http = uvicorn.Server(config)
         self._stops = threading.Event()
@@ -152,6 +157,10 @@ class StandIn:
             return RedirectResponse("http://127.0.0.1:1/v1/models")
         if self.fault == "html":
             return HTMLResponse("<html>a proxy</html>")
+        if self.fault == "drips":
+            return StreamingResponse(_endless(b" "))
+        if self.fault == "floods":
+            return StreamingResponse(_endless(b" " * 2**20))
         model = {"id": self.served_name, "root": "/models/toy", "parent": None, "max_model_len": 512}
         adapter = {"id": "tuned", "root": "/adapters/tuned", "parent": self.served_name}
         return JSONResponse({"data": [model, adapter]})
@@ -162,9 +171,11 @@ class StandIn:
             return JSONResponse({"error": {"message": "Unauthorized"}}, 401)
         if self.fault == "hangs":
             await asyncio.sleep(60)
+        if self.fault == "drips":
+            return StreamingResponse(_endless(b" "))
         return PlainTextResponse(
             f"process_start_time_seconds {self.started_at}\n"
-            f'vllm:num_requests_running{{engine="0"}} {self.num_open + 2}\n'
+            f'vllm:num_requests_running{{engine="0"}} {self.num_others + self.num_open}\n'
             'vllm:num_requests_waiting{engine="0"} 1\n'
             'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
             f'vllm:cache_config_info{{block_size="{BLOCK_SIZE}",enable_prefix_caching="True",engine="0",'
@@ -202,6 +213,8 @@ class StandIn:
                 return JSONResponse({"error": {"message": "temperature is too high"}}, 400)
             case "fails":
                 return PlainTextResponse("Internal Server Error", 500)
+            case "fails and drips":
+                return StreamingResponse(_endless(b" "), 500)
             case "redirects":
                 return RedirectResponse("http://127.0.0.1:1/")
             case "html":
@@ -218,6 +231,10 @@ class StandIn:
                     raise ConnectionError("on purpose")
                 if self.fault == "nonsense" and number == 1:
                     yield 'data: {"choices": [{"token_ids": "seven"}]}\n\n'
+                if self.fault == "negative" and number == 1:
+                    yield 'data: {"choices": [{"token_ids": [-1]}]}\n\n'
+                if self.fault == "deep" and number == 1:
+                    yield f'data: {{"usage": {"[" * 100_000}\n\n'
                 if self.fault == "error inside" and number == 1:
                     yield 'data: {"error": {"message": "out of memory", "code": 500}}\n\n'
                 if self.fault == "endless line" and number == 1:
@@ -260,6 +277,12 @@ class StandIn:
             self.publish(*removed, stored)
         # At least one token is computed.
         return min(num_found, (len(prompt) - 1) // BLOCK_SIZE) * BLOCK_SIZE
+
+
+async def _endless(piece: bytes) -> AsyncIterator[bytes]:
+    while True:
+        yield piece
+        await asyncio.sleep(0.01)
 
 
 def stored_event(

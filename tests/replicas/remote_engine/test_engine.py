@@ -1,15 +1,21 @@
 """A server as an engine: what it serves, and what becomes of each of its faults."""
 
+import math
+import queue
 import random
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 
+from replicas import remote_engine
 from replicas.config import ReplicaConfig
 from replicas.engine import RequestRefused
 from replicas.errors import EngineDied, StartupError
@@ -29,6 +35,9 @@ from replicas.protocol.frames import (
 from replicas.protocol.prefix_leases import PrefixLease
 from replicas.remote_engine.believed import SHARE_BELIEVED
 from replicas.remote_engine.engine import RemoteEngine
+from replicas.remote_engine.facts import MOST_REQUESTS
+from replicas.remote_engine.server import Server, Unreachable
+from tests.certificates import Authority
 from tests.replicas.builders import ROOT, EventBalance, engine_request
 from tests.replicas.remote_engine.stand_in import BLOCK_SIZE, NUM_BLOCKS, StandIn, token_of
 
@@ -196,7 +205,10 @@ def test_leases_are_refused_in_the_answer(driven: Driven) -> None:
         ("redirects", RefusalCode.INTERNAL, "answers 307"),
         ("html", RefusalCode.INTERNAL, "a proxy"),
         ("breaks off", RefusalCode.INTERNAL, "breaks off"),
+        ("fails and drips", RefusalCode.INTERNAL, "answers 500"),
         ("nonsense", RefusalCode.INTERNAL, "breaks off"),
+        ("negative", RefusalCode.INTERNAL, "breaks off"),
+        ("deep", RefusalCode.INTERNAL, "breaks off"),
         ("endless line", RefusalCode.INTERNAL, "an event of more than"),
         ("error inside", RefusalCode.INTERNAL, "out of memory"),
         ("too many", RefusalCode.INTERNAL, "more tokens than were asked for"),
@@ -205,8 +217,14 @@ def test_leases_are_refused_in_the_answer(driven: Driven) -> None:
     ],
 )
 def test_a_fault_ends_one_request_and_no_other(
-    driven: Driven, server: StandIn, fault: str, code: RefusalCode, sentence: str
+    driven: Driven,
+    server: StandIn,
+    fault: str,
+    code: RefusalCode,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(remote_engine.server, "CONNECT_SECONDS", 1.0)
     server.fault = fault
     key = driven.add(PROMPT, max_tokens=3)
     last = driven.finish(key)
@@ -218,9 +236,9 @@ def test_a_fault_ends_one_request_and_no_other(
     assert len([delta for delta in driven.deltas[key] if delta.finish_reason]) == 1
 
 
-@pytest.mark.parametrize("says", [None, -1, len(PROMPT) + 1])
+@pytest.mark.parametrize("says", [None, -1, len(PROMPT) + 1, 10**30, 1.5, "48", [48]])
 def test_a_server_that_does_not_tell_what_was_cached_is_not_guessed_at(
-    driven: Driven, server: StandIn, says: int | None, caplog: pytest.LogCaptureFixture
+    driven: Driven, server: StandIn, says: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.says_cached = lambda _: says
     for _ in range(2):
@@ -249,9 +267,36 @@ def test_events_that_begin_anew_are_another_epoch(driven: Driven, server: StandI
     driven.dies("started anew")
 
 
-def test_a_server_that_hangs_is_given_up(driven: Driven, server: StandIn) -> None:
-    server.fault = "hangs"
+@pytest.mark.parametrize("fault", ["hangs", "drips"])
+def test_a_server_that_hangs_is_given_up(
+    driven: Driven, server: StandIn, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_engine.server, "CONNECT_SECONDS", 0.2)
+    server.fault = fault
     driven.dies("has not answered for 1 s")
+
+
+@pytest.mark.parametrize(("says", "num_running"), [(math.inf, MOST_REQUESTS), (-5, 0), (math.nan, 0)])
+def test_a_load_that_cannot_be_is_bounded(
+    driven: Driven, server: StandIn, says: float, num_running: int
+) -> None:
+    server.num_others = says
+    driven.step_until(lambda: driven.frame.load.num_running == num_running)
+
+
+def test_a_name_without_an_address_says_nothing_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    news: queue.SimpleQueue[object] = queue.SimpleQueue()
+    server = Server("http://server.invalid:1", key=None, rank=None, tell=news.put)
+
+    async def fail(*_: object) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "later")
+
+    monkeypatch.setattr(aiohttp.ThreadedResolver, "resolve", fail)
+    server.speak(SimpleNamespace(look_paths=("/metrics",)))  # type: ignore[arg-type]
+    server.start()
+    found = news.get(timeout=WAIT_SECONDS)
+    assert isinstance(found, Unreachable) and not found.is_refused
+    server.close()
 
 
 def test_a_server_that_is_gone_is_given_up(driven: Driven, server: StandIn) -> None:
@@ -401,13 +446,52 @@ def test_a_request_that_fails_before_its_first_token_leaves_no_belief(
     assert silent.events == []
 
 
-@pytest.mark.parametrize("fault", ["redirects", "html"])
-def test_what_is_no_server_of_models_is_refused(server: StandIn, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        *(("redirects", "307.*to http://127.0.0.1:1"), ("html", "list of models cannot be read")),
+        *(("drips", "does not answer: TimeoutError"), ("floods", "more than 4000000 bytes")),
+    ],
+)
+def test_what_is_no_server_of_models_is_refused(
+    server: StandIn, fault: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_engine.server, "ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(remote_engine.server, "MOST_ANSWER_BYTES", 4_000_000)
     server.fault = fault
-    with pytest.raises(
-        StartupError, match="307.*to http://127.0.0.1:1" if fault == "redirects" else "models"
-    ):
+    with pytest.raises(StartupError, match=sentence):
         RemoteEngine(config(server))
+
+
+def test_a_server_behind_tls_needs_a_certificate_that_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority(tmp_path)
+    server = StandIn(authority.replica("localhost"))
+    settings = config(server, engine_url=f"https://localhost:{server.port}", build_seconds=0.1)
+    with pytest.raises(StartupError, match="certificate verify failed"):
+        RemoteEngine(settings)
+    monkeypatch.setenv("SSL_CERT_FILE", authority.certificate)
+    driven = Driven(RemoteEngine(settings))
+    driven.engine.begin(lambda: None)
+    assert driven.finish(driven.add(PROMPT, max_tokens=1)).finish_reason is FinishReason.LENGTH
+    driven.engine.close()
+    server.close()
+
+
+def test_two_replicas_at_one_server_both_know_what_it_holds(server: StandIn) -> None:
+    both = [Driven(RemoteEngine(config(server))) for _ in range(2)]
+    ours = set(hash_blocks(ROOT, PROMPT, BLOCK_SIZE))
+    for number, driven in enumerate(both):
+        prove_hashes(driven.engine, random.Random(number))
+        driven.engine.begin(lambda: None)
+    assert both[0].finish(both[0].add(PROMPT, max_tokens=1)).usage is not None
+    for driven in both:
+        driven.step_until(lambda driven=driven: ours <= driven.balance.held.keys())  # type: ignore[misc]
+    last = both[1].finish(both[1].add(PROMPT, max_tokens=1))
+    assert last.usage is not None and last.usage.num_cached_tokens == 48
+    for driven in both:
+        driven.engine.close()
 
 
 def test_it_is_waited_for_a_server_that_is_not_there_yet() -> None:

@@ -168,7 +168,7 @@ def test_a_replay_that_is_never_answered_is_not_awaited_for_long(
     server.publish(removed(first + 1))
     news = heard.next()
     assert isinstance(news, Events) and news.after_gap
-    assert caplog.text.count("does not answer which cache events were missed") == 2
+    assert "does not answer which cache events were missed" in caplog.text
     heard.feed.close()
 
 
