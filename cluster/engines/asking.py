@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 
 from cluster.config import BackoffSpec, FoundServer
-from replicas.process.settings import SettingsError, without_password
+from cluster.engines.reading import read_whole
+from replicas.process.settings import without_password
 from replicas.remote_engine.server import read_key
 from replicas.remote_engine.sglang_dialect import ranks_of
 
@@ -23,6 +24,7 @@ ANSWER_SECONDS = 5.0
 AGAIN_SECONDS = 30.0
 """Time until a server that has answered is asked again: one that is started anew may have other ranks."""
 
+MOST_BYTES = 2**24
 MOST_COMPLAINTS = 3
 MOST_RANKS = 1024
 
@@ -47,6 +49,7 @@ class Asker:
         self._backoff = BackoffSpec(initial_seconds=2.0)
         self._client = httpx.AsyncClient(
             timeout=ANSWER_SECONDS,
+            verify=httpx.create_ssl_context(),  # with the CAs of SSL_CERT_FILE
             follow_redirects=False,
             trust_env=False,
             limits=httpx.Limits(max_connections=16),
@@ -88,36 +91,38 @@ class Asker:
         return "; ".join(silent[:MOST_COMPLAINTS]) + more or None
 
     async def _ranks(self, url: str, headers: Mapping[str, str]) -> Sequence[int]:
-        """Raises HTTPError, ValueError or TypeError."""
         if self._takes_bodies:
-            _json(await self._client.get(f"{url}/v1/models", headers=headers))
+            if await self._said(f"{url}/v1/models", headers) is None:
+                raise ValueError("it answers 404")
             return ()
-        answer = await self._client.get(f"{url}/kv_event_sources", headers=headers)
-        if answer.status_code != 404:
-            return sorted(int(rank) for rank in _json(answer))
-        answer = await self._client.get(f"{url}/server_info", headers=headers)  # of SGLang
-        if answer.status_code == 404:
-            return ()  # an old vLLM
-        info = _json(answer)
+        sources = await self._said(f"{url}/kv_event_sources", headers)
+        if sources is not None:
+            return sorted({int(rank) for rank in sources})
+        info = await self._said(f"{url}/server_info", headers)  # of SGLang; an old vLLM has none
         return range(ranks_of(info)) if isinstance(info, dict) else ()
+
+    async def _said(self, url: str, headers: Mapping[str, str]) -> Any:
+        """None where there is nothing."""
+        async with self._client.stream("GET", url, headers=headers) as answer:
+            content = await read_whole(answer, MOST_BYTES)
+        if answer.status_code == 404:
+            return None
+        if answer.status_code != 200:
+            raise ValueError(f"it answers {answer.status_code}")
+        return json.loads(content)
 
     async def _ask(self, url: str, asked: _Asked) -> None:
         try:
             key = await asyncio.to_thread(read_key, self._key_file)
             headers = {} if key is None else {"authorization": f"Bearer {key}"}
-            ranks = await self._ranks(url, headers)
-            if len(ranks) > MOST_RANKS:
-                raise ValueError("it names too many ranks")
-        except (httpx.HTTPError, httpx.InvalidURL, SettingsError, ValueError, TypeError) as error:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                ranks = await self._ranks(url, headers)
+            if len(ranks) > MOST_RANKS or min(ranks, default=0) < 0:
+                raise ValueError("it names ranks that cannot be")
+        except Exception as error:  # of any kind: the others are asked all the same
             asked.num_failures += 1
             asked.failure = f"cannot be joined yet: {' '.join(str(error).split()) or repr(error)}"
             asked.ask_at = time.monotonic() + self._backoff.delay_seconds(asked.num_failures)
         else:
             asked.ranks, asked.num_failures, asked.failure = tuple(ranks), 0, None
             asked.ask_at = time.monotonic() + AGAIN_SECONDS
-
-
-def _json(answer: httpx.Response) -> Any:
-    if answer.status_code != 200:
-        raise ValueError(f"it answers {answer.status_code}")
-    return json.loads(answer.content)

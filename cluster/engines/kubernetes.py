@@ -15,6 +15,7 @@ import msgspec
 
 from cluster.config import EngineSource
 from cluster.engines.addresses import SourceFailed, urls_of
+from cluster.engines.reading import read_whole
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Folder with a pod's token, the API server's CA and the pod's namespace."""
@@ -38,6 +39,7 @@ class _Meta(msgspec.Struct, rename="camel"):
 
 class _Conditions(msgspec.Struct, frozen=True):
     ready: bool | None = None
+    terminating: bool | None = None
 
 
 class _Endpoint(msgspec.Struct):
@@ -115,14 +117,7 @@ class KubernetesFinder:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 return await (self._of_service() if self._source.service else self._of_pool())
-        except (
-            httpx.HTTPError,
-            TimeoutError,
-            OSError,
-            ValueError,
-            msgspec.MsgspecError,
-            SourceFailed,
-        ) as error:
+        except (httpx.HTTPError, OSError, ValueError, msgspec.MsgspecError, SourceFailed) as error:
             await self.close()
             if isinstance(error, SourceFailed):
                 raise
@@ -134,7 +129,7 @@ class KubernetesFinder:
             return
         path, query = self._listed
         query = {**query, "watch": "1", "timeoutSeconds": str(WATCH_SECONDS)}
-        with contextlib.suppress(httpx.HTTPError, TimeoutError, OSError):
+        with contextlib.suppress(httpx.HTTPError, OSError):
             headers = await self._headers()
             async with (
                 asyncio.timeout(WATCH_SECONDS + ANSWER_SECONDS),
@@ -157,7 +152,8 @@ class KubernetesFinder:
             (address, _port_of(each, source))
             for each in slices.items or ()
             for endpoint in each.endpoints or ()
-            if endpoint.conditions.ready is not False
+            # Of a Service that publishes addresses that are not ready, each counts as ready to its end.
+            if endpoint.conditions.ready is not False and not endpoint.conditions.terminating
             for address in endpoint.addresses[:1]
         )
 
@@ -187,13 +183,9 @@ class KubernetesFinder:
     async def _get(self, path: str, query: dict[str, str], kind: type[Answer]) -> Answer:
         if self._client is None:
             self._client = await asyncio.to_thread(self._connect)
-        content = b""
         headers = await self._headers()
         async with self._client.stream("GET", path, params=query, headers=headers) as answer:
-            async for piece in answer.aiter_bytes():
-                content += piece
-                if len(content) > MOST_BYTES:
-                    raise SourceFailed(f"Kubernetes' answer to {path} has more than {MOST_BYTES} bytes")
+            content = await read_whole(answer, MOST_BYTES)
         if answer.status_code != 200:
             raise SourceFailed(f"Kubernetes answers {answer.status_code} to {path}: {_said(content)}")
         return msgspec.json.decode(content, type=kind)

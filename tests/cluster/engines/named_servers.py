@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 
 
 class NamedServer:
-    """`answer` is the body that it gives; None closes the connection, and "hangs" never answers."""
+    """`answer` is the body that it gives; None closes the connection, "hangs" never answers, and "drips"
+    never ends."""
 
     def __init__(self, port: int, answer: str | None) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -24,6 +25,10 @@ async def named_server(answer: str | None = "{}") -> AsyncIterator[NamedServer]:
         named.num_asked += 1
         if named.answer == "hangs":
             await reader.read()
+        elif named.answer == "drips":
+            while not writer.is_closing():
+                writer.write(b"x")
+                await asyncio.sleep(0.01)
         elif named.lacks and f"GET {named.lacks} " in named.last_head:
             writer.write(b"HTTP/1.1 404 Not Found\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
         elif named.answer is not None:

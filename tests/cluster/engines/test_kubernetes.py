@@ -62,6 +62,7 @@ async def test_ready_endpoints_of_all_slices_are_servers(api: KubernetesApi, fin
     api.objects[SLICES] = api.list_of(
         slice_of(endpoint("10.0.0.1", ready=True), endpoint("10.0.0.2", ready=False)),
         slice_of(endpoint("10.0.0.3"), endpoint("10.0.0.4", ready=None)),
+        slice_of(endpoint("10.0.0.5", ready=True, serving=True, terminating=True)),
         {"addressType": "IPv6", "endpoints": [endpoint("fd00::1", ready=True)], "ports": [HTTP]},
         {"addressType": "IPv4", "endpoints": None, "ports": None},
     )
@@ -92,6 +93,11 @@ async def test_ready_pods_of_an_inference_pool_are_servers_for_each_port(
     source = EngineSource(inference_pool="qwen", namespace="llm")
     assert await finder(source).look() == {"http://10.0.0.1:8000", "http://10.0.0.1:8001"}
     assert api.asked[1] == (PODS, {"labelSelector": "app=vllm,model=qwen"})
+
+
+async def test_a_pool_that_is_gone_is_a_source_that_fails(api: KubernetesApi, finder: Make) -> None:
+    with pytest.raises(SourceFailed, match=r"answers 404 to .*inferencepools/qwen: not found"):
+        await finder(EngineSource(inference_pool="qwen")).look()
 
 
 async def test_a_pool_that_selects_nothing_has_not_every_pod(api: KubernetesApi, finder: Make) -> None:
