@@ -30,7 +30,14 @@ from replicas.protocol.events import (
     ResumePointsChanged,
 )
 from replicas.protocol.frames import NO_USER, UserTag
-from replicas.simulated_engine.groups import alignment_of, first_read, keeps, longest_prompt, most_blocks
+from replicas.simulated_engine.groups import (
+    alignment_of,
+    first_read,
+    keeps,
+    longest_prompt,
+    most_blocks,
+    read_until,
+)
 
 Key = BlockHash
 """A group's block in the pool: the hash itself for the last block of the first group, else with a suffix."""
@@ -57,11 +64,21 @@ class _Held:
 
 class GroupTable:
     """A request's blocks in every group. `covered` tokens have blocks, `stored` of them have been shared.
+    All are read until `read_until` tokens are computed.
 
     Every group keeps what hits at the `boundaries` need.
     """
 
-    __slots__ = ("boundaries", "covered", "held", "num_prompt_tokens", "stored", "tenant", "user")
+    __slots__ = (
+        "boundaries",
+        "covered",
+        "held",
+        "num_prompt_tokens",
+        "read_until",
+        "stored",
+        "tenant",
+        "user",
+    )
 
     def __init__(
         self,
@@ -78,6 +95,7 @@ class GroupTable:
         self.held = [_Held() for _ in range(num_groups)]
         self.covered = 0
         self.stored = 0
+        self.read_until: float = 0
 
 
 @dataclass(slots=True)
@@ -207,7 +225,7 @@ class GroupedCache:
 
         Blocks that are no longer read are released first. Returns False if the rest runs out.
         """
-        if end <= table.covered:
+        if end <= table.covered and start < table.read_until:
             return True
         num_missing = 0
         for number in self._freeing_order:
@@ -218,6 +236,9 @@ class GroupedCache:
                 del held.block_ids[:num_past]
                 held.first += num_past
             num_missing += self._num_missing(group, held, end)
+        table.read_until = min(
+            read_until(group, held.first) for group, held in zip(self.groups, table.held, strict=True)
+        )
         if num_missing > self.pool.num_free:
             return False
         block_ids = iter(self.pool.allocate(num_missing, table.tenant))
@@ -289,6 +310,7 @@ class GroupedCache:
             self.pool.release(reversed(held.block_ids))
             held.first, held.block_ids = 0, []
         table.covered = table.stored = 0
+        table.read_until = 0
 
     def clear(self) -> bool:
         """Forget everything; False, without effect, while any request holds blocks."""

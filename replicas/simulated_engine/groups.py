@@ -22,6 +22,17 @@ def first_read(group: CacheGroup, num_tokens: int) -> int:
     return max(0, num_tokens - group.span + 1) // group.block_size
 
 
+def read_until(group: CacheGroup, block: int) -> float:
+    """Return the least number of computed tokens after which this block is not read any more."""
+    if group.is_full:
+        return math.inf
+    if group.is_state:
+        return (block + 1) * group.block_size + 1
+    if group.kind == CHUNKED:
+        return (block * group.block_size // group.span + 1) * group.span
+    return (block + 1) * group.block_size + group.span - 1
+
+
 def keeps(group: CacheGroup, block: int, boundaries: Collection[int], retention: int) -> bool:
     """Whether a computed block stays cached after its request.
 

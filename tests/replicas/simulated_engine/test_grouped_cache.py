@@ -1,5 +1,6 @@
 """A cache of several groups: what vLLM's keeps, what can be resumed, and what its events say of that."""
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ from replicas.kvcache.cache_groups import FULL, CacheGroup
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, ResumePointsChanged
 from replicas.simulated_engine.grouped_cache import GroupedCache, Hit
-from replicas.simulated_engine.groups import alignment_of, parse_groups
+from replicas.simulated_engine.groups import alignment_of, first_read, parse_groups, read_until
 from tests.replicas.builders import ROOT
 
 WINDOW = "window:32:128 full:32"
@@ -121,6 +122,24 @@ def may_end(cache: GroupedCache, hashes: Sequence[BlockHash], position: int) -> 
         for number, group in enumerate(cache.groups)
         for block in group.needed(position)
     )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_block_is_read_until_the_first_one_read_lies_behind_it(shape: str) -> None:
+    for group in parse_groups(shape):
+        for block in range(12):
+            past = [num_tokens for num_tokens in range(2000) if first_read(group, num_tokens) > block]
+            assert read_until(group, block) == min(past, default=math.inf)
+
+
+def test_a_block_that_leaves_its_window_is_free_before_the_next_one_is_needed() -> None:
+    cache = Served("window:32:100").cache
+    table = cache.begin(130, Hit(0, 0))
+    assert cache.allocate(table, 0, 130)
+    num_free = cache.pool.num_free
+    assert cache.allocate(table, 130, 131) and cache.pool.num_free == num_free
+    assert cache.allocate(table, 131, 132) and cache.pool.num_free == num_free + 1
+    assert cache.allocate(table, 132, 140) and cache.pool.num_free == num_free + 1
 
 
 @pytest.mark.parametrize("retention_blocks", [0, 1, 3])

@@ -15,11 +15,13 @@ LONGEST = 980
 SIMULATED = {
     "gpt-oss": "window:32:128 full:32",
     "gemma 3": "5*window:32:256 full:32",
+    "two windows": "window:32:100 window:32:300 full:32",
+    "llama 4": "3*chunked:32:256 full:32",
     "mistral": "window:32:256",
     "qwen3-next": "3*state:64 full:64",
     "jamba": "2*state:32 full:32",
 }
-"""Shapes of `scheduler_run.py`. Of two windows and of chunks, 2 and 1 of these prompts hit otherwise."""
+"""Shapes of `scheduler_run.py`."""
 
 
 @pytest.mark.parametrize("name", SIMULATED)
