@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any
 from urllib.parse import urlsplit
 
-from replicas.config import SERVERS, ReplicaConfig
+from replicas.config import SERVERS, ReplicaConfig, server_address
 from replicas.process.settings import SettingsError
 from replicas.protocol.status import ReplicaId
 
@@ -123,7 +123,7 @@ class EngineSource:
         if len([way for way in ways if getattr(self, way)]) != 1:
             raise SettingsError(f"engines are found by one of {', '.join(ways)}")
         for url in (*self.urls, *([self.dns] if self.dns else [])):
-            check_address(url)
+            server_address(url)
         if self.dns and (not self.dns.startswith("http://") or urlsplit(self.dns).path not in ("", "/")):
             raise SettingsError(f"dns is an address such as http://vllm.default.svc:8000, not {self.dns!r}")
         for name in (self.service, self.inference_pool, self.namespace):
@@ -133,17 +133,6 @@ class EngineSource:
             raise SettingsError("port goes with service")
         if self.namespace and not (self.service or self.inference_pool):
             raise SettingsError("namespace goes with service or inference_pool")
-
-
-def check_address(url: str) -> None:
-    """Raises SettingsError unless it may be a server's address."""
-    try:
-        parts = urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_address = False
-    if not is_address or not url.isprintable() or " " in url:
-        raise SettingsError(f"a server's address is one such as http://127.0.0.1:8000, not {url!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +146,11 @@ class FoundServer:
     def name(self) -> str:
         """A part of replica ids: host, port and path, and a digest where others could have the same."""
         parts = urlsplit(self.url)
-        whole = parts.netloc.rpartition("@")[2] + parts.path
+        whole = parts.netloc + parts.path
         name = re.sub(r"[^A-Za-z0-9.]+", "-", whole).strip("-.")
-        if len(name) > MOST_NAME or re.sub(r"[:/]", "-", whole).strip("-") != name:
-            name = f"{name[:MOST_NAME]}-{hashlib.sha256(whole.encode()).hexdigest()[:6]}"
+        is_plain = parts.scheme == "http" and re.sub(r"[:/]", "-", whole).strip("-") == name
+        if len(name) > MOST_NAME or not is_plain:
+            name = f"{name[:MOST_NAME]}-{hashlib.sha256(self.url.encode()).hexdigest()[:6]}"
         return name if self.rank is None else f"{name}-rank{self.rank}"
 
 

@@ -5,7 +5,9 @@ The environment and the file are read by `replicas/process/settings.py`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 from replicas.process.settings import (
     SettingsError,
@@ -23,6 +25,7 @@ ENVIRONMENT_PREFIX = "KVASIR_REPLICA_"
 ENGINES = ("torch", "vllm", "simulated", "remote", "openai")
 SERVERS = ("remote", "openai")
 """Engines that are a server which runs already."""
+_PORTS = {"http": 80, "https": 443}
 ATTENTIONS = ("auto", "gather", "kernel")
 
 DEFAULT_MAX_RUNNING = 256
@@ -326,8 +329,9 @@ class ReplicaConfig:
         check_trace_settings(self.otlp_endpoint, self.trace_sample_ratio)
 
     def _check_server(self) -> None:
-        if self.engine_url is None or not self.engine_url.startswith(("http://", "https://")):
+        if self.engine_url is None:
             raise SettingsError("setting engine_url is needed, such as http://127.0.0.1:8000")
+        server_address(self.engine_url)
         if self.engine_endpoint is not None:
             try:
                 checked_address(self.engine_endpoint)
@@ -388,3 +392,20 @@ class ReplicaConfig:
         if self.block_size is not None:
             return self.block_size
         return DEFAULT_VLLM_BLOCK_SIZE if self.engine == "vllm" else DEFAULT_BLOCK_SIZE
+
+
+def server_address(url: str) -> str:
+    """Return the one spelling of a server's address. Raises SettingsError."""
+    if "@" in url:
+        raise SettingsError("a server's address has no password in it: setting engine_key_file has its key")
+    try:
+        parts = urlsplit(url)
+        scheme, host, port = parts.scheme, parts.hostname or "", parts.port
+        is_address = scheme in _PORTS and host and port != 0 and not parts.query + parts.fragment
+        name = f"[{ip_address(host)}]" if ":" in host else host
+    except ValueError:
+        is_address = False
+    if not is_address or not url.isprintable() or " " in url:
+        raise SettingsError(f"a server's address is one such as http://127.0.0.1:8000, not {url!r}")
+    shown = "" if port in (None, _PORTS[scheme]) else f":{port}"
+    return f"{scheme}://{name}{shown}{parts.path.rstrip('/')}"

@@ -15,7 +15,6 @@ import httpx
 
 from cluster.config import BackoffSpec, FoundServer
 from cluster.engines.reading import read_whole
-from replicas.process.settings import without_password
 from replicas.remote_engine.server import read_key
 from replicas.remote_engine.sglang_dialect import ranks_of
 
@@ -82,11 +81,7 @@ class Asker:
     @property
     def complaint(self) -> str | None:
         """Name some of the servers that have not answered yet."""
-        silent = [
-            f"{without_password(url)} {asked.failure}"
-            for url, asked in self._asked.items()
-            if asked.ranks is None
-        ]
+        silent = [f"{url} {asked.failure}" for url, asked in self._asked.items() if asked.ranks is None]
         more = "" if len(silent) <= MOST_COMPLAINTS else f"; and {len(silent) - MOST_COMPLAINTS} more"
         return "; ".join(silent[:MOST_COMPLAINTS]) + more or None
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from cluster.config import EngineSource, check_address
+from cluster.config import EngineSource
 from cluster.engines.addresses import SourceFailed, urls_of
 from cluster.engines.kubernetes import KubernetesFinder
+from replicas.config import server_address
 from replicas.process.settings import SettingsError
 
 LOOK_SECONDS = 2.0
@@ -54,7 +55,7 @@ class _Polled:
 
 class ListFinder(_Polled):
     def __init__(self, urls: tuple[str, ...]) -> None:
-        self._urls = {url.rstrip("/") for url in urls}
+        self._urls = {server_address(url) for url in urls}
 
     async def look(self) -> set[str]:
         return self._urls
@@ -74,13 +75,10 @@ class FileFinder(_Polled):
         except (OSError, UnicodeDecodeError) as error:
             raise SourceFailed(f"{self._path} cannot be read: {error}") from error
         lines = [line.strip() for line in text.splitlines()]
-        urls = {line.rstrip("/") for line in lines if line and not line.startswith("#")}
         try:
-            for url in urls:
-                check_address(url)
+            return {server_address(line) for line in lines if line and not line.startswith("#")}
         except SettingsError as error:
             raise SourceFailed(f"{self._path}: {error}") from error
-        return urls
 
     def _read(self) -> str:
         with self._path.open("rb") as file:

@@ -18,6 +18,12 @@ class NamedServer:
         self.last_head = ""
 
 
+async def _drip(writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(b"x")
+        await asyncio.sleep(0.01)
+
+
 @asynccontextmanager
 async def named_server(answer: str | None = "{}") -> AsyncIterator[NamedServer]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -26,9 +32,9 @@ async def named_server(answer: str | None = "{}") -> AsyncIterator[NamedServer]:
         if named.answer == "hangs":
             await reader.read()
         elif named.answer == "drips":
-            while not writer.is_closing():
-                writer.write(b"x")
-                await asyncio.sleep(0.01)
+            dripping = asyncio.create_task(_drip(writer))
+            await reader.read()
+            dripping.cancel()
         elif named.lacks and f"GET {named.lacks} " in named.last_head:
             writer.write(b"HTTP/1.1 404 Not Found\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
         elif named.answer is not None:

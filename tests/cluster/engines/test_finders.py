@@ -10,8 +10,12 @@ from cluster.engines.addresses import SourceFailed
 from cluster.engines.finders import finder_of
 
 
-async def test_a_list_names_what_was_given() -> None:
-    assert await finder_of(EngineSource(("http://a:1/", "http://b:1"))).look() == {"http://a:1", "http://b:1"}
+async def test_a_list_names_each_server_once_however_it_is_spelt() -> None:
+    urls = ("http://a:1/", "HTTP://A:1", "http://b:80", "http://b", "https://b:443", "http://c/p/")
+    urls += ("http://[::1]:2", "http://[0:0::1]:2")
+    assert await finder_of(EngineSource(urls)).look() == {
+        *("http://a:1", "http://b", "https://b", "http://c/p", "http://[::1]:2")
+    }
 
 
 async def test_a_file_is_read_at_each_look(tmp_path: Path) -> None:
@@ -19,7 +23,7 @@ async def test_a_file_is_read_at_each_look(tmp_path: Path) -> None:
     finder = finder_of(EngineSource(file=str(file)))
     with pytest.raises(SourceFailed, match="No such file"):
         await finder.look()
-    file.write_text("# ours\nhttp://a:1\n\n  http://b:1/  \n")
+    file.write_text("# ours\nhttp://a:1\n\n  http://b:1/  \nhttp://B:1\n")
     assert await finder.look() == {"http://a:1", "http://b:1"}
     file.write_text("http://c:1")
     assert await finder.look() == {"http://c:1"}
