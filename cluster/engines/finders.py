@@ -7,7 +7,7 @@ it is `belief.py`'s.
 import asyncio
 import socket
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from cluster.config import EngineSource
@@ -96,20 +96,27 @@ class DnsFinder(_Polled):
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self._host, self._port = str(parts.hostname), parts.port or 80
+        self._asked: asyncio.Future[list[Any]] | None = None
+        """One question at a time: a resolver that hangs holds a thread."""
 
     async def look(self) -> set[str]:
+        if self._asked is None:
+            loop = asyncio.get_running_loop()
+            question = loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            self._asked = asyncio.ensure_future(question)
+        done, _ = await asyncio.wait([self._asked], timeout=DNS_SECONDS)
+        if not done:
+            raise SourceFailed(f"DNS does not answer for {self._host}")
+        asked, self._asked = self._asked, None
         try:
-            async with asyncio.timeout(DNS_SECONDS):
-                found = await asyncio.get_running_loop().getaddrinfo(
-                    self._host, self._port, type=socket.SOCK_STREAM
-                )
+            found = asked.result()
             return urls_of((str(address[0]), self._port) for *_, address in found)
         except socket.gaierror as error:
             if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
                 return set()
             raise SourceFailed(f"DNS does not know {self._host}: {error.strerror}") from error
-        except (TimeoutError, UnicodeError, ValueError) as error:
-            raise SourceFailed(f"DNS does not answer for {self._host}: {error!r}") from error
+        except (OSError, ValueError) as error:
+            raise SourceFailed(f"DNS cannot be asked for {self._host}: {error!r}") from error
 
 
 def finder_of(source: EngineSource) -> Finder:

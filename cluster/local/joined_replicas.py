@@ -117,21 +117,14 @@ class JoinedReplicas:
         num_early_deaths, backoff = 0, self._spec.backoff
         while True:
             since = time.monotonic()
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "replicas"),
-                env=environment,
-                start_new_session=True,
-                preexec_fn=death_with_parent(signal.SIGKILL),
-            )
             try:
-                code = await process.wait()
-            except asyncio.CancelledError:
-                await _end(process, config.drain_seconds + END_SECONDS)
-                raise
+                how = f"ended with code {await _run(environment, config.drain_seconds + END_SECONDS)}"
+            except OSError as error:
+                how = f"cannot be started ({error})"
             is_early = time.monotonic() - since < backoff.healthy_seconds
             num_early_deaths = num_early_deaths + 1 if is_early else 1
             delay = backoff.delay_seconds(num_early_deaths)
-            self._say(f"{config.replica_id} ended with code {code}; starting it again in {delay:g} s")
+            self._say(f"{config.replica_id} {how}; starting it again in {delay:g} s")
             await asyncio.sleep(delay)
 
     def _metrics_addresses(self) -> dict[str, tuple[str, str]]:
@@ -141,6 +134,21 @@ class JoinedReplicas:
             f"{name}-0": (base_name(name), f"http://{shown}:{self._metrics_port + 1 + slot}/metrics")
             for name, slot in dict(self._slots).items()
         }
+
+
+async def _run(environment: Mapping[str, str], end_seconds: float) -> int:
+    """Run a replica until it ends; returns its code. If cancelled, let it drain first. Raises OSError."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "replicas"),
+        env=environment,
+        start_new_session=True,
+        preexec_fn=death_with_parent(signal.SIGKILL),
+    )
+    try:
+        return await process.wait()
+    except asyncio.CancelledError:
+        await _end(process, end_seconds)
+        raise
 
 
 async def _end(process: asyncio.subprocess.Process, seconds: float) -> None:

@@ -70,6 +70,27 @@ async def test_no_address_is_an_answer_and_no_answer_is_a_failure(monkeypatch: p
             await finder.look()
 
 
+async def test_a_resolver_that_hangs_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finders, "DNS_SECONDS", 0.05)
+    finder = finder_of(EngineSource(dns="http://vllm.example:8000"))
+    answers, num_asked = asyncio.Event(), 0
+
+    async def getaddrinfo(*_: object, **__: object) -> list[tuple[object, ...]]:
+        nonlocal num_asked
+        num_asked += 1
+        await answers.wait()
+        return [(0, 0, 0, "", ("10.0.0.1", 8000))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    for _ in range(3):
+        with pytest.raises(SourceFailed, match=r"does not answer for vllm\.example"):
+            await finder.look()
+    answers.set()
+    for _ in range(2):
+        assert await finder.look() == {"http://10.0.0.1:8000"}
+    assert num_asked == 2
+
+
 async def test_the_machines_own_resolver_is_asked() -> None:
     assert "http://127.0.0.1:7" in await finder_of(EngineSource(dns="http://localhost:7")).look()
 

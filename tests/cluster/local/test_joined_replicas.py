@@ -1,5 +1,6 @@
 """`kvasir join`: which replicas run, where, and what becomes of them."""
 
+import asyncio
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -12,12 +13,14 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.local.joined_replicas import environment_of, plan_slots
+from cluster.config import BackoffSpec, FleetSpec, FoundServer
+from cluster.local.joined_replicas import JoinedReplicas, environment_of, plan_slots
 from cluster.registry import read_registry
 from loadtests.stacks.local_stack import free_port
 from replicas.config import ENVIRONMENT_PREFIX, ReplicaConfig
 from replicas.process.settings import load_settings
 from replicas.toy_model import checkpoint_directory
+from tests.cluster.finding import finding
 from tests.cluster.kvasir_command import COMMAND, wait_until
 from tests.redis_server import RedisServer
 from tests.replicas.remote_engine.stand_in import SERVED_NAME, StandIn
@@ -120,6 +123,24 @@ def test_replicas_of_found_servers_come_and_go(tmp_path: Path) -> None:
         for server in servers:
             server.close()
         redis.kill()
+
+
+async def test_a_replica_that_cannot_be_started_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "no more processes")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    said: list[str] = []
+    spec = FleetSpec((finding("p"),), backoff=BackoffSpec(0.1))
+    replicas = JoinedReplicas(spec, {}, said.append, host="127.0.0.1", port=1, metrics_port=2)
+    await replicas._take("p", [FoundServer("http://a:1")])
+    await asyncio.sleep(0.5)
+    assert "p_at_a-1-0 cannot be started ([Errno 11] no more processes); starting it again in 0.1 s" in said
+    assert len(said) < 8
+    (task,) = replicas._tasks.values()
+    replicas._is_ending = True
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def test_only_pools_that_find_servers_are_taken(tmp_path: Path) -> None:
