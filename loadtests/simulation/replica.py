@@ -6,6 +6,7 @@ at a time (`lockstep.py`), up to the next arrival. The scheduler itself under a 
 times the processor time on the ratchet's loads, and cannot decode beside prompts.
 """
 
+import math
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -276,7 +277,11 @@ class VirtualReplica:
         num_computed = self._decoding.num_computed(request)
         self._store_up_to(request, num_computed // self.shape.block_size)
         if self._allocate(request, num_computed + 1):
-            self._decoding.note_growth(request)
+            self._decoding.note_growth(request, self._read_until(request))
+
+    def _read_until(self, request: VirtualRequest) -> float:
+        """All blocks of the request are read until it has that many computed tokens."""
+        return math.inf
 
     def _admit(self, step: Step, budget: int) -> None:
         """One starts only if its whole prompt fits into what is free, even if its first chunk is smaller.
@@ -433,7 +438,7 @@ class VirtualReplica:
             if request.num_output_tokens >= request.max_tokens:
                 finished.append(request)
             else:
-                self._decoding.begin(request)
+                self._decoding.begin(request, self._read_until(request))
         for request in finished:
             self._running.remove(request)
             self._store_up_to(request, (request.num_tokens - 1) // self.shape.block_size)

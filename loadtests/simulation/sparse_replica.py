@@ -79,6 +79,9 @@ class SparseReplica(VirtualReplica):
                 return False
         return True
 
+    def _read_until(self, request: VirtualRequest) -> float:
+        return self._tables[request].read_until
+
     def _end_of_block(self, num_tokens: int) -> int:
         return -(-num_tokens // self.shape.block_size) * self.shape.block_size
 
