@@ -3,6 +3,7 @@
 Owns the defaults and the checks. Knows no command line.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from loadtests.simulation.shape import ReplicaShape
@@ -77,7 +78,7 @@ class Autoscale:
             raise ValueError(
                 f"replicas scale from 1 or more to no fewer, not {self.min_replicas} to {self.max_replicas}"
             )
-        if self.target_tokens <= 0 or self.start_seconds < 0:
+        if not (0 < self.target_tokens < math.inf and 0 <= self.start_seconds < math.inf):
             raise ValueError("a target is above 0 tokens, and a start takes no less than 0 seconds")
 
 
@@ -136,13 +137,14 @@ def parse_kill(text: str) -> Kill:
 
 def parse_autoscale(text: str) -> Autoscale:
     """MIN:MAX:TOKENS, or that with :SECONDS. Raises ValueError."""
-    parts = text.split(":")
     try:
-        least, most = int(parts[0]), int(parts[1])
-        target, *start = map(float, parts[2:])
-    except (ValueError, IndexError):
+        least, most, *rest = text.split(":")
+        sizes, (target, *start) = (int(least), int(most)), map(float, rest)
+        if len(start) > 1:
+            raise ValueError
+    except ValueError:
         raise ValueError(f"autoscaling reads MIN:MAX:TOKENS or MIN:MAX:TOKENS:SECONDS, not {text}") from None
-    return Autoscale(least, most, target, *start[:1])
+    return Autoscale(*sizes, target, *start)
 
 
 def parse_outage(text: str) -> Outage:

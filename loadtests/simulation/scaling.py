@@ -26,8 +26,8 @@ class Autoscaler:
     def wanted(self, now: float, waiting_tokens: int, num_replicas: int) -> int:
         """`num_replicas` counts those that are starting."""
         rule = self._rule
-        wanted = num_replicas
-        if abs(waiting_tokens / (rule.target_tokens * num_replicas) - 1.0) > TOLERANCE:
+        wanted, target = num_replicas, rule.target_tokens * num_replicas
+        if abs(waiting_tokens - target) > TOLERANCE * target:
             wanted = math.ceil(waiting_tokens / rule.target_tokens)
         wanted = min(rule.max_replicas, max(rule.min_replicas, wanted))
         self._recent.append((now, wanted))

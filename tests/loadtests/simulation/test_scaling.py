@@ -20,6 +20,7 @@ def test_it_grows_at_once_to_what_the_sum_asks_for_and_no_further() -> None:
     assert Autoscaler(RULE).wanted(0.0, 9999, 2) == 6
     assert Autoscaler(RULE).wanted(0.0, 219, 2) == 2, "within the tolerance"
     assert Autoscaler(RULE).wanted(0.0, 0, 2) == 2
+    assert Autoscaler(RULE).wanted(0.0, 0, 0) == 2, "all of them were killed"
 
 
 def test_it_shrinks_one_by_one_when_fewer_have_been_enough_for_long() -> None:
@@ -62,7 +63,8 @@ def test_the_words_of_the_command_line_are_read() -> None:
         ("2:8", "autoscaling reads MIN:MAX:TOKENS"),
         ("a:8:1", "autoscaling reads"),
         ("3:2:1", "not 3 to 2"),
-        ("1:2:0", "above 0 tokens"),
+        ("1:2:3:4:5", "autoscaling reads"),
+        *((text, "above 0 tokens") for text in ("1:2:0", "1:2:nan", "1:2:1:inf")),
     ):
         with pytest.raises(ValueError, match=words):
             parse_autoscale(text)
