@@ -36,6 +36,9 @@ MOST_SURE = 500
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
+HEARTBEAT_MILLISECONDS = 10_000
+"""A connection that says nothing for two of these is made anew: one may be gone without a word."""
+
 _POLL_MILLISECONDS = 200
 _NUMBER_BYTES = 8
 
@@ -74,6 +77,7 @@ class EventFeed:
         self._subscriber = self._context.socket(zmq.SUB)
         self._subscriber.setsockopt(zmq.RCVHWM, MOST_QUEUED)
         self._subscriber.setsockopt(zmq.MAXMSGSIZE, MOST_BATCH_BYTES)
+        self._subscriber.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MILLISECONDS)
         self._subscriber.setsockopt_string(zmq.SUBSCRIBE, source.topic)
         try:
             if source.binds:

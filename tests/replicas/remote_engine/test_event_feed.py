@@ -2,8 +2,10 @@
 
 import queue
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -28,22 +30,24 @@ def removed(number: int) -> dict[str, object]:
 class Heard:
     """A feed and what it has delivered."""
 
-    def __init__(self, server: StandIn, *, replay: str | None = "tcp://127.0.0.1:{}") -> None:
+    def __init__(
+        self, server: StandIn, *, replay: str | None = "tcp://127.0.0.1:{}", event_port: int | None = None
+    ) -> None:
         self._news: queue.SimpleQueue[Events | Restarted] = queue.SimpleQueue()
         source = EventSource(
-            f"tcp://127.0.0.1:{server.event_port}",
+            f"tcp://127.0.0.1:{event_port or server.event_port}",
             None if replay is None else replay.format(server.replay_port),
             "",
             binds=True,
         )
         self.feed = EventFeed(source, read, self._news.put)
 
-    def next(self) -> Events | Restarted:
-        return self._news.get(timeout=10)
+    def next(self, timeout: float = 10.0) -> Events | Restarted:
+        return self._news.get(timeout=timeout)
 
-    def number(self) -> int | bytes:
+    def number(self, timeout: float = 10.0) -> int | bytes:
         """Of the removal that comes next, without a gap before it."""
-        news = self.next()
+        news = self.next(timeout)
         assert isinstance(news, Events) and not news.after_gap
         (event,) = news.events
         assert isinstance(event, Removed)
@@ -170,6 +174,56 @@ def test_a_replay_that_is_never_answered_is_not_awaited_for_long(
     assert isinstance(news, Events) and news.after_gap
     assert "does not answer which cache events were missed" in caplog.text
     heard.feed.close()
+
+
+class SilentPath:
+    """Forwards connections to a port. Those of a time before `cut` stay open and forward nothing."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._number = 0
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        self._number += 1
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                ends = self._listening.accept()[0], socket.create_connection(("127.0.0.1", self._to))
+                for one, other in (ends, ends[::-1]):
+                    threading.Thread(target=self._pass_on, args=(one, other), daemon=True).start()
+
+    def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
+        number = self._number
+        with suppress(OSError), one:
+            while piece := one.recv(2**16):
+                if number == self._number:
+                    other.sendall(piece)
+
+    def close(self) -> None:
+        self._listening.close()
+
+
+def test_a_connection_that_is_gone_without_a_word_is_made_anew(
+    server: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_feed, "HEARTBEAT_MILLISECONDS", 200)
+    path = SilentPath(server.event_port)
+    heard = Heard(server, event_port=path.port)
+    first = listening(server, heard)
+    path.cut()
+    for number in range(first, first + 100):
+        server.publish(removed(number))
+        with suppress(queue.Empty):
+            assert heard.number(timeout=0.1) == first
+            break
+    else:
+        raise AssertionError("nothing was heard")
+    heard.feed.close()
+    path.close()
 
 
 def test_where_nothing_can_be_asked_for_events_are_heard_all_the_same(server: StandIn) -> None:
