@@ -279,9 +279,14 @@ class RemoteEngine:
             self._has_news.set()
 
     def _awaits_events(self) -> bool:
-        """In the proof, whether the blocks of the request that has ended are still to be reported."""
-        is_late = self._believed is not None or time.monotonic() > self._added_at + EVENT_SECONDS
-        return self._wake is None and not self._stored_since_add and not is_late
+        """In the proof, whether the blocks of the request that has ended are still to be reported. Where none
+        are in time, they are predicted from then on."""
+        if self._wake is not None or self._stored_since_add or self._believed is not None:
+            return False
+        if time.monotonic() > self._added_at + EVENT_SECONDS:
+            assert self._dialect.source is not None
+            self._believe(f"none came of the probe prompt from {self._dialect.source.endpoint}")
+        return self._believed is None
 
     def _follow(self, news: Events) -> list[CacheEvent]:
         """Translate a batch. Before `begin` only the proof's own blocks are reported, and never again."""

@@ -44,6 +44,8 @@ class StandIn:
         self.key: str | None = None
         self.says_cached: Callable[[int], object] = lambda num_cached: num_cached
         self.has_events = True
+        self.is_mute = False
+        """Whether none of its events reach anybody."""
         self.is_old = False
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
@@ -119,6 +121,8 @@ class StandIn:
         self.publish_raw(payload)
 
     def publish_raw(self, payload: bytes) -> None:
+        if self.is_mute:
+            return
         number, self.next_number = self.next_number, self.next_number + 1
         self.kept[number] = payload
         if self.num_lost:

@@ -339,6 +339,21 @@ def test_a_server_of_groups_passes_the_proof(server: StandIn) -> None:
     engine.close()
 
 
+def test_events_that_never_come_are_predicted(
+    server: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote_engine.engine, "EVENT_SECONDS", 0.5)
+    server.is_mute = True
+    engine = RemoteEngine(config(server))
+    prove_hashes(engine, random.Random(1))
+    engine.begin(lambda: None)
+    driven = Driven(engine)
+    driven.finish(driven.add(PROMPT, max_tokens=1))
+    assert driven.balance.held.total() == 3 and driven.frame.load.is_predicted
+    assert f"none came of the probe prompt from tcp://127.0.0.1:{server.event_port}" in caplog.text
+    engine.close()
+
+
 def test_the_key_goes_with_every_request(server: StandIn, tmp_path: Path) -> None:
     server.key = "sesame"
     with pytest.raises(StartupError, match="answers 401: Unauthorized"):
