@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from loadtests.load.locust_run import HeadlessRun, LoadTestFailed, run_headless
-from loadtests.named.plan import LoadtestError, LoadtestPlan, PlannedRun, make_plan, tenants_of
+from loadtests.named.plan import JOINED, LoadtestError, LoadtestPlan, PlannedRun, make_plan, tenants_of
 from loadtests.named.run_progress import RunProgress
 from loadtests.named.summary import complaints, doubts, fairness_table, phase_table, sentence, table
 from loadtests.progress import showing
@@ -85,10 +85,12 @@ def _announcement(plan: LoadtestPlan) -> str:
     size, test = plan.size, plan.test
     rate = "at the trace's pace" if size.qps is None else f"at {size.qps:g} per second"
     policies = list(dict.fromkeys(each.label for each in plan.runs))
+    fleet = f"on {size.num_replicas} fresh replicas ({plan.engine}) with {size.cache_tokens} tokens of cache"
+    if plan.engine == JOINED:
+        fleet = f"in front of {size.num_replicas} servers that run"
     return (
         f"{plan.name}: {test.summary}\n"
-        f"{len(plan.runs)} runs ({', '.join(policies)}) of {size.duration_seconds:g} s {rate}, each on "
-        f"{size.num_replicas} fresh replicas ({plan.engine}) with {size.cache_tokens} tokens of cache."
+        f"{len(plan.runs)} runs ({', '.join(policies)}) of {size.duration_seconds:g} s {rate}, each {fleet}."
     )
 
 

@@ -36,6 +36,9 @@ from router.routing.policies import POLICIES
 DEFAULT_POLICIES = ("round_robin", "kvasir")
 TRACE = "trace"
 TORCH = "torch"
+JOINED = "remote"
+"""Engine of replicas beside servers that run already."""
+NOT_OF_SERVERS = ("engine", "replicas", "cache_tokens", "ram", "disk")
 REFUSED_SETTINGS = {**NOT_OF_A_LOCAL_CLUSTER, "redis_url": "each cluster of a load test has its own Redis"}
 
 
@@ -101,7 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "Send the same traffic to a fresh cluster per policy, one after the other, and show what each made\n"
-        "of it. By default with simulated replicas, in two to three minutes."
+        "of it. By default with simulated replicas, in two to three minutes. With --join each cluster\n"
+        "stands in front of servers that run; it has a secret of its own, so what they held before is no hit."
     )
     summaries = {name: test.summary for name, test in NAMED_TESTS.items()}
     width = max(map(len, summaries))
@@ -132,6 +136,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rate", type=positive, metavar="X", help="requests (chat, agent, documents: sessions) per second")
     add("--duration", type=positive, metavar="S", help="seconds in which requests are sent (default: 60)")
     add("--seed", type=seed, default=1, metavar="N", help="seed of the first round (default: 1)")
+    add(
+        "--join",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a vLLM or SGLang server that runs already, in place of fresh replicas; repeatable",
+    )
+    add("--join-key-file", metavar="FILE", help="file with the API key of those servers")
     add("--cache-tokens", type=count, metavar="N", help="tokens that the cache of one replica holds")
     _add_replicas_and_goal(parser)
     add("--quick", action="store_true", help="a small version that takes less than a minute")
@@ -168,6 +180,9 @@ def _add_replicas_and_goal(parser: argparse.ArgumentParser) -> None:
 def make_plan(arguments: argparse.Namespace) -> LoadtestPlan:
     """Raises LoadtestError."""
     test = NAMED_TESTS[arguments.name]
+    if arguments.join:
+        _check_joined(arguments, test)
+        arguments.engine, arguments.replicas = JOINED, len(arguments.join)
     if arguments.engine is None:
         arguments.engine = test.engine
     if test.arms and (arguments.ram or arguments.disk):
@@ -188,6 +203,18 @@ def make_plan(arguments: argparse.Namespace) -> LoadtestPlan:
     )
     _workload(plan, plan.runs[0].seed)
     return plan
+
+
+def _check_joined(arguments: argparse.Namespace, test: NamedTest) -> None:
+    for name in NOT_OF_SERVERS:
+        if getattr(arguments, name) is not None:
+            raise LoadtestError(
+                f"--{name.replace('_', '-')} is for replicas of ours: --join has servers that run"
+            )
+    if test.arms or test.kill_at:
+        raise LoadtestError(
+            f"{arguments.name} makes and kills replicas of ours: it cannot --join servers that run"
+        )
 
 
 def _check_takes_images(arguments: argparse.Namespace) -> None:
@@ -290,6 +317,8 @@ def _trace(arguments: argparse.Namespace) -> Path | None:
 
 
 def _cluster_words(arguments: argparse.Namespace, test: NamedTest, size: Size) -> tuple[str, ...]:
+    if arguments.join:
+        return _words_of_servers(arguments)
     settings = {**SIMULATED_SETTINGS, **test.settings} if arguments.engine == SIMULATED else {}
     try:
         settings |= settings_from(arguments.set, REFUSED_SETTINGS)
@@ -305,6 +334,16 @@ def _cluster_words(arguments: argparse.Namespace, test: NamedTest, size: Size) -
         if (value := getattr(arguments, option)) is not None:
             words += [f"--{option.replace('_', '-')}", str(value)]
     return (*words, *(f"--set={name}={value}" for name, value in settings.items()))
+
+
+def _words_of_servers(arguments: argparse.Namespace) -> tuple[str, ...]:
+    options = ("join_key_file", "model", "model_name")
+    given = {name: getattr(arguments, name) for name in options if getattr(arguments, name) is not None}
+    return (
+        *(f"--join={url}" for url in arguments.join),
+        *(f"--{name.replace('_', '-')}={value}" for name, value in given.items()),
+        *(f"--set={setting}" for setting in arguments.set),
+    )
 
 
 def _output(arguments: argparse.Namespace) -> Path:

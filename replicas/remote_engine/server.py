@@ -284,7 +284,8 @@ class Server:
 
 def named(error: Exception) -> str:
     """Without what was sent, which `repr` of aiohttp's errors has: the server's key among it."""
-    return f"{type(error).__name__}: {error}"
+    cause = getattr(error, "os_error", error)  # why there is no connection, in the system's words
+    return f"{type(cause).__name__}: {cause}"
 
 
 def unreachable(error: Exception) -> Unreachable:

@@ -186,6 +186,10 @@ def test_a_quick_test_asks_no_more_of_an_engine_that_computes_than_a_whole_one(
             "--set cannot change redis_url: each cluster of a load test has its own Redis",
         ),
         (("cross-user", "somewhere.jsonl"), "cross-user takes no file"),
+        (("chat", "--join", "http://a", "--ram", "1GiB"), "--ram is for replicas of ours"),
+        (("chat", "--join", "http://a", "--engine", "vllm"), "--engine is for replicas of ours"),
+        (("replica-kill", "--join", "http://a"), "replica-kill makes and kills replicas of ours"),
+        (("long-memory", "--join", "http://a"), "long-memory makes and kills replicas of ours"),
         (("trace",), "trace takes the file of a trace"),
         (("trace", "/nowhere.jsonl"), "there is no file /nowhere.jsonl"),
         (("trace", __file__), "trace: line 1 of the trace is not JSON"),
@@ -195,6 +199,17 @@ def test_what_cannot_work_is_said_before_anything_starts(words: tuple[str, ...],
     with pytest.raises(LoadtestError) as raised:
         plan(*words)
     assert str(raised.value).startswith(sentence)
+
+
+def test_servers_that_run_are_joined_by_each_cluster() -> None:
+    joins = ("--join", "http://a:1", "--join", "http://b:2")
+    made = plan("cross-user", *joins, "--join-key-file", "/k", "--model-name", "m", "--set", "max_waiting=9")
+    assert made.cluster_words == (
+        *("--join=http://a:1", "--join=http://b:2", "--join-key-file=/k", "--model-name=m"),
+        "--set=max_waiting=9",
+    )
+    assert (made.engine, made.size.num_replicas) == ("remote", 2)
+    assert made.size.qps == plan("cross-user", "--engine", "vllm").size.qps
 
 
 def test_a_trace_has_a_pace_of_its_own(trace: str) -> None:
