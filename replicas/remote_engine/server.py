@@ -125,6 +125,7 @@ class Server:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         if rank is not None:
             headers["x-data-parallel-rank"] = str(rank)
+        self._key = key
         self._headers = headers
         self._tell = tell
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -140,7 +141,7 @@ class Server:
         if answer.status_code != 200:
             kind = NotThere if answer.status_code == 404 else StartupError
             raise kind(
-                f"{self.url}{path} answers {answer.status_code}: {_said(answer.content)}"
+                f"{self.url}{path} answers {answer.status_code}: {self._said(answer.content)}"
                 + (f" (to {answer.location})" if answer.has_redirect_location else "")
             )
         return answer.content
@@ -279,7 +280,16 @@ class Server:
                     content += piece
                     if len(content) > MOST_ERROR_BYTES:
                         break
-        return refusal_of(answer.status, f"the server answers {answer.status}: {_said(content)}")
+        return refusal_of(answer.status, f"the server answers {answer.status}: {self._said(content)}")
+
+    def _said(self, content: bytes) -> str:
+        """Return the message of an error in OpenAI's form, else the beginning of what came. A server may say
+        with which key it was asked."""
+        try:
+            said = str(msgspec.json.decode(content)["error"]["message"])[:MOST_ERROR_BYTES]
+        except (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError):
+            said = repr(content[:200])
+        return said.replace(self._key, "***") if self._key else said
 
 
 def named(error: Exception) -> str:
@@ -292,14 +302,6 @@ def unreachable(error: Exception) -> Unreachable:
     """A name without an address says nothing of the server."""
     is_nameless = isinstance(error, aiohttp.ClientConnectorDNSError)
     return Unreachable(named(error), isinstance(error, aiohttp.ClientConnectorError) and not is_nameless)
-
-
-def _said(content: bytes) -> str:
-    """The message of an error in OpenAI's form, else the beginning of what came."""
-    try:
-        return str(msgspec.json.decode(content)["error"]["message"])[:MOST_ERROR_BYTES]
-    except (msgspec.MsgspecError, LookupError, TypeError):
-        return repr(content[:200])
 
 
 async def _events(pieces: AsyncIterator[bytes], longest: int) -> AsyncIterator[bytes]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from replicas.errors import StartupError
 from replicas.remote_engine.facts import CacheSizes, ServerModel
 from replicas.remote_engine.server import Ended, Sent, Server, Unreachable
 from replicas.remote_engine.vllm_dialect import VllmDialect
@@ -76,6 +77,26 @@ def test_an_answer_that_is_no_http_is_told_without_the_key(news: queue.Queue[Any
         assert KEY.encode() in raw.asked[0]
         assert KEY not in looked.reason + ended.refusal.message
         assert not looked.is_refused
+
+
+@pytest.mark.parametrize(
+    "said",
+    [f'{{"error": {{"message": "no {KEY}"}}}}', f"<html>Bearer {KEY}", '{"error": {"message": "\xff"}}'],
+)
+def test_a_server_that_says_with_which_key_it_was_asked_is_told_without_it(
+    said: str, news: queue.Queue[Any]
+) -> None:
+    body = said.encode("latin-1")
+    answer = b"HTTP/1.1 401 No\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+    with served(answer, news) as (raw, server):
+        server.submit("a", Sent({"prompt": [1]}, lambda event: None, 100))  # type: ignore[arg-type, return-value]
+        ended: Ended = next_of(Ended, news)
+        assert ended.refusal is not None and "answers 401" in ended.refusal.message
+        asking = Server(raw.url, key=KEY, rank=None, tell=news.put)
+        with pytest.raises(StartupError, match="answers 401") as refused:
+            asking.ask("/v1/models")
+        asking.close()
+        assert KEY not in f"{ended.refusal.message}{refused.value}"
 
 
 def test_cookies_are_not_sent_back(news: queue.Queue[Any]) -> None:
