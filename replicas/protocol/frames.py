@@ -304,6 +304,9 @@ class LoadSnapshot(Struct, frozen=True, omit_defaults=True):
 
     `is_predicted`: what the replica says it holds is believed, not reported by its engine.
 
+    `num_places`: as many requests as the engine computes at a time, where it says so, else 0. Each has its
+    place for `place_seconds` on average.
+
     `num_pending_tokens` are prompt tokens of admitted requests still to be computed, and
     `num_pending_image_tokens` those of images still to be encoded, each of which takes
     `encode_seconds_per_token` more. `num_context_tokens` are held by running requests.
@@ -329,6 +332,8 @@ class LoadSnapshot(Struct, frozen=True, omit_defaults=True):
     encode_seconds_per_token: Seconds = 0.0
     num_pending_image_tokens: NumTokens = 0
     is_predicted: bool = False
+    num_places: NumRequests = 0
+    place_seconds: Seconds = 0.0
 
     @property
     def has_speeds(self) -> bool:

@@ -416,7 +416,8 @@ def _busyness(load: ReplicaLoad) -> tuple[int, int]:
 def _choose(candidates: tuple[Candidate, ...], rates: FleetRates, parameters: CostParameters) -> Candidate:
     """The cheapest, unless a near-tie has more of the prompt or comes earlier in the affinity order.
 
-    Overlap comes before affinity, so a near-tie never serves with less of the prompt than the cheapest.
+    Overlap comes before affinity, so a near-tie never serves with less of the prompt than the cheapest. None
+    waits for a place while the cheapest has one.
     """
     by_seconds = [(candidate.cost.seconds, candidate.rank, candidate) for candidate in candidates]
     least_seconds, _, cheapest = min(by_seconds)
@@ -426,6 +427,8 @@ def _choose(candidates: tuple[Candidate, ...], rates: FleetRates, parameters: Co
     )
     most_seconds = least_seconds + near_seconds
     most_requests = cheapest.load.num_requests + parameters.near_tie_requests
+    if cheapest.load.num_requests < cheapest.load.num_places:
+        most_requests = min(most_requests, cheapest.load.num_places - 1)
     near_ties = [
         candidate
         for seconds, _, candidate in by_seconds

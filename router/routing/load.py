@@ -34,6 +34,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     `num_context_tokens` are held by its requests. `cache_fill` is the share of its KV blocks in use; a
     replica that has not reported counts as new, and empty. Rates are None until the replica has measured
     them; `speeds` are those of moving KV. `is_predicted`: what it holds is not reported by its engine.
+
+    Where `num_places` are known, requests beyond them wait, and each has its place for `place_seconds`.
     """
 
     num_requests: int = 0
@@ -46,6 +48,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     num_pending_image_tokens: int = 0
     encode_seconds_per_token: float | None = None
     is_predicted: bool = False
+    num_places: int = 0
+    place_seconds: float = 0.0
 
 
 class Reservation:
@@ -177,6 +181,8 @@ class _ReplicaBook:
                 num_pending_image_tokens=snapshot.num_pending_image_tokens + self.num_pending_image_tokens,
                 encode_seconds_per_token=snapshot.encode_seconds_per_token or None,
                 is_predicted=snapshot.is_predicted,
+                num_places=snapshot.num_places,
+                place_seconds=snapshot.place_seconds,
             )
         return self.cached_view
 

@@ -64,6 +64,32 @@ def test_even_a_single_cached_block_beats_the_affinity_order() -> None:
     assert decided(fleet(8), {last: 1}, asked=request(num_tokens=100)).replica_id == last
 
 
+def with_places(num_requests: int, place_seconds: float = 0.0) -> ReplicaLoad:
+    return ReplicaLoad(num_requests=num_requests, num_places=2, place_seconds=place_seconds)
+
+
+def test_no_affinity_waits_for_a_place_while_another_is_free() -> None:
+    home, other = ranked(2)
+
+    def chosen(at_home: ReplicaLoad, elsewhere: ReplicaLoad) -> ReplicaId:
+        return decided({home: at_home, other: elsewhere}, asked=request(num_tokens=100)).replica_id
+
+    assert chosen(ReplicaLoad(num_requests=3), ReplicaLoad()) == home
+    assert chosen(with_places(1), with_places(0)) == home
+    assert chosen(with_places(2), with_places(0)) == other
+    assert chosen(with_places(2), with_places(2)) == home
+
+
+def test_a_cached_prompt_waits_for_a_place_if_that_is_sooner_than_computing_it() -> None:
+    holder, other = ranked(2)
+    for place_seconds, expected in ((0.1, holder), (10.0, other)):
+        loads = {holder: with_places(3, place_seconds), other: with_places(1, place_seconds)}
+        decision = decided(loads, {holder: 400})
+        assert decision.replica_id == expected
+        waiting = next(each.cost.wait_seconds for each in decision.candidates if each.replica_id == holder)
+        assert waiting == pytest.approx(3 * 0.01 + place_seconds)
+
+
 def test_the_deeper_overlap_wins_among_equals() -> None:
     first, second, third, *_ = ranked(8)
     assert decided(fleet(8), {first: 100, second: 101, third: 99}).replica_id == second
