@@ -14,7 +14,8 @@ from cluster.engines.addresses import SourceFailed
 from cluster.engines.finders import finder_of
 from cluster.errors import ClusterError
 from replicas.errors import StartupError
-from replicas.openai_engine.engine import BLOCK_SIZE, read_served_name
+from replicas.openai_engine.engine import BLOCK_SIZE
+from replicas.openai_engine.upstream import read_served_name
 from replicas.remote_engine.probes import find_dialect
 from replicas.remote_engine.server import Server
 

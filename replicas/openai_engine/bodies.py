@@ -5,11 +5,15 @@ tokens. All else passes as it is.
 """
 
 import json
+import re
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import msgspec
 
 from replicas.protocol.frames import BodyForm, FinishReason
+from replicas.protocol.used_tokens import Usage, UsedTokens, believed
 
 PATHS = {
     BodyForm.CHAT: "/v1/chat/completions",
@@ -19,7 +23,10 @@ PATHS = {
 
 MOST_ANSWER_BYTES = 32 * 2**20
 """Longest answer that does not stream."""
+MOST_STREAM_BYTES = 2**30
 MOST_EVENT_BYTES = 8 * 2**20
+DONE = b"[DONE]"
+"""OpenAI's last event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +41,10 @@ class SentBody:
 
 def body_to_send(form: BodyForm, body: bytes, served_name: str) -> SentBody:
     """Name the model as its server does, and ask for the usage of a stream. Raises ValueError."""
-    fields = json.loads(body)
+    try:
+        fields = json.loads(body)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(fields, dict):
         raise ValueError("a body is an object")
     streams, hides_usage = fields.get("stream") is True, False
@@ -42,6 +52,8 @@ def body_to_send(form: BodyForm, body: bytes, served_name: str) -> SentBody:
     fields["model"] = served_name
     if streams and form is not BodyForm.MESSAGES:
         options = fields.get("stream_options") or {}
+        if not isinstance(options, dict):
+            raise ValueError("stream_options is an object")
         hides_usage = not options.get("include_usage")
         if hides_usage:
             fields["stream_options"] = {**options, "include_usage": True}
@@ -51,12 +63,9 @@ def body_to_send(form: BodyForm, body: bytes, served_name: str) -> SentBody:
 
 
 @dataclass(slots=True)
-class Read:
-    """The facts that an answer has told so far. Tokens are the server's; None is not told."""
+class Read(UsedTokens):
+    """The facts that an answer has told so far. Tokens are the server's."""
 
-    num_prompt_tokens: int | None = None
-    num_cached_tokens: int | None = None
-    num_output_tokens: int | None = None
     finish: FinishReason | None = None
     problem: str | None = None
 
@@ -68,22 +77,6 @@ class Read:
         return "the server's answer has no end" if self.finish is None else None
 
 
-class _Cached(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    """OpenAI's names, then Anthropic's."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Cached | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
-
-
 class _Timings(msgspec.Struct):
     """llama.cpp's: `cache_n` tokens of the prompt were cached, and `prompt_n` were not."""
 
@@ -92,15 +85,19 @@ class _Timings(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
+    """`delta` is a chat's, and `text` a completion's."""
+
     finish_reason: str | None = None
+    delta: dict[str, Any] | None = None
+    text: Any = None
 
-
-class _Ended(msgspec.Struct):
-    stop_reason: str | None = None
+    @property
+    def says_something(self) -> bool:
+        return bool(self.text) or any(key != "role" and said for key, said in (self.delta or {}).items())
 
 
 class _Begun(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: Usage | None = None
 
 
 class _Problem(msgspec.Struct):
@@ -112,12 +109,28 @@ class _Said(msgspec.Struct):
 
     type: str = ""
     choices: list[_Choice] | None = None
-    usage: _Usage | None = None
+    usage: Usage | None = None
     timings: _Timings | None = None
     error: _Problem | str | None = None
     stop_reason: str | None = None
-    delta: _Ended | None = None
+    delta: dict[str, Any] | None = None
     message: _Begun | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """One for each choice of which an event says more. Roles and ends are no tokens."""
+        if self.type:
+            return int(self.type == "content_block_delta")
+        return sum(choice.says_something for choice in self.choices or ())
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is Anthropic's last event."""
+        return self.type == "message_stop"
+
+    @property
+    def is_only_usage(self) -> bool:
+        return self.usage is not None and self.choices == []
 
 
 _said = msgspec.json.Decoder(_Said)
@@ -138,48 +151,42 @@ class AnswerReader:
         for choice in said.choices or ():
             if choice.finish_reason is not None:
                 self._end(choice.finish_reason)
-        reason = said.stop_reason or (said.delta and said.delta.stop_reason)
+        reason = said.stop_reason or (said.delta or {}).get("stop_reason")
         if reason:
             self._end(reason)
         for usage in (None if said.message is None else said.message.usage, said.usage):
             if usage is not None:
-                self._count(usage)
+                read.take(usage)
         timings = said.timings
-        if timings is not None and timings.cache_n is not None and timings.prompt_n is not None:
-            read.num_cached_tokens = timings.cache_n
-            read.num_prompt_tokens = timings.cache_n + timings.prompt_n
+        if timings is not None:
+            cached, computed = believed(timings.cache_n), believed(timings.prompt_n)
+            if cached is not None and computed is not None:
+                read.num_cached_tokens, read.num_prompt_tokens = cached, cached + computed
         return said
 
     def _end(self, reason: str) -> None:
         self.read.finish = FinishReason.LENGTH if reason in _LENGTHS else FinishReason.STOP
 
-    def _count(self, usage: _Usage) -> None:
-        read, details = self.read, usage.prompt_tokens_details
-        if usage.prompt_tokens is not None:
-            read.num_prompt_tokens = usage.prompt_tokens
-        if details is not None and details.cached_tokens is not None:
-            read.num_cached_tokens = details.cached_tokens
-        if usage.input_tokens is not None:
-            cached, written = usage.cache_read_input_tokens, usage.cache_creation_input_tokens
-            read.num_prompt_tokens = usage.input_tokens + (cached or 0) + (written or 0)
-            read.num_cached_tokens = cached
-        output = usage.completion_tokens if usage.output_tokens is None else usage.output_tokens
-        if output is not None:
-            read.num_output_tokens = output
+
+_END = re.compile(rb"\r?\n\r?\n")
 
 
 class EventSplitter:
     """Splits a stream into whole events, as they are. Raises ValueError for one that is too long."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
 
     def add(self, piece: bytes) -> list[bytes]:
-        *events, rest = (self._rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
-        self._rest = rest
+        rest = self._rest
+        looked_at = max(0, len(rest) - 3)  # an end may have begun there
+        rest += piece
+        ends = [end.end() for end in _END.finditer(rest, looked_at)]
+        events = [bytes(rest[start:end]) for start, end in pairwise([0, *ends])]
+        del rest[: ends[-1] if ends else 0]
         if len(rest) > MOST_EVENT_BYTES:
             raise ValueError(f"an event of more than {MOST_EVENT_BYTES} bytes")
-        return [event + b"\n\n" for event in events if event]
+        return events
 
     @property
     def has_rest(self) -> bool:
@@ -187,13 +194,6 @@ class EventSplitter:
 
 
 def data_of(event: bytes) -> bytes | None:
-    """Return an event's JSON; None for comments and for the `[DONE]` at the end."""
-    for line in event.split(b"\n"):
-        if line.startswith(b"data:"):
-            data = line[5:].strip()
-            return data if data.startswith(b"{") else None
-    return None
-
-
-def is_only_usage(said: _Said) -> bool:
-    return said.usage is not None and said.choices == []
+    """Return what an event says; None for a comment."""
+    lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None

@@ -4,13 +4,11 @@ Owns the requests that are at the server, by name, and what has come since the l
 its own, which only appends; everything else happens in the engine's thread.
 """
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from replicas.checkpoints.model_config import read_text_sizes
 from replicas.checkpoints.weights import tokenizer_bundle
@@ -18,12 +16,14 @@ from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused, SharedKv
 from replicas.errors import StartupError
 from replicas.kvstore.leasing.lease_outcome import without_tiers
+from replicas.kvstore.rate import DECAY
 from replicas.openai_engine.bodies import Read, body_to_send
 from replicas.openai_engine.byte_text import NUM_BYTES, byte_bundle
-from replicas.openai_engine.upstream import Alive, Answered, BodyPiece, BodyServer
+from replicas.openai_engine.upstream import Alive, Answered, BodyPiece, BodyServer, read_served_name
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import (
+    MAX_LISTED,
     FinishReason,
     LoadSnapshot,
     PromptUsage,
@@ -49,27 +49,10 @@ UNTOLD_CONTEXT = 2**20
 MOST_BYTES_PER_TOKEN = 32
 """No prompt that fits has more."""
 
+MOST_STEP_BYTES = 32 * 2**20
+"""A frame has a piece more than this at most. Routers read up to 128 MiB."""
+
 News = BodyPiece | Answered | Ended | Alive | Unreachable
-
-
-class ServedName(NamedTuple):
-    name: str
-    context_length: int | None
-
-
-def read_served_name(text: bytes, wanted: str | None) -> ServedName:
-    """Parse `/v1/models`; `wanted` None takes the first model. The context is vLLM's field, or llama.cpp's;
-    None is not told. Raises StartupError."""
-    try:
-        entries = {str(entry["id"]): entry for entry in json.loads(text)["data"]}
-        name = next(iter(entries)) if wanted is None else wanted
-        if name not in entries:
-            raise StartupError(f"the server has no model {name}; it has {', '.join(entries)}")
-        entry = entries[name]
-        context = entry.get("max_model_len") or (entry.get("meta") or {}).get("n_ctx")
-        return ServedName(name, None if context is None else int(context))
-    except (ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
-        raise StartupError(f"the server's list of models cannot be read: {error!r}") from error
 
 
 @dataclass(slots=True)
@@ -77,6 +60,9 @@ class _Live(LiveRequest):
     chain: list[BlockHash] = field(default_factory=list)
     num_believed: int = 0
     """Blocks of the chain that the server was believed to hold before it began."""
+    streams: bool = False
+    has_place: bool = True
+    """It had not to wait for another one to end."""
 
 
 class OpenAiEngine:
@@ -107,7 +93,7 @@ class OpenAiEngine:
         context = served.context_length or UNTOLD_CONTEXT
         if directory is None:
             context *= MOST_BYTES_PER_TOKEN
-        self._served_name = served.name
+        self._server.served_name = served.name
         self._card = ModelCard(
             name=config.model_name or served.name,
             fingerprint=declared_fingerprint(served.name, self._bundle.files),
@@ -123,6 +109,8 @@ class OpenAiEngine:
         self._live: LiveRequests[_Live] = LiveRequests(config.max_waiting)
         self._ready: list[TokenDelta] = []
         self._events: list[CacheEvent] = []
+        self._num_places = self._server.num_places()
+        self._place_seconds = 0.0
         self._residency = BelievedResidency(self._card.block_size, self._card.num_blocks)
         self._watched = Watched(config.engine_hang_seconds)
         self._server.start()
@@ -149,10 +137,11 @@ class OpenAiEngine:
         name = _name(request.key)
         self._live.check_room(name, request.key)
         try:
-            sent = body_to_send(submit.body_form, submit.body, self._served_name)
+            sent = body_to_send(submit.body_form, submit.body, self._server.served_name)
         except ValueError as error:
             raise RequestRefused(RefusalCode.INVALID_REQUEST, f"the body cannot be read: {error}") from error
-        self._live.add(name, _Live(request))
+        has_place = not self._num_places or len(self._live) < self._num_places
+        self._live.add(name, _Live(request, streams=sent.streams, has_place=has_place))
         self._server.submit(name, sent)
 
     def abort(self, key: RequestKey) -> None:
@@ -171,10 +160,12 @@ class OpenAiEngine:
     def step(self) -> StepFrame:
         """Raises EngineDied once the server is gone or hangs."""
         self._is_woken = False
-        while self._news:
+        num_bytes = 0
+        while self._news and num_bytes < MOST_STEP_BYTES:
             news = self._news.popleft()
             match news:
                 case BodyPiece():
+                    num_bytes += len(news.content)
                     self._take(news)
                 case Answered():
                     self._end(news)
@@ -203,24 +194,26 @@ class OpenAiEngine:
                 self._wake()
 
     def _take(self, piece: BodyPiece) -> None:
+        self._watched.seen()
         live = self._live.get(piece.name)
         if live is not None:
             if self._live.came(live, 1, piece.at):
                 self._is_computed(live)
-            live.num_output_tokens += piece.num_tokens
-            token_ids = (0,) * piece.num_tokens
+            token_ids = _counted(live, piece.num_tokens)
             self._ready.append(TokenDelta(live.request.key, token_ids, body=piece.content))
 
     def _end(self, answered: Answered) -> None:
         live = self._live.pop(answered.name)
         if live is None:
             return
+        if live.has_place:
+            seconds = time.monotonic() - live.added_at
+            self._place_seconds = DECAY * (self._place_seconds or seconds) + (1 - DECAY) * seconds
         read = answered.read
-        num_untold = max(0, (read.num_output_tokens or 0) - live.num_output_tokens)
         self._ready.append(
             TokenDelta(
                 live.request.key,
-                (0,) * num_untold,
+                _counted(live, (read.num_output_tokens or 0) - live.num_output_tokens),
                 finish_reason=read.finish,
                 usage=self._usage_of(live, read),
             )
@@ -245,12 +238,12 @@ class OpenAiEngine:
         request, size = live.request, self._card.block_size
         num_tokens, num_cached = len(request.token_ids), None
         if read.num_cached_tokens is not None and read.num_prompt_tokens:
-            share = min(1.0, max(0, read.num_cached_tokens) / read.num_prompt_tokens)
+            share = min(1.0, read.num_cached_tokens / read.num_prompt_tokens)
             num_cached = int(share * num_tokens)
         chain, user = live.chain, request.submit.user
         if num_cached is not None and num_cached // size < min(live.num_believed, (num_tokens - 1) // size):
             self._events += self._residency.corrected(chain, num_cached // size, user)
-        if live.first_at:
+        if live.first_at and live.streams and live.has_place:
             self._live.computed(live, num_tokens - (num_cached or 0))
         return PromptUsage(
             num_prompt_tokens=num_tokens,
@@ -264,7 +257,22 @@ class OpenAiEngine:
             num_cached_blocks=self._residency.num_copies,
             num_total_blocks=self._card.num_blocks,
             is_predicted=True,
+            num_places=self._num_places,
+            place_seconds=self._seconds_of_a_place() if self._num_places else 0.0,
         )
+
+    def _seconds_of_a_place(self) -> float:
+        """By the answers that have ended, or by those that have taken longer already."""
+        now = time.monotonic()
+        ages = [now - live.added_at for live in self._live.values() if live.has_place]
+        return max(self._place_seconds, sum(ages) / len(ages) if ages else 0.0)
+
+
+def _counted(live: _Live, num_tokens: int) -> tuple[int, ...]:
+    """Count more tokens of its answer; they have no ids."""
+    token_ids = (0,) * min(num_tokens, MAX_LISTED - live.num_output_tokens)
+    live.num_output_tokens += len(token_ids)
+    return token_ids
 
 
 def _name(key: RequestKey) -> str:

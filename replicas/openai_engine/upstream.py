@@ -1,31 +1,71 @@
 """BodyServer: HTTP with a server that takes bodies.
 
-Owns which forms of bodies it takes, and what of an answer is one piece: a whole event of a stream, or all of
-an answer that does not stream.
+Owns which model it has, which forms of bodies it takes, and what of an answer is one piece: a whole event of
+a stream, or all of an answer that does not stream. Comments in a stream are left out: routers send their own.
 """
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Annotated, NamedTuple
 
+import msgspec
+
+from replicas.errors import StartupError
 from replicas.openai_engine.bodies import (
+    DONE,
     MOST_ANSWER_BYTES,
+    MOST_STREAM_BYTES,
     PATHS,
     AnswerReader,
     EventSplitter,
     Read,
     SentBody,
     data_of,
-    is_only_usage,
 )
 from replicas.protocol.frames import BodyForm, Refusal, RefusalCode
-from replicas.remote_engine.server import EVENT_STREAM, HTTP_ERRORS, Ended, Server, named, unreachable
+from replicas.remote_engine.dialect import NotThere
+from replicas.remote_engine.server import (
+    CONNECT_SECONDS,
+    EVENT_STREAM,
+    HTTP_ERRORS,
+    Ended,
+    Server,
+    Unreachable,
+    named,
+    unreachable,
+)
 
 ALIVE_SECONDS = 2.0
 """Time between looks whether the server still answers."""
 
+END_SECONDS = 1.0
+"""Time that an answer has to end after its last event, so that its connection can be used again."""
+
 NOT_THERE = (404, 405, 501)
+MOST_CONTEXT = 2**31
+
+
+class ServedName(NamedTuple):
+    name: str
+    context_length: int | None
+
+
+def read_served_name(text: bytes, wanted: str | None) -> ServedName:
+    """Parse `/v1/models`; `wanted` None takes the first model. The context is vLLM's field, or llama.cpp's;
+    None is not told. Raises NotThere if the model is not listed, and StartupError for what is no list."""
+    try:
+        entries = {str(entry["id"]): entry for entry in json.loads(text)["data"]}
+        name = next(iter(entries)) if wanted is None else wanted
+        if name not in entries:
+            raise NotThere(f"the server has no model {name}; it has {', '.join(entries)}")
+        entry = entries[name]
+        context = entry.get("max_model_len") or (entry.get("meta") or {}).get("n_ctx")
+        return ServedName(name, context if isinstance(context, int) and 0 < context <= MOST_CONTEXT else None)
+    except (ValueError, LookupError, TypeError, AttributeError, StopIteration, RecursionError) as error:
+        raise StartupError(f"the server's list of models cannot be read: {error!r}") from error
 
 
 class BodyPiece(NamedTuple):
@@ -48,10 +88,26 @@ class Alive(NamedTuple):
     """The server answers."""
 
 
+class _Properties(msgspec.Struct):
+    total_slots: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0
+
+
 class BodyServer(Server):
+    """Once it runs, it is gone when it no longer has `served_name`."""
+
+    served_name = ""
+
     def forms(self, served_name: str) -> tuple[BodyForm, ...]:
         """Ask with bodies that have no prompt, which a server refuses. Raises StartupError."""
         return tuple(form for form in BodyForm if self._takes(PATHS[form], served_name))
+
+    def num_places(self) -> int:
+        """Ask llama.cpp how many requests it computes at a time; 0 of others, which do not tell."""
+        try:
+            told = msgspec.json.decode(self.ask("/props"), type=_Properties)
+        except (StartupError, msgspec.MsgspecError):
+            return 0
+        return told.total_slots
 
     def _takes(self, path: str, served_name: str) -> bool:
         answer = self.try_ask(path, {"model": served_name})
@@ -61,9 +117,15 @@ class BodyServer(Server):
         while True:
             await asyncio.sleep(ALIVE_SECONDS)
             try:
-                await self._get("/v1/models")
+                answer = await self._whole("/v1/models", CONNECT_SECONDS)
+                if answer.status_code >= 500:
+                    raise ValueError(f"it answers {answer.status_code}")
+                if answer.status_code == 200:  # a vendor refuses those who ask often
+                    read_served_name(answer.content, self.served_name)
                 self._tell(Alive())
-            except HTTP_ERRORS as error:
+            except NotThere as error:
+                self._tell(Unreachable(str(error), is_refused=True))
+            except Exception as error:  # of any kind: it is told, and the next look follows
                 self._tell(unreachable(error))
 
     async def _stream(self, name: str, sent: SentBody) -> None:
@@ -75,29 +137,45 @@ class BodyServer(Server):
                 if refusal is None:
                     pieces = _events if sent.streams else _whole
                     async for content, num_tokens in pieces(answer.content.iter_any(), reader, sent):
-                        self._tell(BodyPiece(name, content, num_tokens, time.monotonic()))
+                        piece = BodyPiece(name, content, num_tokens, time.monotonic())
+                        self._tell(piece if content else Alive())
+                    with suppress(*HTTP_ERRORS):
+                        async with asyncio.timeout(END_SECONDS):
+                            async for _ in answer.content.iter_any():
+                                pass
         except asyncio.CancelledError:
             return
-        except (*HTTP_ERRORS, ValueError) as error:
+        except Exception as error:  # of any kind: it ends this request and no other
             refusal = Refusal(RefusalCode.INTERNAL, f"the server's answer breaks off: {named(error)}")
         if refusal is None and reader.read.complaint is not None:
-            refusal = Refusal(RefusalCode.INTERNAL, reader.read.complaint)
+            refusal = Refusal(RefusalCode.INTERNAL, self._without_key(reader.read.complaint))
         self._tell(Answered(name, reader.read) if refusal is None else Ended(name, refusal))
 
 
 async def _events(
     pieces: AsyncIterator[bytes], reader: AnswerReader, sent: SentBody
 ) -> AsyncIterator[tuple[bytes, int]]:
-    """Yield whole events, and a token for each that says something. Raises ValueError."""
-    splitter = EventSplitter()
+    """Yield whole events and their tokens; nothing for a comment or part of an event. Raises ValueError."""
+    splitter, num_bytes = EventSplitter(), 0
     async for piece in pieces:
+        num_bytes += len(piece)
+        if num_bytes > MOST_STREAM_BYTES:
+            raise ValueError(f"more than {MOST_STREAM_BYTES} bytes")
+        has_said = False
         for event in splitter.add(piece):
             data = data_of(event)
-            said = None if data is None else reader.take(data)
+            if data is None:
+                continue
+            said = reader.take(data) if data.startswith(b"{") else None
             if reader.read.problem is not None:
                 return
-            if said is None or not (sent.hides_usage and is_only_usage(said)):
-                yield event, int(said is not None and bool(said.choices or said.delta))
+            if said is None or not (sent.hides_usage and said.is_only_usage):
+                yield event, 0 if said is None else said.num_tokens
+                has_said = True
+            if data == DONE or (said is not None and said.is_last):
+                return
+        if not has_said:
+            yield b"", 0
     if splitter.has_rest:
         raise ValueError("its last event has no end")
 

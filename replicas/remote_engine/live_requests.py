@@ -3,6 +3,7 @@
 Owns who waits and who runs, and the speeds. What a request has said so far is its engine's.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Generic, TypeVar
@@ -18,6 +19,7 @@ class LiveRequest:
 
     request: EngineRequest
     submitted_at: float = field(default_factory=monotonic, kw_only=True)
+    added_at: float = field(default_factory=monotonic, kw_only=True)
     first_at: float = field(default=0.0, kw_only=True)
     last_at: float = field(default=0.0, kw_only=True)
     num_output_tokens: int = field(default=0, kw_only=True)
@@ -46,6 +48,9 @@ class LiveRequests(Generic[Live]):
 
     def __contains__(self, name: str) -> bool:
         return name in self._live
+
+    def values(self) -> Collection[Live]:
+        return self._live.values()
 
     def get(self, name: str) -> Live | None:
         return self._live.get(name)

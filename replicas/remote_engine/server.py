@@ -1,7 +1,8 @@
 """Server: HTTP with one server, from a thread of its own.
 
 Owns the connections. Requests stream in tasks of the thread's event loop; what comes is handed to `tell`, in
-that thread. Redirects are never followed, and the environment's proxies are not used.
+that thread. Redirects are never followed, the environment's proxies are not used, and compressed answers are
+none: nothing asks for them, and a few bytes may become gigabytes.
 """
 
 import asyncio
@@ -122,7 +123,9 @@ class Server:
 
     def __init__(self, url: str, *, key: str | None, rank: int | None, tell: Tell) -> None:
         self.url = url.rstrip("/")
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        headers = {"accept-encoding": "identity"}
+        if key is not None:
+            headers["authorization"] = f"Bearer {key}"
         if rank is not None:
             headers["x-data-parallel-rank"] = str(rank)
         self._key = key
@@ -130,7 +133,7 @@ class Server:
         self._tell = tell
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._loop = uvloop.new_event_loop()
-        self._http = self._loop.run_until_complete(self._connect())
+        self._http, self._looks = (self._loop.run_until_complete(self._connect()) for _ in range(2))
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
 
     # Before it runs: one question after the other.
@@ -189,7 +192,7 @@ class Server:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
         elif not self._loop.is_closed():
-            self._loop.run_until_complete(self._http.close())
+            self._loop.run_until_complete(self._disconnect())
             self._loop.close()
 
     async def _connect(self) -> aiohttp.ClientSession:
@@ -200,8 +203,13 @@ class Server:
             headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
             cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
             trust_env=False,
         )
+
+    async def _disconnect(self) -> None:
+        await self._http.close()
+        await self._looks.close()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -213,7 +221,7 @@ class Server:
             for task in tasks:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            self._loop.run_until_complete(self._http.close())
+            self._loop.run_until_complete(self._disconnect())
             self._loop.close()
 
     def _begin(self, name: str, sent: Any) -> None:
@@ -229,11 +237,13 @@ class Server:
         return (await self._whole(path, CONNECT_SECONDS)).content
 
     async def _whole(self, path: str, seconds: float, body: bytes | None = None) -> Answer:
-        """GET, or POST with a body. Raises one of HTTP_ERRORS, and ValueError for a longer answer."""
+        """GET over a connection of its own, since a server with a thread for each may have none to spare; or
+        POST a body. Raises one of HTTP_ERRORS, and ValueError for a longer or compressed answer."""
         url, content = self.url + path, b""
         async with asyncio.timeout(seconds):
-            asked = self._http.get(url, allow_redirects=False) if body is None else self._post(path, body)
+            asked = self._looks.get(url, allow_redirects=False) if body is None else self._post(path, body)
             async with asked as answer:
+                check_plain(answer)
                 async for piece in answer.content.iter_any():
                     content += piece
                     if len(content) > MOST_ANSWER_BYTES:
@@ -270,7 +280,8 @@ class Server:
         self._tell(Ended(name, refusal))
 
     async def _refusal(self, answer: aiohttp.ClientResponse, kind: str = EVENT_STREAM) -> Refusal | None:
-        """None for an answer of this content type."""
+        """None for an answer of this content type. Raises ValueError for a compressed one."""
+        check_plain(answer)
         if answer.status == 200 and answer.headers.get("content-type", "").startswith(kind):
             return None
         content = b""
@@ -289,7 +300,17 @@ class Server:
             said = str(msgspec.json.decode(content)["error"]["message"])[:MOST_ERROR_BYTES]
         except (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError):
             said = repr(content[:200])
+        return self._without_key(said)
+
+    def _without_key(self, said: str) -> str:
         return said.replace(self._key, "***") if self._key else said
+
+
+def check_plain(answer: aiohttp.ClientResponse) -> None:
+    """Raises ValueError for a compressed answer."""
+    encoding = answer.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise ValueError(f"it is compressed: {encoding[:20]}")
 
 
 def named(error: Exception) -> str:

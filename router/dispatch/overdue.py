@@ -47,7 +47,11 @@ class OverdueWatch:
             return
         attempts = {attempt.inflight.submit_id: attempt for attempt in state.attempts_at(client)}
         tokens = {number: attempt.inflight.num_tokens for number, attempt in attempts.items()}
-        pulse = self._pulses.setdefault(client, ProgressMonitor(self._seconds))
+        pulse = self._pulses.get(client)
+        if pulse is None:
+            card = table.card(client.replica_id)
+            relays = card is not None and bool(card.takes_bodies)
+            pulse = self._pulses[client] = ProgressMonitor(self._seconds, relays=relays)
         hangs, overdue = pulse.look(latest[0], client.num_deltas, tokens, state.clock())
         if hangs:
             self._begin_hanging(client, len(overdue))

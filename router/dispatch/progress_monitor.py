@@ -28,10 +28,12 @@ class _Quiet:
 
 
 class ProgressMonitor:
-    """`seconds` is the shortest time in which something must have come."""
+    """`seconds` is the shortest time in which something must have come. One that `relays` has as long as
+    before its first measurement: nothing is seen of an answer that its server writes as a whole."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, *, relays: bool = False) -> None:
         self._seconds = seconds
+        self._least = UNMEASURED_FACTOR * seconds if relays else seconds
         self.has_moved = False
         """Whether something had been computed since the look before the last."""
         self._sign: Hashable = None
@@ -73,7 +75,7 @@ class ProgressMonitor:
         prefill = load.num_pending_tokens * load.prefill_seconds_per_token
         encode = load.num_pending_image_tokens * load.encode_seconds_per_token
         step = max(load.decode_step_seconds, prefill + encode)
-        return max(self._seconds, STEPS_OF_PATIENCE * step)
+        return max(self._least, STEPS_OF_PATIENCE * step)
 
     def _note(self, num_tokens: dict[int, int], now: float) -> None:
         quiet = self._quiet

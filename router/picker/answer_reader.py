@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from replicas.protocol.used_tokens import Usage, UsedTokens
+
 MOST_JSON_BYTES = 8 * 2**20
 MOST_LINE_BYTES = 2**20
 
@@ -15,26 +17,11 @@ _USAGE = b'"usage"'
 _DATA = b"data:"
 
 
-class _Cached(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Cached | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    input_tokens_details: _Cached | None = None
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
-
-
 class _Inner(msgspec.Struct):
     """The answer inside an event of Anthropic's or of Responses."""
 
     id: str | None = None
-    usage: _Usage | None = None
+    usage: Usage | None = None
 
 
 class _Answer(_Inner):
@@ -64,9 +51,7 @@ class AnswerReader:
         """A line or a body is too long to be kept."""
         self._num_events = 0
         self._answer_id: str | None = None
-        self._num_prompt: int | None = None
-        self._num_cached: int | None = None
-        self._num_output: int | None = None
+        self._used = UsedTokens()
 
     def feed(self, piece: bytes) -> None:
         most = MOST_LINE_BYTES if self._is_stream else MOST_JSON_BYTES
@@ -93,8 +78,9 @@ class AnswerReader:
         if not self._is_stream and self._rest:
             self._read(bytes(self._rest))
             self._rest.clear()
-        num_output = self._num_events if self._num_output is None else self._num_output
-        return AnswerFacts(self._answer_id, self._num_prompt, self._num_cached, num_output)
+        used = self._used
+        num_output = self._num_events if used.num_output_tokens is None else used.num_output_tokens
+        return AnswerFacts(self._answer_id, used.num_prompt_tokens, used.num_cached_tokens, num_output)
 
     def _line(self, line: bytes) -> None:
         if not line.startswith(_DATA):
@@ -117,20 +103,4 @@ class AnswerReader:
             if self._answer_id is None:
                 self._answer_id = each.id
             if each.usage is not None:
-                self._take(each.usage)
-
-    def _take(self, usage: _Usage) -> None:
-        """Later events say more, or the same."""
-        if usage.prompt_tokens is not None:
-            self._num_prompt = usage.prompt_tokens
-        elif usage.input_tokens is not None:
-            read, created = usage.cache_read_input_tokens, usage.cache_creation_input_tokens
-            self._num_prompt = usage.input_tokens + (read or 0) + (created or 0)
-        for details in (usage.prompt_tokens_details, usage.input_tokens_details):
-            if details is not None and details.cached_tokens is not None:
-                self._num_cached = details.cached_tokens
-        if usage.cache_read_input_tokens is not None:
-            self._num_cached = usage.cache_read_input_tokens
-        for num_output in (usage.completion_tokens, usage.output_tokens):
-            if num_output is not None:
-                self._num_output = num_output
+                self._used.take(each.usage)

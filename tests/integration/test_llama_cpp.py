@@ -111,6 +111,14 @@ def num_computed(servers: list[LlamaServer]) -> float:
     return sum(server.metric("tokens_predicted_total") for server in servers)
 
 
+def test_requests_take_the_free_slots_of_both_servers(stack: LocalStack) -> None:
+    body = with_sampling(CHAT, max_tokens=1000, ignore_eos=True)
+    with ThreadPoolExecutor() as clients:
+        answers = [*clients.map(lambda _: ask(stack, body), range(4))]
+    replicas = sorted(answer.headers["x-kvasir-replica"] for answer in answers)
+    assert replicas == ["replica-0", "replica-0", "replica-1", "replica-1"]
+
+
 def test_a_client_that_leaves_frees_its_slot(stack: LocalStack, servers: list[LlamaServer]) -> None:
     before = num_computed(servers)
     body = with_sampling(CHAT, stream=True, max_tokens=LONGEST, ignore_eos=True)

@@ -13,7 +13,6 @@ from replicas.openai_engine.bodies import (
     Read,
     body_to_send,
     data_of,
-    is_only_usage,
 )
 from replicas.protocol.frames import BodyForm, FinishReason
 
@@ -62,8 +61,8 @@ def test_openais_usage_is_read() -> None:
         )
     )
     assert reader.read == Read(20, 16, 3, FinishReason.LENGTH)
-    assert not is_only_usage(said)
-    assert is_only_usage(AnswerReader().take(encoded(choices=[], usage={"prompt_tokens": 1})))
+    assert not said.is_only_usage
+    assert AnswerReader().take(encoded(choices=[], usage={"prompt_tokens": 1})).is_only_usage
 
 
 def test_anthropics_stream_is_read() -> None:
@@ -109,7 +108,8 @@ def test_events_come_whole_however_they_are_cut(events: list[bytes], data: st.Da
     assert not splitter.has_rest
 
 
-def test_only_json_is_data() -> None:
+def test_comments_are_no_data() -> None:
     assert data_of(b'event: x\ndata: {"a":1}\n\n') == b'{"a":1}'
-    assert data_of(b"data: [DONE]\n\n") is None
+    assert data_of(b"data: [DONE]\r\n\r\n") == b"[DONE]"
+    assert data_of(b'data: {"a":\ndata: 1}\n\n') == b'{"a":\n1}'
     assert data_of(b": comment\n\n") is None

@@ -10,10 +10,12 @@ import pytest
 from replicas.config import ReplicaConfig
 from replicas.engine import RequestRefused
 from replicas.errors import EngineDied, StartupError
-from replicas.openai_engine.engine import OpenAiEngine, read_served_name
+from replicas.openai_engine import upstream
+from replicas.openai_engine.engine import OpenAiEngine
+from replicas.openai_engine.upstream import read_served_name
 from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import hash_blocks
-from replicas.protocol.frames import BodyForm, FinishReason, RefusalCode, RequestKey, TokenDelta
+from replicas.protocol.frames import MAX_LISTED, BodyForm, FinishReason, RefusalCode, RequestKey, TokenDelta
 from tests.replicas.builders import ROOT, EventBalance, engine_request
 from tests.replicas.openai_engine.text_server import TextServer
 
@@ -150,11 +152,23 @@ def test_anthropics_bodies(driven: Driven) -> None:
         ("is full", RefusalCode.OVERLOADED, "no slot is free"),
         ("refuses", RefusalCode.INVALID_REQUEST, "audio is not understood"),
         ("breaks off", RefusalCode.INTERNAL, "has no end"),
+        ("is compressed", RefusalCode.INTERNAL, "it is compressed: gzip"),
+        ("sends an endless line", RefusalCode.INTERNAL, "an event of more than 8388608 bytes"),
+        ("sends endless events", RefusalCode.INTERNAL, "more than 1048576 bytes"),
+        ("sends endless comments", RefusalCode.INTERNAL, "more than 1048576 bytes"),
     ],
 )
 def test_a_fault_ends_its_request_alone(
-    driven: Driven, server: TextServer, fault: str, code: RefusalCode, words: str
+    driven: Driven,
+    server: TextServer,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    code: RefusalCode,
+    words: str,
 ) -> None:
+    monkeypatch.setattr(upstream, "MOST_STREAM_BYTES", 2**20)
+    if fault == "sends an endless line":
+        monkeypatch.setattr(upstream, "MOST_STREAM_BYTES", 2**24)
     server.fault = fault
     last = driven.finish(driven.add(chat(stream=True)))
     assert last.finish_reason is FinishReason.ERROR and last.refusal is not None
@@ -174,9 +188,103 @@ def test_an_aborted_request_is_ended_at_the_server(driven: Driven, server: TextS
     assert driven.engine.step().load.num_running == 0
 
 
-def test_a_server_that_hangs_ends_its_replica(driven: Driven, server: TextServer) -> None:
-    server.fault = "hangs"
+@pytest.mark.parametrize(
+    "usage",
+    [
+        {"completion_tokens": -7, "prompt_tokens": -1, "prompt_tokens_details": {"cached_tokens": 3}},
+        {"completion_tokens": 10**12, "prompt_tokens_details": {"cached_tokens": 10**30}},
+        {"completion_tokens": 4 * 10**9, "prompt_tokens_details": {"cached_tokens": -1}},
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_that_no_server_can_mean_is_not_believed(
+    driven: Driven, server: TextServer, usage: dict[str, Any], stream: bool
+) -> None:
+    server.usage = usage
+    key = driven.add(chat(stream=stream))
+    last = driven.finish(key)
+    assert last.usage is not None and last.usage.num_cached_tokens is None
+    assert 0 <= driven.num_tokens(key) <= MAX_LISTED
+
+
+def test_roles_ends_and_usage_are_no_tokens(driven: Driven) -> None:
+    key = driven.add(chat(stream=True, max_tokens=5))
+    driven.finish(key)
+    assert driven.num_tokens(key) == 5
+
+
+@pytest.mark.parametrize(("told", "known"), [(None, 0), (2, 2), (-1, 0), (2**40, 0)])
+def test_the_load_tells_the_servers_slots(server: TextServer, told: int | None, known: int) -> None:
+    server.num_slots = told
+    engine = OpenAiEngine(config(server))
+    assert engine.step().load.num_places == known
+    engine.close()
+
+
+def test_an_answer_that_waited_for_a_slot_measures_nothing(server: TextServer) -> None:
+    server.num_slots = 1
+    engine = OpenAiEngine(config(server))
+    engine.begin(lambda: None)
+    driven = Driven(engine)
+    server.fault = "stalls"
+    first = driven.add(chat(stream=True))
+    driven.step_until(lambda: bool(driven.deltas[first]))
+    server.fault = ""
+    driven.finish(driven.add(chat(stream=True)))
+    load = engine.step().load
+    assert load.prefill_seconds_per_token == 0.0 and load.place_seconds > 0.0  # by the age of the first
+    engine.abort(first)
+    driven.finish(driven.add(chat(stream=True)))
+    assert engine.step().load.prefill_seconds_per_token > 0.0
+    engine.close()
+
+
+def test_a_whole_answer_does_not_measure_prompts(driven: Driven) -> None:
+    driven.finish(driven.add(chat()))
+    assert driven.engine.step().load.prefill_seconds_per_token == 0.0
+
+
+def test_a_comment_is_no_beginning_of_an_answer(driven: Driven, server: TextServer) -> None:
+    server.fault = "pings"
+    key = driven.add(chat(stream=True))
+    ends_at = time.monotonic() + WAIT_SECONDS
+    while not driven.engine.has_work():
+        assert time.monotonic() < ends_at
+        time.sleep(0.005)
+    frame = driven.engine.step()
+    assert not frame.deltas and not frame.started and frame.load.num_waiting == 1
+    driven.finish(key)
+    assert driven.body(key).startswith(b"data: ")
+
+
+def test_an_answer_ends_with_its_last_event(driven: Driven, server: TextServer) -> None:
+    server.fault = "lingers"
+    assert driven.finish(driven.add(chat(stream=True))).finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("fault", ["hangs", "is loading", "drips"])
+def test_a_server_that_hangs_ends_its_replica(
+    driven: Driven, server: TextServer, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(upstream, "CONNECT_SECONDS", 0.5)
+    server.fault = fault
     with pytest.raises(EngineDied, match="has not answered"):
+        driven.step_until(lambda: False)
+
+
+def test_a_server_that_writes_does_not_hang(
+    driven: Driven, server: TextServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with a thread for each connection may have none to spare for a look."""
+    monkeypatch.setattr(upstream, "CONNECT_SECONDS", 0.2)
+    server.fault = "is busy"
+    last = driven.finish(driven.add(chat(stream=True, max_tokens=30)))
+    assert last.finish_reason is FinishReason.LENGTH
+
+
+def test_a_server_that_loses_the_model_is_gone(driven: Driven, server: TextServer) -> None:
+    server.served_name = "another"
+    with pytest.raises(EngineDied, match="has no model wordy; it has another"):
         driven.step_until(lambda: False)
 
 

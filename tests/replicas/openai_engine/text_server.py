@@ -5,6 +5,7 @@ Faults are switched on by name.
 """
 
 import asyncio
+import gzip
 import json
 import socket
 import threading
@@ -23,6 +24,10 @@ SERVED_NAME = "wordy"
 class TextServer:
     def __init__(self) -> None:
         self.fault = ""
+        self.served_name = SERVED_NAME
+        self.num_slots: int | None = None
+        self.usage: dict[str, Any] = {}
+        """What it says of usage instead of the truth."""
         self.tells_cached = True
         self.bodies: list[bytes] = []
         self.num_open = 0
@@ -32,6 +37,7 @@ class TextServer:
             self.port = probe.getsockname()[1]
         routes = [
             Route("/v1/models", self._models),
+            Route("/props", self._properties),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/messages", self._messages, methods=["POST"]),
         ]
@@ -59,9 +65,16 @@ class TextServer:
         self._words.clear()
 
     async def _models(self, request: Request) -> Response:
-        if self.fault == "hangs":
-            await asyncio.sleep(60)
-        return JSONResponse({"object": "list", "data": [{"id": SERVED_NAME, "meta": {"n_ctx": 4096}}]})
+        if self.fault == "hangs" or self.fault == "is busy":
+            await asyncio.sleep(600)
+        if self.fault == "is loading":
+            return JSONResponse({"error": {"message": "loading the model"}}, 503)
+        if self.fault == "drips":
+            return StreamingResponse(_forever(b" ", seconds=0.1), media_type="application/json")
+        return JSONResponse({"object": "list", "data": [{"id": self.served_name, "meta": {"n_ctx": 4096}}]})
+
+    async def _properties(self, request: Request) -> Response:
+        return JSONResponse({} if self.num_slots is None else {"total_slots": self.num_slots})
 
     async def _chat(self, request: Request) -> Response:
         content = await request.body()
@@ -77,6 +90,7 @@ class TextServer:
         usage: dict[str, Any] = {"prompt_tokens": num_words, "completion_tokens": len(said)}
         if self.tells_cached:
             usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
+        usage |= self.usage
         if not body.get("stream"):
             choice = {"index": 0, "message": {"content": "".join(said)}, "finish_reason": "stop"}
             answer = {"id": "theirs", "odd": [1, 2.50], "choices": [choice], "usage": usage}
@@ -88,7 +102,12 @@ class TextServer:
     async def _stream(self, said: list[str], usage: dict[str, Any] | None) -> AsyncIterator[bytes]:
         self.num_open += 1
         try:
+            if self.fault == "pings":
+                yield b": ping\n\n"
+                await asyncio.sleep(0.3)
             for number, word in enumerate(said):
+                if self.fault == "is busy":
+                    await asyncio.sleep(0.1)
                 if self.fault == "breaks off" and number == 2:
                     return
                 if self.fault == "stalls" and number == 2:
@@ -98,6 +117,8 @@ class TextServer:
             if usage is not None:
                 yield event({"choices": [], "usage": usage})
             yield b"data: [DONE]\n\n"
+            if self.fault == "lingers":
+                await asyncio.sleep(600)
         finally:
             self.num_open -= 1
 
@@ -117,7 +138,17 @@ class TextServer:
         return JSONResponse({"id": "theirs", "content": said, "stop_reason": "end_turn", "usage": usage})
 
     def _wrong(self) -> Response | None:
+        stream = {"media_type": "text/event-stream"}
         match self.fault:
+            case "is compressed":
+                bomb = gzip.compress(bytes(2**24))
+                return Response(bomb, headers={"content-encoding": "gzip"}, **stream)
+            case "sends an endless line":
+                return StreamingResponse(_forever(b"data: {" + b" " * 2**16), **stream)
+            case "sends endless events":
+                return StreamingResponse(_forever(event({"choices": [], "odd": " " * 2**16})), **stream)
+            case "sends endless comments":
+                return StreamingResponse(_forever(b": \n\n" * 2**10), **stream)
             case "answers HTML":
                 return HTMLResponse("<p>a proxy</p>")
             case "redirects":
@@ -132,6 +163,12 @@ class TextServer:
         shared = [_num_shared(words, known) for known in self._words]
         self._words.append(words)
         return len(words), min(max([0, *shared]), len(words) - 1)
+
+
+async def _forever(piece: bytes, *, seconds: float = 0.0) -> AsyncIterator[bytes]:
+    while True:
+        yield piece
+        await asyncio.sleep(seconds)
 
 
 def _num_shared(one: list[str], other: list[str]) -> int:

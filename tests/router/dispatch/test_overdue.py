@@ -32,6 +32,13 @@ def test_a_replica_that_computes_nothing_hangs_after_the_set_time() -> None:
     assert pulse.look(MEASURED, 5, {1: 0, 2: 7}, 60.0) == (True, {1, 2})
 
 
+def test_a_server_that_writes_an_answer_as_a_whole_has_longer() -> None:
+    pulse = ProgressMonitor(60.0, relays=True)
+    waiting = replace(MEASURED, num_running=0, num_waiting=1, num_pending_tokens=50)
+    assert [pulse.look(waiting, 5, {1: 0}, now) for now in (0.0, 70.0, 599.0)] == [(False, set())] * 3
+    assert pulse.look(waiting, 5, {1: 0}, 600.0) == (True, {1})
+
+
 def test_one_with_a_queue_hangs_as_well() -> None:
     pulse = ProgressMonitor(60.0)
     queue = replace(MEASURED, num_waiting=50, num_pending_tokens=5_000)
