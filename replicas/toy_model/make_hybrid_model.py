@@ -14,7 +14,6 @@ Owns the shapes of these models.
 import argparse
 import json
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from replicas.toy_model import toy_model_path
+from replicas.toy_model.random_checkpoint import write_or_exit, write_random_weights
 
 CONTEXT_LENGTH = 8192
 WINDOW = 256
 """Tokens of a sliding window, and of a chunk that attention stays in."""
 
-_SEED = 0
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _VOCAB_SIZE = 2048
 _TURN_END_ID = 2
@@ -144,8 +143,6 @@ FAMILIES: Mapping[str, Family] = {
 
 def write_hybrid_model(family: str, directory: Path) -> None:
     """Write the checkpoint of a family. Raises ImportError without transformers or torch, and OSError."""
-    import torch
-
     transformers: Any = import_module("transformers")
     directory.mkdir(parents=True, exist_ok=True)
     for name in _TOKENIZER_FILES:
@@ -164,10 +161,7 @@ def write_hybrid_model(family: str, directory: Path) -> None:
             **made.shape,
         }
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED)
-        model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    model.save_pretrained(directory)
+    model = write_random_weights(lambda: transformers.AutoModelForCausalLM.from_config(config), directory)
     written = json.loads((directory / "config.json").read_text())
     written["architectures"] = [type(model).__name__]
     (directory / "config.json").write_text(json.dumps(written, indent=2))
@@ -179,13 +173,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path, help="where its files go; made if it is not there")
     arguments = parser.parse_args()
     directory: Path = arguments.directory
-    try:
-        write_hybrid_model(arguments.family, directory)
-    except ImportError as error:
-        sys.exit(f"this needs transformers and torch, which come with vLLM: {error}")
-    except OSError as error:
-        sys.exit(f"cannot write the model into {directory}: {error}")
-    sys.stdout.write(f"{directory}\n")
+    write_or_exit(lambda: write_hybrid_model(arguments.family, directory), directory)
 
 
 if __name__ == "__main__":

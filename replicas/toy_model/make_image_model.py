@@ -13,7 +13,6 @@ Owns the shape of that model.
 """
 
 import argparse
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from replicas.toy_model import toy_model_path
+from replicas.toy_model.random_checkpoint import write_or_exit, write_random_weights
 
 TILES_PER_SIDE = 2
 TILE_SIDE = 112
@@ -29,7 +29,6 @@ SCALE_FACTOR = 2
 TILE_TOKENS = (TILE_SIDE // (PATCH_SIDE * SCALE_FACTOR)) ** 2
 CONTEXT_LENGTH = 8192
 _TURN_END_ID = 2
-_SEED = 0
 
 _WORDS = {
     "fake_image_token": "<fake_token_around_image>",
@@ -57,14 +56,9 @@ _TEMPLATE = """\
 
 def write_image_model(directory: Path) -> None:
     """Raises ImportError without transformers or torch, and OSError."""
-    import torch
-
     transformers: Any = import_module("transformers")
     config = write_processor(directory)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED)
-        model = transformers.Idefics3ForConditionalGeneration(config)
-        model.to(torch.bfloat16).save_pretrained(directory)
+    write_random_weights(lambda: transformers.Idefics3ForConditionalGeneration(config), directory)
 
 
 def write_processor(directory: Path) -> Any:
@@ -139,13 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make a tiny model that takes images.")
     parser.add_argument("directory", type=Path, help="where its files go; made if it is not there")
     directory: Path = parser.parse_args().directory
-    try:
-        write_image_model(directory)
-    except ImportError as error:
-        sys.exit(f"this needs transformers and torch, which come with vLLM: {error}")
-    except OSError as error:
-        sys.exit(f"cannot write the model into {directory}: {error}")
-    sys.stdout.write(f"{directory}\n")
+    write_or_exit(lambda: write_image_model(directory), directory)
 
 
 if __name__ == "__main__":

@@ -189,7 +189,7 @@ async def test_routers_tell_each_other_of_limits_and_explanations_which_nobody_e
         await eventually(lambda: limits[1].known(Owner.TENANT, "acme") is not None)
         while await explanations[1].ask("acme", "req-1") != EXPLANATION:
             pass
-        assert [each.num_failed for each in (*rates, *explanations)] == [0, 0, 0, 0]
+        assert [each.stream.num_failed for each in (*rates, *explanations)] == [0, 0, 0, 0]
         for task in tasks:
             task.cancel()
     for user in ("replica", "ray"):

@@ -59,7 +59,7 @@ class ExplanationExchange(Feature):
 
     def __init__(self, redis_url: str, secret: ClusterSecret, find: Find) -> None:
         self._find = find
-        self._stream = NewsStream(
+        self.stream = NewsStream(
             redis_url,
             STREAM,
             msgspec.msgpack.Decoder(Question | Answer).decode,
@@ -75,14 +75,6 @@ class ExplanationExchange(Feature):
         self.num_answered = self.num_unanswered = self.num_not_asked = 0
         self.num_told = 0
 
-    @property
-    def num_wrong(self) -> int:
-        return self._stream.num_wrong
-
-    @property
-    def num_failed(self) -> int:
-        return self._stream.num_failed
-
     def instruments(self) -> Iterator[Instrument]:
         yield counter(
             "router_explain_questions_total",
@@ -93,8 +85,8 @@ class ExplanationExchange(Feature):
                 "unanswered": self.num_unanswered,
                 "not_asked": self.num_not_asked,
                 "told": self.num_told,
-                "wrong": self.num_wrong,
-                "failed": self.num_failed,
+                "wrong": self.stream.num_wrong,
+                "failed": self.stream.num_failed,
             },
             "outcome",
         )
@@ -102,12 +94,12 @@ class ExplanationExchange(Feature):
     async def run(self) -> None:
         """Until cancelled."""
         try:
-            async for message, _ in self._stream.messages(0.0):
+            async for message, _ in self.stream.messages(0.0):
                 self._take(message)
         finally:
             for task in self._telling:
                 task.cancel()
-            await self._stream.close()
+            await self.stream.close()
 
     async def ask(self, tenant: str, prompt_id: str) -> Explanation | None:
         """Our own explanation, else that of the router that knows it; None if none has answered in time."""
@@ -132,7 +124,7 @@ class ExplanationExchange(Feature):
         return explanation
 
     async def _answer(self, question: Question, answer: "asyncio.Future[Explanation]") -> Explanation | None:
-        sending = asyncio.create_task(self._stream.send(question))
+        sending = asyncio.create_task(self.stream.send(question))
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 while True:
@@ -164,7 +156,7 @@ class ExplanationExchange(Feature):
             try:
                 asked.set_result(unpacked(message.explanation))
             except msgspec.MsgspecError:
-                self._stream.num_wrong += 1
+                self.stream.num_wrong += 1
 
     async def _tell(self, question: Question) -> None:
         explanation = self._find_for(question)
@@ -173,4 +165,4 @@ class ExplanationExchange(Feature):
             explanation = self._find_for(question)
         data = b"" if explanation is None else packed(explanation)
         if 0 < len(data) <= MAX_EXPLANATION_BYTES:
-            self.num_told += await self._stream.send(Answer(question.number, data))
+            self.num_told += await self.stream.send(Answer(question.number, data))

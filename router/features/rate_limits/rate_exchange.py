@@ -33,7 +33,7 @@ class RateExchange(Feature):
     ) -> None:
         """`clock` is that of `limits`."""
         self.news = RateNews(limits, secrets.token_urlsafe(9))
-        self._stream = NewsStream(
+        self.stream = NewsStream(
             redis_url,
             STREAM,
             decode_news,
@@ -52,15 +52,7 @@ class RateExchange(Feature):
                 tasks.create_task(self._write(), name="limits told")
                 tasks.create_task(self._read(), name="limits heard")
         finally:
-            await self._stream.close()
-
-    @property
-    def num_wrong(self) -> int:
-        return self._stream.num_wrong
-
-    @property
-    def num_failed(self) -> int:
-        return self._stream.num_failed
+            await self.stream.close()
 
     def instruments(self) -> Iterator[Instrument]:
         yield gauge(
@@ -74,8 +66,8 @@ class RateExchange(Feature):
             lambda: {
                 "told": self.num_told,
                 "heard": self.num_heard,
-                "failed": self.num_failed,
-                "wrong": self.num_wrong,
+                "failed": self.stream.num_failed,
+                "wrong": self.stream.num_wrong,
             },
             "outcome",
         )
@@ -92,7 +84,7 @@ class RateExchange(Feature):
     async def _send(self, news: News) -> bool:
         is_told = False
         try:
-            is_told = await self._stream.send(news)
+            is_told = await self.stream.send(news)
             self.num_told += is_told
         finally:  # cancelled, too
             if not is_told:
@@ -101,6 +93,6 @@ class RateExchange(Feature):
 
     async def _read(self) -> None:
         """A router that has just started reads the use of the last minute."""
-        async for news, seconds_ago in self._stream.messages(SECONDS_PER_MINUTE):
+        async for news, seconds_ago in self.stream.messages(SECONDS_PER_MINUTE):
             self.news.hear(news, self._clock() - seconds_ago)
             self.num_heard += 1

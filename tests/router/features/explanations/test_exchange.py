@@ -92,7 +92,11 @@ async def test_what_one_router_knows_another_can_tell_to_its_owner_alone(redis_u
         assert await here.exchange.ask("beta", "req-1") is None
         assert await here.exchange.ask("acme", "req-2") is None
     asked = here.exchange
-    assert (asked.num_answered - answered, asked.num_unanswered - unanswered, asked.num_wrong) == (1, 2, 0)
+    assert (asked.num_answered - answered, asked.num_unanswered - unanswered, asked.stream.num_wrong) == (
+        1,
+        2,
+        0,
+    )
     assert there.exchange.num_told - told == 1
     assert not here.exchange._asked
 
@@ -114,7 +118,7 @@ async def test_routers_without_a_secret_in_common_say_nothing_to_each_other(redi
     for router in (there, next_one):
         router.explanations["acme", "req-1"] = EXPLANATION
     async with running(here, there):
-        while there.exchange.num_wrong == 0:
+        while there.exchange.stream.num_wrong == 0:
             assert await here.exchange.ask("acme", "req-1") is None
         assert there.exchange.num_told == 0
     here = Router(redis_url, ClusterSecret(b"s" * 32, (b"n" * 32,)))
@@ -155,7 +159,7 @@ async def test_what_is_not_ours_is_passed_over(redis_url: str) -> None:
         await client.xadd(STREAM, {b"other": b"field"})
         assert await here.exchange.ask("acme", "long") is None
         assert await here.exchange.ask("acme", "req-1") == EXPLANATION
-        assert there.exchange.num_wrong == len(nonsense) + 1
+        assert there.exchange.stream.num_wrong == len(nonsense) + 1
 
 
 async def test_answers_that_lie_are_not_believed(redis_url: str) -> None:
@@ -165,9 +169,9 @@ async def test_answers_that_lie_are_not_believed(redis_url: str) -> None:
         asked = asyncio.create_task(here.exchange.ask("acme", "req-1"))
         await asyncio.sleep(0.1)
         (number,) = here.exchange._asked
-        await here.exchange._stream.send(exchanges.Answer(number, b"\xc1"))
+        await here.exchange.stream.send(exchanges.Answer(number, b"\xc1"))
         assert await asked is None
-        assert here.exchange.num_wrong == 1
+        assert here.exchange.stream.num_wrong == 1
 
 
 @pytest.mark.parametrize(
@@ -217,7 +221,7 @@ async def test_without_redis_each_has_its_own_and_afterwards_they_ask_again() ->
             server.kill()
             before = time.monotonic()
             assert await here.exchange.ask("acme", "mine") == EXPLANATION
-            while here.exchange.num_failed == 0:
+            while here.exchange.stream.num_failed == 0:
                 assert await here.exchange.ask("acme", "req-1") is None
             assert time.monotonic() - before < 30
             server.start()

@@ -201,7 +201,7 @@ async def test_without_redis_each_goes_by_its_own_count_and_tells_afterwards() -
             server.kill()
             use_up(first, who, 3)
             assert is_refused(first, who)
-            await until(lambda: routers.exchanges[0].num_failed > 0)
+            await until(lambda: routers.exchanges[0].stream.num_failed > 0)
             assert not is_refused(second, who)
             server.start()
             await until(lambda: is_refused(second, who))
@@ -228,6 +228,6 @@ async def test_nonsense_in_the_stream_is_passed_over(redis_url: str) -> None:
         await client.xadd(STREAM, {b"other": b"field"})
         use_up(first, who, 3)
         await until(lambda: is_refused(second, who))
-        await until(lambda: routers.exchanges[1].num_wrong == len(nonsense) + 1)
+        await until(lambda: routers.exchanges[1].stream.num_wrong == len(nonsense) + 1)
         news = News("x", ())
         assert decode_news(encode_news(news)) == news
