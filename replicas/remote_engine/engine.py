@@ -2,12 +2,11 @@
 
 Owns the requests that are at the server, by name, and what has come since the last step. HTTP and events have
 threads of their own, which only append; everything else happens in the engine's thread. A step gathers what
-has come into one frame and never waits. Before `begin` there is no `wake` to call, so it waits briefly then.
+has come into one frame and never waits. Before `begin` there is no `wake` to call: each step takes a moment.
 """
 
 import logging
 import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -62,8 +61,8 @@ logger = logging.getLogger(__name__)
 
 News = Piece | Ended | Looked | Unreachable | Events | Restarted
 
-PROOF_WAIT_SECONDS = 0.05
-"""How long a step waits for news before `begin`."""
+PROOF_STEP_SECONDS = 0.05
+"""How long a step takes before `begin`. A proof has a number of them, and the server may be busy."""
 
 EVENT_SECONDS = 20.0
 """How long the end of a proof's request waits for the events of its blocks."""
@@ -94,7 +93,6 @@ class RemoteEngine:
         assert config.engine_url is not None
         self._attachment = secrets.token_hex(4)
         self._news: deque[News] = deque()
-        self._has_news = threading.Event()
         self._is_woken = False
         self._wake: Callable[[], None] | None = None
         self._server = Server(
@@ -225,8 +223,7 @@ class RemoteEngine:
     def step(self) -> StepFrame:
         """Raises EngineDied once the server is gone, was started anew, or hangs."""
         if self._wake is None:
-            self._has_news.wait(PROOF_WAIT_SECONDS)
-            self._has_news.clear()
+            time.sleep(PROOF_STEP_SECONDS)
         self._is_woken = False
         events: list[CacheEvent] = []
         if self._wake is not None and self._unsaid:
@@ -276,7 +273,6 @@ class RemoteEngine:
             self._is_woken = True
             if self._wake is not None:
                 self._wake()
-            self._has_news.set()
 
     def _awaits_events(self) -> bool:
         """In the proof, whether the blocks of the request that has ended are still to be reported. Where none

@@ -228,6 +228,8 @@ class StandIn:
     async def _answer(self, body: dict[str, Any]) -> AsyncIterator[str]:
         self.num_open += 1
         try:
+            if self.fault == "slow":
+                await asyncio.sleep(1)
             prompt = body["prompt"]
             num_cached = self.store(prompt, body["cache_salt"], body.get("session_id"))
             for number in range(body["max_tokens"] + (self.fault == "too many")):

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from replicas import remote_engine
+from replicas import proof, remote_engine
 from replicas.config import ReplicaConfig
 from replicas.engine import RequestRefused
 from replicas.errors import EngineDied, StartupError
@@ -336,6 +336,17 @@ def test_a_server_of_groups_passes_the_proof(server: StandIn) -> None:
     driven = Driven(engine)
     driven.step()
     assert driven.frame.load.is_predicted and driven.events == []
+    engine.close()
+
+
+def test_a_server_that_is_busy_with_others_passes_the_proof(
+    server: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_engine.server, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(proof, "MAX_PROBE_STEPS", 100)
+    server.fault = "slow"
+    engine = RemoteEngine(config(server))
+    prove_hashes(engine, random.Random(1))
     engine.close()
 
 
