@@ -10,11 +10,12 @@ import json
 import signal
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+import httpx
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -178,25 +179,27 @@ class _ReplicasMetrics:
 
     def __init__(self, addresses: Callable[[], Mapping[str, tuple[str, str]]]) -> None:
         self._addresses = addresses
+        self._client = httpx.Client(timeout=SCRAPE_SECONDS, trust_env=False)
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
-        for replica_id, (pool, url) in sorted(self._addresses().items()):
+        addresses = sorted(self._addresses().items())
+        with ThreadPoolExecutor(len(addresses) or 1) as threads:
+            answers = threads.map(self._read, [url for _, (_, url) in addresses])
+        for (replica_id, (pool, _)), answer in zip(addresses, answers, strict=True):
             labels = {"replica": replica_id, "pool": pool}
-            for read in _read(url):
+            for read in answer:
                 family = families.setdefault(read.name, Metric(read.name, read.documentation, read.type))
                 for sample in read.samples:
                     merged: Any = sample._replace(labels={**sample.labels, **labels})
                     family.samples.append(merged)
         yield from families.values()
 
-
-def _read(url: str) -> list[Metric]:
-    try:
-        with urllib.request.urlopen(url, timeout=SCRAPE_SECONDS) as answer:
-            return list(text_string_to_metric_families(answer.read().decode()))
-    except (OSError, ValueError):
-        return []
+    def _read(self, url: str) -> list[Metric]:
+        try:
+            return list(text_string_to_metric_families(self._client.get(url).text))
+        except (httpx.HTTPError, ValueError):
+            return []

@@ -54,7 +54,7 @@ def _look(source: EngineSource) -> list[str]:
             await finder.close()
 
     try:
-        return sorted(asyncio.run(look()))
+        return sorted(asyncio.run(look()))[: source.at_most]
     except SourceFailed as error:
         raise ClusterError(str(error)) from error
 

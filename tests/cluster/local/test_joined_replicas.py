@@ -2,7 +2,9 @@
 
 import asyncio
 import signal
+import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +14,10 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, start_http_server
 
 from cluster.config import BackoffSpec, FleetSpec, FoundServer
+from cluster.local import joined_replicas
 from cluster.local.joined_replicas import JoinedReplicas, environment_of, plan_slots
 from cluster.registry import read_registry
 from loadtests.stacks.local_stack import free_port
@@ -141,6 +145,25 @@ async def test_a_replica_that_cannot_be_started_is_tried_again_later(monkeypatch
     replicas._is_ending = True
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+def test_replicas_that_hang_and_a_proxy_keep_no_metrics_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined_replicas, "SCRAPE_SECONDS", 1.0)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    registry = CollectorRegistry()
+    Counter("asked", "", registry=registry).inc()
+    server, thread = start_http_server(0, "127.0.0.1", registry)
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        urls = [f"http://127.0.0.1:{hanging.getsockname()[1]}", f"http://127.0.0.1:{server.server_port}"]
+        addresses = {f"r{number}-0": ("p", url) for number, url in enumerate([urls[0]] * 8 + urls[1:])}
+        began = time.monotonic()
+        families = list(joined_replicas._ReplicasMetrics(lambda: addresses).collect())
+        assert time.monotonic() - began < 4.0
+    found = {sample.name: sample.labels for family in families for sample in family.samples}
+    assert found["asked_total"] == {"replica": "r8-0", "pool": "p"}
+    server.shutdown()
+    server.server_close()
+    thread.join()
 
 
 def test_only_pools_that_find_servers_are_taken(tmp_path: Path) -> None:
