@@ -113,4 +113,4 @@ class _Search:
 
 
 def _sought(pool: PoolSpec) -> tuple[object, ...]:
-    return (pool.engines, pool.replica.engine_key_file)
+    return (pool.engines, pool.replica.engine, pool.replica.engine_key_file)

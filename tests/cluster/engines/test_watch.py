@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from cluster.config import FoundServer, PoolSpec
 from cluster.engines import asking, finders
 from cluster.engines.watch import ServerWatch
+from replicas.config import ReplicaConfig
 from tests.cluster.engines.named_servers import named_server
 from tests.cluster.finding import finding
 
@@ -111,6 +113,9 @@ async def test_pools_that_go_or_look_elsewhere_are_no_longer_looked_for(
         await told.until(lambda: told.found == [("p", [a.url])])
         watching.follow([pool("p", second)], {"p": (FoundServer(a.url),)})
         await told.until(lambda: told.found[1:] == [("p", [b.url])])
+        bodies = replace(pool("p", second), replica=ReplicaConfig(engine="openai", engine_url=b.url))
+        watching.follow([bodies], {"p": (FoundServer(b.url),)})
+        await told.until(lambda: "GET /v1/models " in b.last_head)
         watching.follow([], {})
         asked = b.num_asked
         await asyncio.sleep(0.1)
