@@ -306,7 +306,6 @@ class RemoteEngine:
                 self._unsaid += translated
         if self._residency.complaint is not None:
             self._believe(self._residency.complaint)
-            self._unsaid.clear()
         return events
 
     def _is_proof(self, event: Stored, translated: Sequence[CacheEvent]) -> bool:
@@ -318,6 +317,7 @@ class RemoteEngine:
     def _believe(self, why: str) -> None:
         """From now on predict what the server holds: its cache events do not say."""
         logger.warning("what the server holds is predicted, since its cache events do not say: %s", why)
+        self._unsaid.clear()
         self._believed = BelievedResidency(self._card.block_size, self._card.num_blocks)
 
     def _is_computed(self, live: _Live) -> None:

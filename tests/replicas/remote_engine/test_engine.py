@@ -354,6 +354,7 @@ def test_events_that_never_come_are_predicted(
     server: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(remote_engine.engine, "EVENT_SECONDS", 0.5)
+    server.store(PROMPT[::-1], ROOT.hex(), None)
     server.is_mute = True
     engine = RemoteEngine(config(server))
     prove_hashes(engine, random.Random(1))
