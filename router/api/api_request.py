@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 from starlette.types import Scope
 
-from replicas.protocol.blocks import ImageTokens, PublishedBeginning, pack_token_ids
+from replicas.protocol.blocks import BlockHash, ImageTokens, PublishedBeginning, pack_token_ids
 from replicas.protocol.frames import PromptUsage, SamplingParams, Submit, TokenLogprobs
 from replicas.protocol.images import named_media
 from replicas.protocol.prefix_leases import MAX_LEASES, PrefixLease
@@ -270,7 +270,7 @@ def make_prompt(
     packed_tokens = packed_tokens or pack_token_ids(token_ids)
     published = _beginning(context, model, packed_tokens) if request.cache_salt is None else None
     key = request.prompt_cache_key
-    spans = [ImageTokens(named_media(root, each.digest), each.start, each.length) for each in images]
+    spans, media = _named(root, images) if images else ([], [])
     bucket = bucket_of(root, key, packed_tokens, num_stable_tokens, card.block_size, spans)
     leases = leases_of(keeps, len(token_ids), card.block_size)
     generation = Generation(
@@ -302,13 +302,19 @@ def make_prompt(
         timeout_seconds=request.timeout,
         salt_tag=salt_tag(request.cache_salt),
         grammar_seconds=grammar_seconds,
-        media=[
-            Media(span.content_hash, each.content, each.path)
-            for span, each in zip(spans, images, strict=True)
-        ],
+        media=media,
     )
     outputs = [_output(model, request, sampling, wishes) for _ in range(generation.num_choices)]
     return Prompt(generation, first_index, outputs)
+
+
+def _named(root: BlockHash, images: Sequence[PromptImage]) -> tuple[list[ImageTokens], list[Media]]:
+    """Name images in a namespace: where their tokens are, and what replicas are sent of them."""
+    spans = [ImageTokens(named_media(root, each.digest), each.start, each.length) for each in images]
+    media = [
+        Media(span.content_hash, each.content, each.path) for span, each in zip(spans, images, strict=True)
+    ]
+    return spans, media
 
 
 def _beginning(context: ApiContext, model: ServedModel, packed_tokens: bytes) -> PublishedBeginning | None:

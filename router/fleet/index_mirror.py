@@ -403,60 +403,71 @@ def mirror_instruments(
 ) -> Iterator[Instrument]:
     """Instruments of all mirrors, by the model's name. More mirrors may be added later. `end_lingering` drops
     the predictions whose time is over, before they are counted."""
+    yield from _content_instruments(mirrors, end_lingering)
+    yield from _following_instruments(mirrors)
 
-    def each(read: Callable[[IndexMirror], float]) -> Callable[[], Mapping[str, float]]:
-        return lambda: {name: read(mirror) for name, mirror in mirrors.items()}
+
+def _content_instruments(
+    mirrors: Mapping[str, IndexMirror], end_lingering: Callable[[], None]
+) -> Iterator[Instrument]:
+    def predictions() -> Mapping[str, float]:
+        end_lingering()
+        return _of_each(mirrors, lambda mirror: mirror.num_predictions)()
 
     yield gauge(
         "router_index_entries",
         "Entries in the index: pairs of replica and block hash",
-        each(lambda mirror: mirror.num_entries),
+        _of_each(mirrors, lambda mirror: mirror.num_entries),
         "model",
     )
     yield gauge(
         "router_index_departures",
         "Block hashes of which it is known which replica they left",
-        each(lambda mirror: mirror.num_departures),
+        _of_each(mirrors, lambda mirror: mirror.num_departures),
         "model",
     )
-
-    def predictions() -> Mapping[str, float]:
-        end_lingering()
-        return each(lambda mirror: mirror.num_predictions)()
-
     yield gauge(
         "router_index_predictions",
         "Requests whose blocks are expected at a replica before its events report them",
         predictions,
         "model",
     )
+
+
+def _following_instruments(mirrors: Mapping[str, IndexMirror]) -> Iterator[Instrument]:
     yield counter(
         "router_index_changes_total",
         "Index changes applied",
-        each(lambda mirror: mirror.num_changes),
+        _of_each(mirrors, lambda mirror: mirror.num_changes),
         "model",
     )
     yield counter(
         "router_index_resyncs_total",
         "Times that a replica's whole block set was read again",
-        each(lambda mirror: mirror.num_resyncs),
+        _of_each(mirrors, lambda mirror: mirror.num_resyncs),
         "model",
     )
     yield counter(
         "router_index_malformed_total",
         "Index changes that could not be read",
-        each(lambda mirror: mirror.num_malformed),
+        _of_each(mirrors, lambda mirror: mirror.num_malformed),
         "model",
     )
     yield gauge(
         "router_index_lag_seconds",
         "How far this router's copy of the index is behind Redis",
-        each(lambda mirror: mirror.lag_seconds),
+        _of_each(mirrors, lambda mirror: mirror.lag_seconds),
         "model",
     )
     yield gauge(
         "router_index_connected",
         "1 while this router's copy of the index follows Redis, else 0",
-        each(lambda mirror: mirror.is_connected),
+        _of_each(mirrors, lambda mirror: mirror.is_connected),
         "model",
     )
+
+
+def _of_each(
+    mirrors: Mapping[str, IndexMirror], read: Callable[[IndexMirror], float]
+) -> Callable[[], Mapping[str, float]]:
+    return lambda: {name: read(mirror) for name, mirror in mirrors.items()}
