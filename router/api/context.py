@@ -29,8 +29,8 @@ from router.large_bodies.jobs import Bounds
 from router.large_bodies.worker import Worker
 from router.limits.admission import Admission, demand_of
 from router.limits.body_budget import BodyBudget, BodyHold
+from router.limits.concurrency_limit import ConcurrencyLimit
 from router.limits.first_replica import FirstReplica
-from router.limits.in_flight import InFlight
 from router.limits.tenant_turns import TenantTurns
 from router.observation.metrics import RouterMetrics
 from router.observation.trace_points import Trace, Tracing
@@ -103,7 +103,7 @@ class ApiContext:
     features: list[Feature] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
     tracing: Tracing = field(default_factory=Tracing)
-    in_flight: InFlight = field(init=False)
+    in_flight: ConcurrencyLimit = field(init=False)
     """Counts requests while they are served."""
     bounds: Bounds = field(default_factory=Bounds)
     """Bounds on preparing a large body."""
@@ -135,7 +135,7 @@ class ApiContext:
         )
         self.unknown_fields = UnknownFields(self.metrics.count_unknown_fields)
         self.grammars = GrammarChecks(self.worker.work_out)
-        self.in_flight = InFlight(self.config.max_in_flight, address_share=self.config.address_share)
+        self.in_flight = ConcurrencyLimit(self.config.max_in_flight, address_share=self.config.address_share)
         self.admission = Admission(
             max_sequences=self.config.max_sequences, max_tokens=self.config.max_tokens_in_flight
         )

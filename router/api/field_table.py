@@ -24,7 +24,7 @@ _MOST_IDLE_BYTES = 8
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
-class Refusal(NamedTuple):
+class FieldRefusal(NamedTuple):
     """`idle` are the values that ask for what happens anyway."""
 
     message: str
@@ -41,7 +41,7 @@ class FieldTable(Generic[Body]):
         kind: type[Body],
         *,
         hints: Collection[str] = (),
-        refused: Mapping[str, Refusal] | None = None,
+        refused: Mapping[str, FieldRefusal] | None = None,
         inner: "Mapping[str, FieldTable[Any]] | None" = None,
     ) -> None:
         self.kind = kind
@@ -119,7 +119,7 @@ def _strict(
     return made  # type: ignore[no-any-return]
 
 
-def _asks_nothing(value: msgspec.Raw, refusal: Refusal) -> bool:
+def _asks_nothing(value: msgspec.Raw, refusal: FieldRefusal) -> bool:
     written = bytes(value)
     try:
         return len(written) <= _MOST_IDLE_BYTES and _is_idle(msgspec.json.decode(written), refusal)
@@ -127,11 +127,11 @@ def _asks_nothing(value: msgspec.Raw, refusal: Refusal) -> bool:
         return False
 
 
-def _is_idle(value: Any, refusal: Refusal) -> bool:
+def _is_idle(value: Any, refusal: FieldRefusal) -> bool:
     """0 is not False, and 1 not True."""
     is_switch = isinstance(value, bool)
     return any(value == idle and is_switch == isinstance(idle, bool) for idle in refusal.idle)
 
 
-def _error(name: str, refusal: Refusal) -> InvalidRequest:
+def _error(name: str, refusal: FieldRefusal) -> InvalidRequest:
     return InvalidRequest(refusal.message.format(name=name), parameter=name, code=refusal.code)

@@ -42,7 +42,7 @@ MAX_RETRY_AFTER_SECONDS = 60.0
 
 
 @dataclass(slots=True)
-class _InFlight:
+class _OpenAttempts:
     """Requests over one stream, in order of submission."""
 
     max_step_tokens: int
@@ -105,7 +105,7 @@ class Dispatcher:
         self.num_overdue = 0
         self.num_late = 0
         self._num_runs = 0
-        self._in_flight: WeakKeyDictionary[ReplicaClient, _InFlight] = WeakKeyDictionary()
+        self._open: WeakKeyDictionary[ReplicaClient, _OpenAttempts] = WeakKeyDictionary()
         table.on_change = self._changed
         table.on_absence = self.holding.absent
 
@@ -139,16 +139,16 @@ class Dispatcher:
     # Who is in flight where.
 
     def begin(self, attempt: Attempt) -> None:
-        there = self._in_flight.get(attempt.client)
+        there = self._open.get(attempt.client)
         if there is None:
             card = self.table.card(attempt.replica_id)
-            there = _InFlight(0 if card is None else card.max_batched_tokens)
-            self._in_flight[attempt.client] = there
+            there = _OpenAttempts(0 if card is None else card.max_batched_tokens)
+            self._open[attempt.client] = there
         there.attempts[attempt] = None
 
     def end(self, attempt: Attempt) -> None:
         """Return an attempt's resources. Once per attempt."""
-        there = self._in_flight[attempt.client]
+        there = self._open[attempt.client]
         there.attempts.pop(attempt, None)
         had_trial = attempt.trial is not None
         if attempt.num_open and not attempt.has_survived:
@@ -162,7 +162,7 @@ class Dispatcher:
 
     def replica_died(self, client: ReplicaClient) -> None:
         """Judge the requests in flight at a dead replica, once even if called repeatedly."""
-        there = self._in_flight.get(client)
+        there = self._open.get(client)
         if there is None or there.is_dead:
             return
         there.is_dead = True
@@ -173,16 +173,16 @@ class Dispatcher:
 
     def blame_those_at(self, client: ReplicaClient) -> None:
         """Blame the requests at a replica that lives but no longer works."""
-        self._blame(self._in_flight[client])
+        self._blame(self._open[client])
 
     def streams(self) -> list[ReplicaClient]:
         """Over which something was ever sent."""
-        return list(self._in_flight)
+        return list(self._open)
 
     def attempts_at(self, client: ReplicaClient) -> list[Attempt]:
-        return list(self._in_flight[client].attempts)
+        return list(self._open[client].attempts)
 
-    def _blame(self, there: _InFlight) -> None:
+    def _blame(self, there: _OpenAttempts) -> None:
         now = self.clock()
         present = [(presence, prompt) for left, presence, prompt in there.left if now - left < LEFT_SECONDS]
         present += [(attempt.presence(), attempt.prompt) for attempt in there.attempts]
@@ -199,7 +199,7 @@ class Dispatcher:
 
     def _surviving_prompts(self) -> "_Prompts":
         """Return the prompts that a living replica has just computed: no replica dies of them."""
-        living = (there for there in self._in_flight.values() if not there.is_dead)
+        living = (there for there in self._open.values() if not there.is_dead)
         return _Prompts(
             attempt.prompt for there in living for attempt in there.attempts if attempt.has_survived
         )

@@ -60,9 +60,9 @@ class GenerationRun:
     decision_seconds: float
     """How long the table took for it."""
 
-    def __init__(self, state: "Dispatcher", generation: Generation, trace: Trace) -> None:
+    def __init__(self, dispatcher: "Dispatcher", generation: Generation, trace: Trace) -> None:
         assert generation.num_choices >= 1
-        self._state = state
+        self._dispatcher = dispatcher
         self._generation = generation
         self._trace = trace
         self._choices = [ChoiceProgress() for _ in range(generation.num_choices)]
@@ -70,7 +70,7 @@ class GenerationRun:
         self._num_unplaced = generation.num_choices
         self._attempts: list[Attempt] = []
         self._mailbox = Mailbox()
-        self._placement = Placement(state, generation, trace, self._mailbox.wake)
+        self._placement = Placement(dispatcher, generation, trace, self._mailbox.wake)
         self._visible = False
         self._listener: Listener | None = None
         self._error: Exception | None = None
@@ -91,7 +91,7 @@ class GenerationRun:
         return sum(attempt.inflight.num_waiting for attempt in self._attempts)
 
     async def __aenter__(self) -> "GenerationRun":
-        self._state.num_running += 1
+        self._dispatcher.num_running += 1
         try:
             while (seconds := self._place()) is not None:
                 await self._pause(seconds)
@@ -163,9 +163,9 @@ class GenerationRun:
                 if self._choices[index].attempt is attempt:
                     self._receive(attempt, index, delta, batch)
             if attempt.inflight.lost is not None and attempt.num_open:
-                self._state.num_lost += 1
+                self._dispatcher.num_lost += 1
                 if attempt.client.lost is not None:  # else that one request alone has come to nothing
-                    self._state.replica_died(attempt.client)
+                    self._dispatcher.replica_died(attempt.client)
                 self._abandon(attempt, RefusalCode.INTERNAL)
         return batch
 
@@ -185,7 +185,7 @@ class GenerationRun:
                 charge.begins(delta.usage.num_cached_tokens)
             charge.produces(len(delta.token_ids))
         if attempt.trial is not None and (finish is not None or attempt.has_survived):
-            self._state.survived(attempt)
+            self._dispatcher.survived(attempt)
         if delta.key.choice != index or (choice.has_usage and delta.usage is not None):
             key = RequestKey(delta.key.number, index)
             delta = replace(delta, key=key, usage=None if choice.has_usage else delta.usage)
@@ -245,13 +245,13 @@ class GenerationRun:
                 self._error = Overloaded(
                     "The replicas cannot keep all images of this request at once. Send fewer or smaller"
                     " ones, or try again later.",
-                    retry_after_seconds=self._state.retry_after_seconds(self._generation.model),
+                    retry_after_seconds=self._dispatcher.retry_after_seconds(self._generation.model),
                 )
                 for index in range(len(self._choices)):
                     self.abort_choice(index)
                 return
         if code is RefusalCode.ENGINE_FAILED:
-            self._state.replica_died(attempt.client)
+            self._dispatcher.replica_died(attempt.client)
         if visible:
             self._unplace(attempt, choice, code)
         else:
@@ -315,7 +315,7 @@ class GenerationRun:
     def _begin_upload(self, part: Sequence[int], routed: RoutedRequest) -> bool:
         """Begin an upload. False if the replica is known to have all media, or is gone."""
         media = self._generation.media
-        client = self._state.clients(routed.decision.replica_id)
+        client = self._dispatcher.clients(routed.decision.replica_id)
         if client is None or client.media.has(media):
             return False
         task = asyncio.create_task(client.media.send(self._generation.submit.root, media))
@@ -342,7 +342,7 @@ class GenerationRun:
 
     def _may_try_at(self, routed: RoutedRequest) -> bool:
         """A suspect may have been tried elsewhere, or another there, while the images were on their way."""
-        suspects, suspected = self._state.suspects, self._placement.suspected
+        suspects, suspected = self._dispatcher.suspects, self._placement.suspected
         return suspected is None or not (
             suspects.is_on_trial(suspected) or routed.decision.replica_id in suspects.places_taken()
         )
@@ -350,7 +350,7 @@ class GenerationRun:
     def _submit(self, part: Sequence[int], routed: RoutedRequest) -> None:
         generation = self._generation
         replica_id = routed.decision.replica_id
-        client = self._state.clients(replica_id)
+        client = self._dispatcher.clients(replica_id)
         output = self._choices[part[0]].token_ids
         trace = self._trace.attempt(routed.decision, is_resumed=bool(output))
         try:
@@ -369,7 +369,7 @@ class GenerationRun:
         self._placement.submitted(is_visible=self._visible)
         self.decision, self.decision_seconds = routed.decision, self._placement.routing_seconds
         suspected = self._placement.suspected
-        trial = None if suspected is None else self._state.suspects.begin_trial(suspected, replica_id)
+        trial = None if suspected is None else self._dispatcher.suspects.begin_trial(suspected, replica_id)
         attempt = Attempt(
             routed,
             client,
@@ -381,7 +381,7 @@ class GenerationRun:
             owner=generation.caller.owner,
             trial=trial,
         )
-        self._state.begin(attempt)
+        self._dispatcher.begin(attempt)
         self._attempts.append(attempt)
         self._num_unplaced -= len(part)
         for index in part:
@@ -419,7 +419,7 @@ class GenerationRun:
     def _pull_hint(self, decision: Decision) -> PullHint | None:
         """Return the peer to pull from, if it is still connected, even if it is leaving."""
         assert decision.pull_from is not None
-        peer = self._state.clients(decision.pull_from)
+        peer = self._dispatcher.clients(decision.pull_from)
         if peer is None or peer.epoch is None:
             return None
         return PullHint(peer.replica_id, peer.epoch, peer.address, decision.overlap_tokens)
@@ -428,7 +428,7 @@ class GenerationRun:
 
     def _release(self, attempt: Attempt) -> None:
         self._attempts.remove(attempt)
-        self._state.end(attempt)
+        self._dispatcher.end(attempt)
 
     def _close(self) -> None:
         if self._upload is not None:
@@ -440,7 +440,7 @@ class GenerationRun:
         self._listener = self._mailbox.listener = None  # they lead back here, in a circle
         self._num_open = self._num_unplaced = 0
         self._trace.end()
-        self._state.num_running -= 1
+        self._dispatcher.num_running -= 1
 
 
 def _client_error(refusal: Refusal, *, visible: bool) -> RouterError:

@@ -22,8 +22,8 @@ LOOKS = 12
 class OverdueWatch:
     """`run()` as a task of the owner's."""
 
-    def __init__(self, state: Dispatcher, seconds: float) -> None:
-        self._state = state
+    def __init__(self, dispatcher: Dispatcher, seconds: float) -> None:
+        self._dispatcher = dispatcher
         self._seconds = seconds
         self._pulses: WeakKeyDictionary[ReplicaClient, ProgressMonitor] = WeakKeyDictionary()
         self._hanging: WeakKeyDictionary[ReplicaClient, float] = WeakKeyDictionary()
@@ -36,33 +36,33 @@ class OverdueWatch:
 
     def look(self) -> None:
         """At every replica once."""
-        for client in self._state.streams():
+        for client in self._dispatcher.streams():
             if client.lost is None:
                 self._look_at(client)
 
     def _look_at(self, client: ReplicaClient) -> None:
-        state, table = self._state, self._state.table
+        dispatcher, table = self._dispatcher, self._dispatcher.table
         latest = table.loads.latest(client.replica_id)
         if latest is None:
             return
-        attempts = {attempt.inflight.submit_id: attempt for attempt in state.attempts_at(client)}
+        attempts = {attempt.inflight.submit_id: attempt for attempt in dispatcher.attempts_at(client)}
         tokens = {number: attempt.inflight.num_tokens for number, attempt in attempts.items()}
         pulse = self._pulses.get(client)
         if pulse is None:
             card = table.card(client.replica_id)
             relays = card is not None and bool(card.takes_bodies)
             pulse = self._pulses[client] = ProgressMonitor(self._seconds, relays=relays)
-        hangs, overdue = pulse.look(latest[0], client.num_deltas, tokens, state.clock())
+        hangs, overdue = pulse.look(latest[0], client.num_deltas, tokens, dispatcher.clock())
         if hangs:
             self._begin_hanging(client, len(overdue))
         elif client in self._hanging and (
-            pulse.has_moved or state.clock() - self._hanging[client] >= self._seconds
+            pulse.has_moved or dispatcher.clock() - self._hanging[client] >= self._seconds
         ):
             del self._hanging[client]
             table.set_stalled(client.replica_id, is_stalled=False)
             logger.info("replica %s gets requests again", client.replica_id)
         for number in overdue:
-            state.num_overdue += 1
+            dispatcher.num_overdue += 1
             attempts[number].inflight.fail(ReplicaLost("nothing has come of it for too long"))
 
     def _begin_hanging(self, client: ReplicaClient, num_overdue: int) -> None:
@@ -71,6 +71,6 @@ class OverdueWatch:
             client.replica_id,
             num_overdue,
         )
-        self._hanging[client] = self._state.clock()
-        self._state.blame_those_at(client)
-        self._state.table.set_stalled(client.replica_id, is_stalled=True)
+        self._hanging[client] = self._dispatcher.clock()
+        self._dispatcher.blame_those_at(client)
+        self._dispatcher.table.set_stalled(client.replica_id, is_stalled=True)

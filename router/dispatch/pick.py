@@ -34,13 +34,17 @@ class Pick:
     """How long the table took for it."""
 
     def __init__(
-        self, state: "Dispatcher", generation: Generation, trace: Trace, admits: Callable[[ModelCard], bool]
+        self,
+        dispatcher: "Dispatcher",
+        generation: Generation,
+        trace: Trace,
+        admits: Callable[[ModelCard], bool],
     ) -> None:
-        self._state = state
+        self._dispatcher = dispatcher
         self._generation = generation
         self._admits = admits
         self._called = asyncio.Event()
-        self._placement = Placement(state, generation, trace, self._called.set)
+        self._placement = Placement(dispatcher, generation, trace, self._called.set)
         self._trace = self._attempt = trace
         self._routed: RoutedRequest | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -50,7 +54,7 @@ class Pick:
         return self.decision.replica_id
 
     def __enter__(self) -> "Pick":
-        self._state.num_running += 1
+        self._dispatcher.num_running += 1
         return self
 
     def __exit__(
@@ -63,7 +67,7 @@ class Pick:
             self._attempt.end()
         self._placement.close()
         self._trace.end()
-        self._state.num_running -= 1
+        self._dispatcher.num_running -= 1
 
     async def place(self) -> ModelCard:
         """Wait for a decision; returns the chosen replica's card. Raises a RouterError."""
@@ -71,7 +75,7 @@ class Pick:
             self._called.clear()
             seconds = self._try()
             if seconds is None:
-                card = self._state.table.card(self.replica_id)
+                card = self._dispatcher.table.card(self.replica_id)
                 assert card is not None, "a routed replica is in the table"
                 return card
             left = self._placement.seconds_left()
@@ -100,7 +104,7 @@ class Pick:
 
     def _not_admitted(self) -> set[ReplicaId]:
         """Raises NoReplicaAvailable if some replicas are ready, and none of these is admitted."""
-        table, model, adapter = self._state.table, self._generation.model, self._generation.adapter
+        table, model, adapter = self._dispatcher.table, self._generation.model, self._generation.adapter
         if not table.has_ready(model, adapter=adapter):
             return set()
         others = {each for each in table.replica_ids(model) if not self._may_go(each)}
@@ -109,11 +113,11 @@ class Pick:
         return others
 
     def _may_go(self, replica_id: ReplicaId) -> bool:
-        card = self._state.table.card(replica_id)
+        card = self._dispatcher.table.card(replica_id)
         return card is not None and self._admits(card)
 
     def _take(self, routed: RoutedRequest) -> None:
-        placement, table = self._placement, self._state.table
+        placement, table = self._placement, self._dispatcher.table
         self._routed, self.decision = routed, routed.decision
         self.decision_seconds = placement.routing_seconds
         self._attempt = self._trace.attempt(routed.decision, is_resumed=False)

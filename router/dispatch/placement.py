@@ -58,23 +58,23 @@ class Placement:
     """`call` wakes the run that this belongs to: it is worth another try."""
 
     def __init__(
-        self, state: "Dispatcher", generation: Generation, trace: Trace, call: Callable[[], None]
+        self, dispatcher: "Dispatcher", generation: Generation, trace: Trace, call: Callable[[], None]
     ) -> None:
-        self.patience = Patience(state.retry)
+        self.patience = Patience(dispatcher.retry)
         self.num_attempts = 0
         self.suspected: PromptDigest | None = None
         """Set where the prompt may have killed a replica; then an attempt is a trial."""
         self.routing_seconds = 0.0
-        self._state = state
+        self._dispatcher = dispatcher
         self._generation = generation
         self._trace = trace
         self._call = call
-        self._order = state.next_order()
+        self._order = dispatcher.next_order()
         limit = generation.timeout_seconds
         promised = generation.caller.tenant.slo_seconds if generation.is_awaited else None
         if promised is not None and (limit is None or promised < limit):
             limit = promised
-        self._deadline = None if limit is None else state.clock() + limit
+        self._deadline = None if limit is None else dispatcher.clock() + limit
         self._ticket: Ticket | None = None
         self._line_ends_at = 0.0
         self._owes_retry = False
@@ -87,7 +87,7 @@ class Placement:
 
     def seconds_to_wait(self) -> float:
         """0 if a try is worth while now."""
-        now = self._state.clock()
+        now = self._dispatcher.clock()
         if now < self.patience.not_before:
             return self.patience.not_before - now
         if self._ticket is not None and not self._ticket.is_called:
@@ -98,35 +98,35 @@ class Placement:
         """Until its first token is too late, None where it never is. Raises TooLate if it is."""
         if self._deadline is None:
             return None
-        seconds = self._deadline - self._state.clock()
+        seconds = self._deadline - self._dispatcher.clock()
         if seconds <= 0:
-            self._state.num_late += 1
+            self._dispatcher.num_late += 1
             raise TooLate(
                 "This request was not answered in time, so it was stopped. Try again later.",
-                retry_after_seconds=self._state.retry_after_seconds(self._generation.model),
+                retry_after_seconds=self._dispatcher.retry_after_seconds(self._generation.model),
             )
         return seconds
 
     def may_try(self, choice: ChoiceProgress, *, is_visible: bool) -> bool:
         """Whether attempts are left for this choice, and retries for this router."""
-        if not choice.tries.are_left(self._state.retry):
+        if not choice.tries.are_left(self._dispatcher.retry):
             return False
         if self._owes_retry:
             self._owes_retry = False
             # An answer that has begun is gone on with in any case.
-            return self._state.budget.take(self._state.clock()) or is_visible
+            return self._dispatcher.budget.take(self._dispatcher.clock()) or is_visible
         return True
 
     def route(self, num_tokens: int) -> RoutedRequest | Obstacle:
         """Raises GenerationFailed for a prompt that is condemned."""
-        generation, table = self._generation, self._state.table
+        generation, table = self._generation, self._dispatcher.table
         exclude: Collection[ReplicaId] = self.patience.excluded
-        self.suspected = self._suspicion() if self._state.suspects.has_any else None
+        self.suspected = self._suspicion() if self._dispatcher.suspects.has_any else None
         if self.suspected is not None:
             self._withdraw()
-            if self._state.suspects.is_on_trial(self.suspected):
+            if self._dispatcher.suspects.is_on_trial(self.suspected):
                 return Obstacle.OWN_TRIAL
-            exclude = {*exclude, *self._state.suspects.places_taken()}
+            exclude = {*exclude, *self._dispatcher.suspects.places_taken()}
         elif self._held is None and self._is_behind(exclude):
             return Obstacle.LINE
         try:
@@ -156,7 +156,7 @@ class Placement:
 
     def _ask(self, request: RoutingRequest, exclude: Collection[ReplicaId]) -> RoutedRequest | Obstacle:
         """Raises TooLate and Overloaded."""
-        holding, now = self._state.holding, self._state.clock()
+        holding, now = self._dispatcher.holding, self._dispatcher.clock()
         if self._held is None:
             self._asking = self._as_asking(request)
             found = holding.ask(self._asking, now, self._call, exclude=exclude)
@@ -179,14 +179,14 @@ class Placement:
         assert self._asking is not None
         if self.charge is not None:  # of a replica that was chosen and never asked
             self.charge.close()
-        self.charge = self._state.holding.charge(self._asking, routed, held)
+        self.charge = self._dispatcher.holding.charge(self._asking, routed, held)
         return routed
 
     def _withdraw(self) -> None:
         """Withdraw it from the queue."""
         if self._held is not None:
             held, self._held = self._held, None
-            self._state.holding.withdraw(held)
+            self._dispatcher.holding.withdraw(held)
 
     def _as_asking(self, request: RoutingRequest) -> Asking:
         generation, tenant = self._generation, self._generation.caller.tenant
@@ -205,7 +205,7 @@ class Placement:
 
     def wait(self, obstacle: Obstacle) -> float:
         """Seconds until the next try is due, unless it is called before; 0 when it has waited enough."""
-        state, now = self._state, self._state.clock()
+        dispatcher, now = self._dispatcher, self._dispatcher.clock()
         if obstacle is Obstacle.HELD:
             assert self._held is not None and self._held.latest_start is not None
             seconds = min(LONGEST_PAUSE_SECONDS, max(LEAST_PAUSE_SECONDS, self._held.latest_start - now))
@@ -215,36 +215,36 @@ class Placement:
         is_coming = obstacle is Obstacle.NONE_READY and self._is_coming()
         if not (is_trial or is_coming or obstacle is Obstacle.LINE):
             self._leave_line()
-            if not self.patience.wait_for_all(now, state.rng.random()):
+            if not self.patience.wait_for_all(now, dispatcher.rng.random()):
                 return 0.0
             seconds = self.patience.not_before - now
             self._trace.waits(seconds)
             return seconds
-        longest = state.retry.trial_seconds if is_trial else state.retry.wait_seconds
+        longest = dispatcher.retry.trial_seconds if is_trial else dispatcher.retry.wait_seconds
         seconds = self.patience.wait_in_line(now, longest)
-        if not seconds or not self._stand_in_line(is_trial=is_trial, now=now):
+        if not seconds or not self._enter_line(is_trial=is_trial, now=now):
             return 0.0
         self._line_ends_at = now + seconds
         assert self._ticket is not None
         if self._ticket.is_called:
-            state.room.went_in_vain(self._ticket, call_next=obstacle is Obstacle.OWN_TRIAL)
+            dispatcher.room.went_in_vain(self._ticket, call_next=obstacle is Obstacle.OWN_TRIAL)
         else:
             self._trace.waits(seconds)
         return seconds
 
     def submitted(self, *, is_visible: bool) -> None:
         if is_visible:
-            self._state.num_resumes += 1
+            self._dispatcher.num_resumes += 1
         elif self.num_attempts:
-            self._state.num_retries += 1
+            self._dispatcher.num_retries += 1
         else:
-            self._state.budget.add_request()
+            self._dispatcher.budget.add_request()
         self.num_attempts += 1
         if self.charge is not None:
-            self.charge.goes(self._state.clock())
+            self.charge.goes(self._dispatcher.clock())
 
     def failed(self, replica_id: ReplicaId, code: RefusalCode, *, is_death: bool) -> None:
-        self.patience.failed(replica_id, code, self._state.clock(), self._state.rng.random())
+        self.patience.failed(replica_id, code, self._dispatcher.clock(), self._dispatcher.rng.random())
         # Where a living replica has refused it, trying again is more work for the others.
         is_no_load = is_death or code in (RefusalCode.DRAINING, RefusalCode.MEDIA_MISSING)
         self._owes_retry = self._owes_retry or not is_no_load
@@ -261,36 +261,36 @@ class Placement:
         if self._held is not None:
             self._withdraw()
         if self.charge is not None:
-            self.charge.close(None if self._has_given_up else self._state.clock())
+            self.charge.close(None if self._has_given_up else self._dispatcher.clock())
 
     def give_up(self, *, is_visible: bool) -> RouterError:
         """Return the client's error; the tenant is not charged for a prompt without output."""
         self._has_given_up = True
-        generation, state, failure = self._generation, self._state, self.patience.failure
+        generation, dispatcher, failure = self._generation, self._dispatcher, self.patience.failure
         model = generation.model if generation.adapter is None else generation.adapter.name
         if is_visible:
             return GenerationFailed("The generation was interrupted and could not be resumed.")
         if failure is RefusalCode.OVERLOADED:
             return Overloaded(
                 f"All replicas of model {model} are busy. Try again shortly.",
-                retry_after_seconds=state.retry_after_seconds(generation.model),
+                retry_after_seconds=dispatcher.retry_after_seconds(generation.model),
             )
         has_failed = failure in (RefusalCode.INTERNAL, RefusalCode.ENGINE_FAILED)
-        if has_failed and self.num_attempts >= state.retry.max_attempts:
+        if has_failed and self.num_attempts >= dispatcher.retry.max_attempts:
             return GenerationFailed("The generation failed on several replicas.")
         return NoReplicaAvailable(
             f"No replica of model {model} is available. Try again shortly.",
-            retry_after_seconds=state.retry_after_seconds(generation.model),
+            retry_after_seconds=dispatcher.retry_after_seconds(generation.model),
         )
 
     def _suspicion(self) -> PromptDigest | None:
         """The prompt's digest if it may have killed a replica. Raises for one that has killed two."""
-        suspects, generation = self._state.suspects, self._generation
+        suspects, generation = self._dispatcher.suspects, self._generation
         if self._digest is None:
             self._digest = suspects.digest(
                 generation.model, generation.token_ids_with_images(), generation.caller.owner
             )
-        now = self._state.clock()
+        now = self._dispatcher.clock()
         standing = suspects.standing(self._digest, now)
         if standing is Standing.CONDEMNED:
             minutes = math.ceil(suspects.remaining_seconds(self._digest, now) / 60)
@@ -302,20 +302,20 @@ class Placement:
 
     def _is_behind(self, exclude: Collection[ReplicaId]) -> bool:
         """Whether it must let others go first, or wait for room."""
-        state, generation = self._state, self._generation
+        dispatcher, generation = self._dispatcher, self._generation
         if self._ticket is None:
-            return bool(state.room.num_waiting) and state.room.is_before(
+            return bool(dispatcher.room.num_waiting) and dispatcher.room.is_before(
                 self._lane(is_trial=False), self._order
             )
-        if state.clock() >= self._line_ends_at:
+        if dispatcher.clock() >= self._line_ends_at:
             return False  # it may be refused where there is no room, but it is not kept from asking
-        model, adapter = generation.model, generation.adapter
-        return state.table.has_ready(model, adapter=adapter, exclude=exclude) and not state.table.has_room(
+        model, adapter, table = generation.model, generation.adapter, dispatcher.table
+        return table.has_ready(model, adapter=adapter, exclude=exclude) and not table.has_room(
             model, adapter=adapter, exclude=exclude
         )
 
     def _obstacle(self) -> Obstacle:
-        model, adapter, table = self._generation.model, self._generation.adapter, self._state.table
+        model, adapter, table = self._generation.model, self._generation.adapter, self._dispatcher.table
         if not table.has_ready(model, adapter=adapter):
             return Obstacle.NONE_READY
         if self.suspected is not None and table.has_ready(
@@ -327,18 +327,18 @@ class Placement:
     def _is_coming(self) -> bool:
         """A replica that gets nowhere will move again, or be replaced."""
         model = self._generation.model
-        return self._state.outlook(model).is_coming or self._state.table.has_stalled(model)
+        return self._dispatcher.outlook(model).is_coming or self._dispatcher.table.has_stalled(model)
 
     def _lane(self, *, is_trial: bool) -> Lane:
         return Lane(self._generation.model, self._generation.adapter, is_trial)
 
-    def _stand_in_line(self, *, is_trial: bool, now: float) -> bool:
+    def _enter_line(self, *, is_trial: bool, now: float) -> bool:
         """Join the line; False if it is full."""
         lane = self._lane(is_trial=is_trial)
         if self._ticket is not None and self._ticket.lane != lane:
             self._leave_line()
         if self._ticket is None:
-            self._ticket = self._state.room.enter(
+            self._ticket = self._dispatcher.room.enter(
                 lane,
                 order=self._order,
                 num_bytes=BYTES_PER_TOKEN * len(self._generation.token_ids),
@@ -351,4 +351,4 @@ class Placement:
     def _leave_line(self) -> None:
         if self._ticket is not None:
             ticket, self._ticket = self._ticket, None
-            self._state.room.leave(ticket)
+            self._dispatcher.room.leave(ticket)

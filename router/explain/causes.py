@@ -23,7 +23,7 @@ from router.explain.prefix_tree import Known
 from router.explain.repeats import Run
 from router.misses import Cause, MissedSpan, Misses, losses
 from router.routing.decision import Decision
-from router.routing.levels import Held
+from router.routing.levels import Holdings
 
 
 class Departed(NamedTuple):
@@ -119,7 +119,7 @@ def _facts(
     yield from _of_replica(usage, num_cached, replica_id)
     if decision is not None:
         yield from _of_chosen(num_cached, decision, block_size)
-        held = decision.held
+        held = decision.holdings
         if held is not None and any(
             levels and levels[0][0] * block_size > num_cached for levels in (held.levels, held.stored)
         ):
@@ -163,7 +163,7 @@ def _unresumable(
 
 def _of_chosen(num_cached: int, decision: Decision, block_size: int) -> Iterator[_Fact]:
     """Yield what the replica had by the index, or was about to have, and did not read."""
-    held, replica_id, planned = decision.held, decision.replica_id, decision.overlap_tokens
+    held, replica_id, planned = decision.holdings, decision.replica_id, decision.overlap_tokens
     if held is None:
         yield _Fact(planned, Cause.EVICTED, replica_id)
         return
@@ -180,7 +180,7 @@ def _of_chosen(num_cached: int, decision: Decision, block_size: int) -> Iterator
         yield _Fact(planned, Cause.NOT_WORTH_MOVING, decision.pull_from)
 
 
-def _of_others(decision: Decision, held: Held, block_size: int) -> Iterator[_Fact]:
+def _of_others(decision: Decision, held: Holdings, block_size: int) -> Iterator[_Fact]:
     """Yield what other replicas had stored, were about to store, or lost when they died."""
     candidates = [candidate.replica_id for candidate in decision.candidates]
     passed_over = {decision.replica_id, *held.gone}
@@ -222,7 +222,9 @@ def _of_known(past: Past, decision: Decision | None, block_size: int) -> Iterato
     if past.is_known_replica_gone is False and past.stride_tokens and decision is not None:
         on_stride = known.num_tokens // past.stride_tokens * past.stride_tokens
         assert known.replica_id is not None
-        held = 0 if decision.held is None else decision.held.stored_depth(known.replica_id) * block_size
+        held = (
+            0 if decision.holdings is None else decision.holdings.stored_depth(known.replica_id) * block_size
+        )
         if known.replica_id != decision.replica_id and held >= on_stride:
             yield _Fact(known.num_tokens, Cause.HELD_ELSEWHERE, known.replica_id)
     why = {True: Cause.REPLICA_RESTARTED, False: Cause.EVICTED, None: Cause.UNKNOWN}

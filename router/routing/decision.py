@@ -25,7 +25,7 @@ from router.routing.cost import (
     fleet_rates,
     typical_encode_seconds,
 )
-from router.routing.levels import NOWHERE, Depths, Held, Overlaps, Slots
+from router.routing.levels import NOWHERE, Depths, Holdings, Overlaps, Slots
 from router.routing.load import ReplicaLoad
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """`pull_from` is the peer from which the replica should pull the overlap that it lacks. `held` is the
+    """`pull_from` is the peer from which the replica should pull the overlap that it lacks. `holdings` is the
     index's view of all replicas, None if it had nothing."""
 
     replica_id: ReplicaId
@@ -166,7 +166,7 @@ class Decision(msgspec.Struct, frozen=True):
     rank: int
     candidates: tuple[Candidate, ...]
     pull_from: ReplicaId | None = None
-    held: Held | None = None
+    holdings: Holdings | None = None
 
 
 def decide(

@@ -91,7 +91,7 @@ Depth: TypeAlias = tuple[int, int]
 """A number of leading blocks, and the bits of the replicas that have just that many."""
 
 
-class Held(NamedTuple):
+class Holdings(NamedTuple):
     """Each replica's share of a prompt at its decision, as plain data.
 
     `levels` are deepest first, each replica once, predictions included; `stored` are without them. `gone` are
@@ -165,12 +165,12 @@ class Overlaps(Mapping[ReplicaId, int]):
         """Return the replica's leading blocks; 0 if it has none."""
         return _depth(self._levels, self.slots.bit(replica_id))
 
-    def held(self, gone: frozenset[ReplicaId]) -> Held | None:
+    def holdings(self, gone: frozenset[ReplicaId]) -> Holdings | None:
         """Return the data to keep of it; None if no replica has anything."""
         if not self._levels:
             return None
         stored = self._view(View.STORED) if self._has_foretold else self._levels
-        return Held(self.slots, self._levels, stored, gone)
+        return Holdings(self.slots, self._levels, stored, gone)
 
     def alike(self, among: int) -> list[tuple[int, Depths]]:
         """Group the replicas in the mask `among` that hold anything by equal depths."""

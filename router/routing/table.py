@@ -404,9 +404,9 @@ class RoutingTable:
             )
         overlaps = fleet.index.overlaps(block_hashes)
         decision = self._policy(request, replicas, overlaps, self._parameters, self._rng)
-        held = overlaps.held(frozenset(fleet.gone))
-        if held is not None:
-            decision = msgspec.structs.replace(decision, held=held)
+        holdings = overlaps.holdings(frozenset(fleet.gone))
+        if holdings is not None:
+            decision = msgspec.structs.replace(decision, holdings=holdings)
         return decision, replicas
 
     def _act(

@@ -15,7 +15,7 @@ from router.api.anthropic.caching import MarkPosition, Marks
 from router.api.anthropic.errors import NO_THREADS
 from router.api.anthropic.turns import Turns
 from router.api.chat_request import ChatRequest, KeepThrough
-from router.api.field_table import MOST_NAMED, FieldTable, Refusal
+from router.api.field_table import MOST_NAMED, FieldRefusal, FieldTable
 from router.api.json_body import check_range, missing
 from router.api.openai.caching import keep_seconds
 from router.api.openai.peer_fields import PEER_HINTS, Names, PeerFields, idle_at, moved, refused_fields
@@ -76,8 +76,8 @@ _OTHERS = (
     "max_tokens",
 )
 _FIELDS = tuple(name for name in GenerationFields.__struct_fields__ if name not in _OTHERS)
-_NOT_SERVED = Refusal("This is not supported in messages", (None,), None)
-_OF_CHATS = Refusal("This is not supported in messages", code=None)
+_NOT_SERVED = FieldRefusal("This is not supported in messages", (None,), None)
+_OF_CHATS = FieldRefusal("This is not supported in messages", code=None)
 _FORMATS = (
     "response_format",
     *(name for name in PeerFields.__struct_fields__ if name not in _FIELDS + _OTHERS),

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from router.api.field_table import FieldTable, Refusal
+from router.api.field_table import FieldRefusal, FieldTable
 from router.api.gemini.fields import CountTokens, GenerateContent, GenerationConfig, ThinkingConfig
 from router.api.openai.peer_fields import PEER_HINTS, Names, PeerFields, idle_at, moved, refused_fields
 from router.api.sampling import GenerationFields
@@ -24,7 +24,7 @@ def _both_spellings(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _refused(kind: type[Struct], **own: Refusal) -> dict[str, Refusal]:
+def _refused(kind: type[Struct], **own: FieldRefusal) -> dict[str, FieldRefusal]:
     config = "generationConfig."
     names = Names(
         f"{config}maxOutputTokens",
@@ -34,7 +34,7 @@ def _refused(kind: type[Struct], **own: Refusal) -> dict[str, Refusal]:
         f"{config}candidateCount",
         f"{config}seed",
     )
-    not_served = Refusal("'{name}' is not supported.")
+    not_served = FieldRefusal("'{name}' is not supported.")
     formats = ("response_format", *PeerFields.__struct_fields__[len(GenerationFields.__struct_fields__) :])
     refused = {
         **refused_fields(kind, names),
@@ -64,7 +64,7 @@ GENERATION_CONFIG = FieldTable(
         | {"modelConfig", "modelSelectionConfig", "routingConfig"}
     ),
     refused={
-        **_refused(GenerationConfig, translation_config=Refusal("'{name}' is not supported.")),
+        **_refused(GenerationConfig, translation_config=FieldRefusal("'{name}' is not supported.")),
         "_responseJsonSchema": moved("generationConfig.responseJsonSchema"),
     },
     inner={"thinkingConfig": _THINKING},

@@ -9,7 +9,7 @@ import msgspec
 
 from router.answers.wishes import ToolChoice
 from router.api.chat_request import ChatRequest, KeepThrough
-from router.api.field_table import FieldTable, Refusal
+from router.api.field_table import FieldRefusal, FieldTable
 from router.api.json_body import check_range, invalid, unsupported
 from router.api.openai.caching import compared_id, keeps_of
 from router.api.openai.messages import read_messages
@@ -57,22 +57,22 @@ _FIELDS = GenerationFields.__struct_fields__
 
 OPENAI_HINTS = PEER_HINTS | {"metadata", "moderation", "prediction", "service_tier", "store", "verbosity"}
 OPENROUTER_HINTS = frozenset({"models", "provider", "route", "transforms", "usage"})
-_SYSTEM = Refusal("'{name}' is not supported in chats: it is a message with the role 'system'.")
-_OF_RESPONSES = Refusal("'{name}' is a field of Responses.")
+_SYSTEM = FieldRefusal("'{name}' is not supported in chats: it is a message with the role 'system'.")
+_OF_RESPONSES = FieldRefusal("'{name}' is a field of Responses.")
 _REFUSED = {
     **refused_fields(ChatBody),
     "background": _OF_RESPONSES,
-    "best_of": Refusal("'{name}' is not supported.", idle_at(1)),
+    "best_of": FieldRefusal("'{name}' is not supported.", idle_at(1)),
     "conversation": _OF_RESPONSES,
     "include": _OF_RESPONSES,
     "input": moved("messages"),
     "instructions": _SYSTEM,
     "max_output_tokens": moved("max_completion_tokens"),
-    "plugins": Refusal("'{name}' is not supported."),
+    "plugins": FieldRefusal("'{name}' is not supported."),
     "previous_response_id": _OF_RESPONSES,
     "prompt": moved("messages"),
     "reasoning": moved("reasoning_effort"),
-    "suffix": Refusal("'{name}' is not supported."),
+    "suffix": FieldRefusal("'{name}' is not supported."),
     "system": _SYSTEM,
     "text": moved("response_format"),
 }

@@ -5,7 +5,7 @@ Owns what such a request may look like. Runs beside the event loop and elsewhere
 
 from typing import Any
 
-from router.api.field_table import NOTHING, FieldTable, Refusal
+from router.api.field_table import NOTHING, FieldRefusal, FieldTable
 from router.api.json_body import check_range, unsupported, wrong_type
 from router.api.openai.chat_body import OPENAI_HINTS, OPENROUTER_HINTS
 from router.api.openai.peer_fields import PeerFields, moved, refused_fields
@@ -39,8 +39,8 @@ class CompletionRequest(PeerFields, kw_only=True):
         return self.max_tokens == 0 or (options is not None and bool(options.prewarm))
 
 
-_OF_CHATS = Refusal("'{name}' is not supported in completions, whose prompt has no template.", (None,))
-_TOOLS = Refusal("'{name}' is not supported in completions.", (*NOTHING, "none", "auto"))
+_OF_CHATS = FieldRefusal("'{name}' is not supported in completions, whose prompt has no template.", (None,))
+_TOOLS = FieldRefusal("'{name}' is not supported in completions.", (*NOTHING, "none", "auto"))
 COMPLETION = FieldTable(
     CompletionRequest,
     hints=OPENAI_HINTS | OPENROUTER_HINTS,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from router.api.field_table import NOTHING, Refusal
+from router.api.field_table import NOTHING, FieldRefusal
 from router.api.sampling import GenerationFields
 
 
@@ -147,14 +147,18 @@ PEER_HINTS = frozenset(
 OPENAI_NAMES = Names()
 
 
-def refused_fields(kind: type[msgspec.Struct], names: Names = OPENAI_NAMES) -> Mapping[str, Refusal]:
+def refused_fields(kind: type[msgspec.Struct], names: Names = OPENAI_NAMES) -> Mapping[str, FieldRefusal]:
     """Return the refusals for bodies of this kind, without the fields that it honours."""
-    refused = dict.fromkeys(NOT_SERVED, Refusal("'{name}' is not supported."))
+    refused = dict.fromkeys(NOT_SERVED, FieldRefusal("'{name}' is not supported."))
     for name, idle in NOT_SERVED_BUT.items():
-        refused[name] = Refusal(f"'{{name}}' is not supported: it can only be {_shown(idle)}.", idle_at(idle))
+        refused[name] = FieldRefusal(
+            f"'{{name}}' is not supported: it can only be {_shown(idle)}.", idle_at(idle)
+        )
     for name in ("search_parameters", "web_search_options"):  # an empty one asks for it
-        refused[name] = Refusal("'{name}' is not supported: nothing is searched.", (None, False))
-    refused["extra_body"] = Refusal("'{name}' is a library's: what is in it stands at the top of a body.")
+        refused[name] = FieldRefusal("'{name}' is not supported: nothing is searched.", (None, False))
+    refused["extra_body"] = FieldRefusal(
+        "'{name}' is a library's: what is in it stands at the top of a body."
+    )
     for here, others in (
         (
             names.max_tokens,
@@ -178,9 +182,11 @@ def refused_fields(kind: type[msgspec.Struct], names: Names = OPENAI_NAMES) -> M
     return {name: refusal for name, refusal in refused.items() if name not in kind.__struct_encode_fields__}
 
 
-def moved(here: str) -> Refusal:
+def moved(here: str) -> FieldRefusal:
     """For a field that is another one in this dialect."""
-    return Refusal(f"Unsupported parameter: '{{name}}'. Here it is '{here}'.", code="unsupported_parameter")
+    return FieldRefusal(
+        f"Unsupported parameter: '{{name}}'. Here it is '{here}'.", code="unsupported_parameter"
+    )
 
 
 def idle_at(value: Any) -> tuple[Any, ...]:

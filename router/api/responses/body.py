@@ -10,7 +10,7 @@ import msgspec
 
 from router.answers.wishes import FormatKind, OutputFormat
 from router.api.chat_request import ChatRequest, KeepThrough
-from router.api.field_table import FieldTable, Refusal
+from router.api.field_table import FieldRefusal, FieldTable
 from router.api.json_body import check_range, encode_json, invalid, missing, unsupported
 from router.api.openai.caching import compared_id, keeps_of
 from router.api.openai.chat_body import OPENAI_HINTS
@@ -124,14 +124,14 @@ class Echo(msgspec.Struct, frozen=True):
 
 _FIELDS = tuple(name for name in GenerationFields.__struct_fields__ if name != "max_tokens")
 _NAMES = Names("max_output_tokens", response_format="text.format", thinking="reasoning.effort")
-_NOT_SERVED = Refusal("'{name}' is not supported.")
+_NOT_SERVED = FieldRefusal("'{name}' is not supported.")
 RESPONSE = FieldTable(
     ResponsesBody,
     hints=OPENAI_HINTS | {"agent_reference", "betas", "context_management", "stream_obfuscation"},
     refused={
         **refused_fields(ResponsesBody, _NAMES),
-        "best_of": Refusal("'{name}' is not supported.", idle_at(1)),
-        "conversation": Refusal(
+        "best_of": FieldRefusal("'{name}' is not supported.", idle_at(1)),
+        "conversation": FieldRefusal(
             "There are no stored conversations here; 'previous_response_id' continues a response.", (None,)
         ),
         **dict.fromkeys(("continue_final_message", "echo", "suffix"), _NOT_SERVED),
@@ -139,12 +139,14 @@ RESPONSE = FieldTable(
         "add_generation_prompt": _NOT_SERVED._replace(idle=idle_at(True)),
         "function_call": moved("tool_choice"),
         "functions": moved("tools"),
-        "logprobs": Refusal("'{name}' is not supported: 'include' asks for them, with 'top_logprobs'."),
+        "logprobs": FieldRefusal("'{name}' is not supported: 'include' asks for them, with 'top_logprobs'."),
         "max_completion_tokens": moved("max_output_tokens"),
         "max_tokens": moved("max_output_tokens"),
         "messages": moved("input"),
-        "previous_input_messages": Refusal("'previous_response_id' continues a response.", (None,)),
-        "prompt": Refusal("There are no prompt templates here; send 'instructions' and 'input'.", (None,)),
+        "previous_input_messages": FieldRefusal("'previous_response_id' continues a response.", (None,)),
+        "prompt": FieldRefusal(
+            "There are no prompt templates here; send 'instructions' and 'input'.", (None,)
+        ),
         "reasoning_effort": moved("reasoning.effort"),
         "response_format": moved("text.format"),
         "system": moved("instructions"),

@@ -6,7 +6,7 @@ from replicas.protocol.status import ReplicaId
 from replicas.protocol.ways import NO_MOVES, MoveSpeeds, Reach
 from router.routing.cost import Cost
 from router.routing.decision import Candidate, Decision, DecisionReason
-from router.routing.levels import Depth, Held, Slots
+from router.routing.levels import Depth, Holdings, Slots
 from router.routing.load import ReplicaLoad
 
 BLOCK_SIZE = 16
@@ -44,7 +44,7 @@ def decision(
         0,
         candidates,
         None if pull_from is None else ReplicaId(pull_from),
-        Held(slots, _levels(slots, deep), _levels(slots, stored), frozenset(map(ReplicaId, gone))),
+        Holdings(slots, _levels(slots, deep), _levels(slots, stored), frozenset(map(ReplicaId, gone))),
     )
 
 

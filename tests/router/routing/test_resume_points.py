@@ -99,7 +99,7 @@ def test_predicted_points_count_until_they_end_and_are_not_stored() -> None:
     index.predict(7, A, index.missing(A, hashes), [hashes[2]])
     overlaps = index.overlaps(hashes)
     assert dict(overlaps) == {A: 3}
-    held = overlaps.held(frozenset())
+    held = overlaps.holdings(frozenset())
     assert held is not None and (held.depth(A), held.stored_depth(A)) == (3, 1)
     announced = Announcement(7, index.missing(A, hashes), (hashes[2],))
     change(index, A, announced=(announced,))
@@ -154,7 +154,7 @@ def test_levels_are_those_of_a_naive_twin(stride: int, has_full: bool) -> None:
         assert {each: overlaps.depth(each) for each in replica_ids} == {
             each: deepest(points[each] | foretold[each]) for each in replica_ids
         }
-        held = overlaps.held(frozenset())
+        held = overlaps.holdings(frozenset())
         if held is not None:
             assert {each: held.stored_depth(each) for each in replica_ids} == {
                 each: deepest(points[each]) for each in replica_ids

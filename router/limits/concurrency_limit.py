@@ -1,4 +1,4 @@
-"""InFlight: how many requests a router serves at a time, with a share per client address.
+"""ConcurrencyLimit: how many requests a router serves at a time, with a share per client address.
 
 Owns the count. `admission.py` weighs a request's content.
 """
@@ -10,7 +10,7 @@ from router.limits.address_shares import AddressShares
 from router.shared.instruments import Instrument, gauge
 
 
-class InFlight:
+class ConcurrencyLimit:
     def __init__(self, most: int, *, address_share: float) -> None:
         self._held = AddressShares(most, address_share=address_share)
 
@@ -21,17 +21,17 @@ class InFlight:
     def instruments(self) -> Iterator[Instrument]:
         yield gauge("router_in_flight", "Requests being served", lambda: self.num)
 
-    def hold(self, address: str | None) -> "InFlightHold":
+    def hold(self, address: str | None) -> "ConcurrencyHold":
         """Count one request until the context is left. Raises Overloaded without room."""
         if not self._held.take(address):
             whose = "this address" if self._held.has_room(None) else "all clients"
             raise Overloaded(
                 f"The router is serving as many requests of {whose} as it can. Please try again in 1s."
             )
-        return InFlightHold(self._held, address)
+        return ConcurrencyHold(self._held, address)
 
 
-class InFlightHold:
+class ConcurrencyHold:
     """One request's place. Leave it once."""
 
     __slots__ = ("_address", "_held")
