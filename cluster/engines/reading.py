@@ -1,6 +1,10 @@
 """read_whole(): an HTTP answer of bounded length."""
 
+import logging
+
 import httpx
+
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
 
 
 async def read_whole(answer: httpx.Response, most_bytes: int) -> bytes:

@@ -31,8 +31,6 @@ from replicas.remote_engine.facts import ServerLoad
 
 logger = logging.getLogger(__name__)
 
-logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
-
 LOOK_SECONDS = 0.5
 """Time between looks at the server's load."""
 
