@@ -67,11 +67,12 @@ class FirstReplica:
 
     @property
     def waiting_by_model(self) -> Mapping[str, tuple[int, int]]:
-        """How many wait for each model, and the memory that their prompts will take."""
+        """How many wait for each model, and the memory that their prompts will take. Models without a replica
+        are there too, since an autoscaler looks at them before anything waits."""
         return {
             model: (len(found), sum(waiter.num_bytes for waiter in found))
-            for model in self._waiting
-            if (found := self._queue.in_line(ReplicaId(model)))
+            for model in {*self.registered(), *self._waiting}
+            for found in (self._queue.in_line(ReplicaId(model)),)
         }
 
     async def wait(

@@ -53,7 +53,8 @@ class Front:
         """Read as an autoscaler's query does."""
         lines = (await self.client.get("/metrics")).text.splitlines()
         wanted = f'router_unplaced_requests{{model="{MODEL}"}} '
-        return sum(float(line.removeprefix(wanted)) for line in lines if line.startswith(wanted))
+        (found,) = [line.removeprefix(wanted) for line in lines if line.startswith(wanted)]
+        return float(found)
 
     async def wait_unplaced(self, number: int) -> None:
         async with asyncio.timeout(20):
@@ -103,6 +104,7 @@ async def test_requests_in_every_dialect_wait_for_the_first_replica(redis_url: s
             await is_away(router)
         await eventually(lambda: router.router.is_ready)
         assert (await router.client.get("/ready")).status_code == 200, "or no request would come here"
+        assert await router.unplaced() == 0, "an autoscaler looks before anything waits"
         tasks = [asyncio.create_task(router.ask(dialect)) for dialect in DIALECTS]
         await router.wait_unplaced(len(tasks))
         never_seen = await router.ask(model="never-seen")  # and no adapter, as far as the router can know

@@ -12,6 +12,7 @@ from router.queue.fair_queue import FairQueue
 from router.queue.work import BYTES_PER_TOKEN
 from tests.router.scripted_replica import eventually
 
+NONE = {"m": (0, 0), "n": (0, 0)}
 ONE, OTHER = Tenant(name="one"), Tenant(name="other")
 
 
@@ -51,7 +52,7 @@ class World:
 async def world() -> AsyncIterator[World]:
     world = World()
     yield world
-    assert world.first.waiting_by_model == {}
+    assert world.first.waiting_by_model == NONE
 
 
 async def test_those_that_wait_go_on_when_a_replica_of_their_model_is_ready(world: World) -> None:
@@ -108,7 +109,7 @@ async def test_after_its_time_a_request_is_refused_and_told_when_to_come_back() 
     with pytest.raises(NoReplicaAvailable) as refused:
         await World(seconds=90.0).first.wait("m", ONE, 1, 0.01)
     assert refused.value.retry_after_seconds == 60.0
-    assert world.first.waiting_by_model == {}
+    assert world.first.waiting_by_model == NONE
 
 
 @pytest.mark.parametrize("comes_at_once", [False, True])
