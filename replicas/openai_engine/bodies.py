@@ -25,6 +25,9 @@ MOST_ANSWER_BYTES = 32 * 2**20
 """Longest answer that does not stream."""
 MOST_STREAM_BYTES = 2**30
 MOST_EVENT_BYTES = 8 * 2**20
+MOST_PROMPT_MS = 86_400_000.0
+"""Longer is not believed."""
+
 DONE = b"[DONE]"
 """OpenAI's last event."""
 
@@ -64,10 +67,12 @@ def body_to_send(form: BodyForm, body: bytes, served_name: str) -> SentBody:
 
 @dataclass(slots=True)
 class Read(UsedTokens):
-    """The facts that an answer has told so far. Tokens are the server's."""
+    """The facts that an answer has told so far. Tokens are the server's. `prompt_seconds` is how long it has
+    computed the prompt."""
 
     finish: FinishReason | None = None
     problem: str | None = None
+    prompt_seconds: float | None = None
 
     @property
     def complaint(self) -> str | None:
@@ -78,10 +83,11 @@ class Read(UsedTokens):
 
 
 class _Timings(msgspec.Struct):
-    """llama.cpp's: `cache_n` tokens of the prompt were cached, and `prompt_n` were not."""
+    """llama.cpp's: `cache_n` tokens of the prompt were cached, and `prompt_n` computed in `prompt_ms`."""
 
     cache_n: int | None = None
     prompt_n: int | None = None
+    prompt_ms: float | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -162,6 +168,8 @@ class AnswerReader:
             cached, computed = believed(timings.cache_n), believed(timings.prompt_n)
             if cached is not None and computed is not None:
                 read.num_cached_tokens, read.num_prompt_tokens = cached, cached + computed
+            if timings.prompt_ms is not None and 0.0 < timings.prompt_ms < MOST_PROMPT_MS:
+                read.prompt_seconds = timings.prompt_ms / 1000
         return said
 
     def _end(self, reason: str) -> None:

@@ -60,7 +60,6 @@ class _Live(LiveRequest):
     chain: list[BlockHash] = field(default_factory=list)
     num_believed: int = 0
     """Blocks of the chain that the server was believed to hold before it began."""
-    streams: bool = False
     has_place: bool = True
     """It had not to wait for another one to end."""
 
@@ -141,7 +140,7 @@ class OpenAiEngine:
         except ValueError as error:
             raise RequestRefused(RefusalCode.INVALID_REQUEST, f"the body cannot be read: {error}") from error
         has_place = not self._num_places or len(self._live) < self._num_places
-        self._live.add(name, _Live(request, streams=sent.streams, has_place=has_place))
+        self._live.add(name, _Live(request, has_place=has_place))
         self._server.submit(name, sent)
 
     def abort(self, key: RequestKey) -> None:
@@ -243,8 +242,10 @@ class OpenAiEngine:
         chain, user = live.chain, request.submit.user
         if num_cached is not None and num_cached // size < min(live.num_believed, (num_tokens - 1) // size):
             self._events += self._residency.corrected(chain, num_cached // size, user)
-        if live.first_at and live.streams and live.has_place:
-            self._live.computed(live, num_tokens - (num_cached or 0))
+        if read.prompt_seconds is not None:
+            self._live.computed(num_tokens - (num_cached or 0), read.prompt_seconds)
+        elif live.first_at and live.has_place:
+            self._live.computed(num_tokens - (num_cached or 0), live.first_at - live.submitted_at)
         return PromptUsage(
             num_prompt_tokens=num_tokens,
             num_cached_tokens=num_cached,

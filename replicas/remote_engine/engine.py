@@ -428,7 +428,8 @@ class RemoteEngine:
         told = self._num_told(live)
         if told is not None or self._believed is not None:
             num_read = live.num_believed * size if told is None else told
-            self._live.computed(live, len(live.request.token_ids) - num_read)
+            num_computed = len(live.request.token_ids) - num_read
+            self._live.computed(num_computed, live.first_at - live.submitted_at)
         if told is None:
             self._warn_of(live.num_cached_tokens)
             return PromptUsage(num_prompt_tokens, None, 0, leases=leases)

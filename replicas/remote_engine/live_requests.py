@@ -82,9 +82,9 @@ class LiveRequests(Generic[Live]):
         self._decode_seconds = DECAY * (self._decode_seconds or seconds) + (1 - DECAY) * seconds
         return False
 
-    def computed(self, live: Live, num_tokens: int) -> None:
-        """Measure: `num_tokens` of its prompt were computed until its first token came."""
-        self._prefill.observe(max(1, num_tokens), max(0.0, live.first_at - live.submitted_at))
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Measure: so much of a prompt took so long."""
+        self._prefill.observe(max(1, num_tokens), max(0.0, seconds))
 
     def take_started(self) -> list[RequestKey]:
         started, self._started = self._started, []

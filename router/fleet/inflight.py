@@ -16,6 +16,8 @@ class ReplicaLost(Exception):
     """The stream to the replica is gone, with every request on it. The message says why."""
 
 
+BYTES_OF_DELTA = 4096
+
 Listener = Callable[[TokenDelta], bool]
 """Returns whether it has taken the delta. It runs where frames are read, so it never raises."""
 
@@ -62,7 +64,8 @@ class Inflight:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._deltas)
+        """Count the untaken deltas, those with more of a body for as many as it would fill."""
+        return sum(1 + len(delta.body or b"") // BYTES_OF_DELTA for delta in self._deltas)
 
     def take(self) -> list[TokenDelta]:
         """All deltas since the last call, in order. They come before `lost` is worth a look."""

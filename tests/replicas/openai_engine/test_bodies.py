@@ -78,6 +78,10 @@ def test_llama_cpps_timings_are_read() -> None:
     reader = AnswerReader()
     reader.take(encoded(choices=[], timings={"cache_n": 30, "prompt_n": 2}))
     assert (reader.read.num_prompt_tokens, reader.read.num_cached_tokens) == (32, 30)
+    assert reader.read.prompt_seconds is None
+    for told, seconds in ((250.0, 0.25), (-1.0, 0.25), (1e300, 0.25)):
+        reader.take(encoded(choices=[], timings={"prompt_ms": told}))
+        assert reader.read.prompt_seconds == seconds
 
 
 def test_what_is_not_told_is_unknown() -> None:

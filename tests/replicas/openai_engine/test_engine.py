@@ -131,6 +131,22 @@ def test_what_was_sent_is_believed_and_what_the_server_says_corrects_it(
     assert gone.usage is not None and gone.usage.num_cached_tokens == 0
 
 
+def test_two_replicas_at_one_server_believe_each_what_they_have_sent(server: TextServer) -> None:
+    engines = [OpenAiEngine(config(server)) for _ in range(2)]
+    first, second = map(Driven, engines)
+    body = chat()
+    first.finish(first.add(body))
+    assert (engines[0].step().load.num_cached_blocks, engines[1].step().load.num_cached_blocks) == (
+        len(body) // engines[0].card.block_size,
+        0,
+    )
+    told = second.finish(second.add(body)).usage
+    assert told is not None and (told.num_cached_tokens or 0) > 0.9 * len(body)  # of what the first has sent
+    assert first.balance.held == second.balance.held
+    for engine in engines:
+        engine.close()
+
+
 def test_unknown_is_not_nothing(driven: Driven, server: TextServer) -> None:
     server.tells_cached = False
     last = driven.finish(driven.add(chat()))
@@ -239,9 +255,11 @@ def test_an_answer_that_waited_for_a_slot_measures_nothing(server: TextServer) -
     engine.close()
 
 
-def test_a_whole_answer_does_not_measure_prompts(driven: Driven) -> None:
-    driven.finish(driven.add(chat()))
-    assert driven.engine.step().load.prefill_seconds_per_token == 0.0
+def test_what_the_server_says_of_its_speed_is_believed(driven: Driven, server: TextServer) -> None:
+    server.timings = {"cache_n": 0, "prompt_n": 100, "prompt_ms": 5000.0}
+    body = chat()
+    driven.finish(driven.add(body))
+    assert driven.engine.step().load.prefill_seconds_per_token == pytest.approx(5.0 / len(body))
 
 
 def test_a_comment_is_no_beginning_of_an_answer(driven: Driven, server: TextServer) -> None:

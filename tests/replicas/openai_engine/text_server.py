@@ -31,6 +31,7 @@ class TextServer:
         self.tells_cached = True
         self.bodies: list[bytes] = []
         self.num_open = 0
+        self.timings: dict[str, Any] = {}
         self._words: list[list[str]] = []
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -94,6 +95,8 @@ class TextServer:
         if not body.get("stream"):
             choice = {"index": 0, "message": {"content": "".join(said)}, "finish_reason": "stop"}
             answer = {"id": "theirs", "odd": [1, 2.50], "choices": [choice], "usage": usage}
+            if self.timings:
+                answer["timings"] = self.timings
             return JSONResponse(answer)
         has_usage = (body.get("stream_options") or {}).get("include_usage")
         stream = self._stream(said, usage if has_usage else None)
