@@ -6,7 +6,8 @@ the Gateway API Inference Extension gives to headers and metadata. Fields that a
 
 import enum
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from router.picker.protobuf import content, field, fields, text
 
@@ -38,8 +39,7 @@ class BodyMode(enum.IntEnum):
     GRPC = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(msgspec.Struct, frozen=True):
     """Headers of the request or of its response. Pseudo headers begin with a colon. `is_last`: no body
     follows."""
 
@@ -50,19 +50,16 @@ class Head:
         return next((value for each, value in self.headers if each == name), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Body:
+class Body(msgspec.Struct, frozen=True):
     content: bytes
     is_last: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Trailers:
+class Trailers(msgspec.Struct, frozen=True):
     """The end of a body."""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(msgspec.Struct, frozen=True):
     """One message of the gateway. `subset` are the only endpoints that may be chosen; None: all may. The
     modes come with the first message, from gateways that send them."""
 

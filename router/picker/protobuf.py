@@ -8,6 +8,7 @@ from collections.abc import Iterator
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 _FIXED = {FIXED64: 8, FIXED32: 4}
 _MOST_SHIFT = 63
+_ONE_BYTE = [bytes((value,)) for value in range(128)]
 
 
 def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
@@ -47,6 +48,8 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 def varint(value: int) -> bytes:
+    if value < 128:
+        return _ONE_BYTE[value]
     encoded = bytearray()
     while value > 127:
         encoded.append(value & 127 | 128)
