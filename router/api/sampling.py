@@ -3,9 +3,10 @@
 Owns the limits.
 """
 
+import functools
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -350,15 +351,22 @@ def _stop_token_ids(token_ids: list[int], model: TextModel) -> tuple[int, ...]:
 
 def check_token_ids(token_ids: list[Any], model: TextModel, parameter: str) -> tuple[int, ...]:
     """Raises InvalidRequest unless all are token ids of the model."""
-    if not {int}.issuperset(map(type, token_ids)):
+    try:
+        return msgspec.convert(token_ids, _token_ids_below(model.card.vocab_size))
+    except msgspec.ValidationError as error:
+        if {int}.issuperset(map(type, token_ids)):
+            raise InvalidRequest(
+                f"Invalid '{parameter}': token ids of this model go from 0 to {model.card.vocab_size - 1}.",
+                parameter=parameter,
+            ) from error
         raise InvalidRequest(
             f"Invalid type for '{parameter}': token ids are integers.",
             parameter=parameter,
             code="invalid_type",
-        )
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < model.card.vocab_size):
-        raise InvalidRequest(
-            f"Invalid '{parameter}': token ids of this model go from 0 to {model.card.vocab_size - 1}.",
-            parameter=parameter,
-        )
-    return tuple(token_ids)
+        ) from error
+
+
+@functools.cache
+def _token_ids_below(vocab_size: int) -> type[tuple[int, ...]]:
+    token_id = Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]
+    return tuple[token_id, ...]
