@@ -106,7 +106,13 @@ def _listener(port: int, filters: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"name": f"at_{port}", "address": _address(port), "filter_chains": [chain]}
 
 
-def _clusters(picker_port: int) -> list[dict[str, Any]]:
+def _tls(ca: str) -> dict[str, Any]:
+    context = {"common_tls_context": {"validation_context": {"trusted_ca": {"filename": ca}}}}
+    typed = {"@type": f"{_TYPES}.transport_sockets.tls.v3.UpstreamTlsContext", **context}
+    return {"transport_socket": {"name": "envoy.transport_sockets.tls", "typed_config": typed}}
+
+
+def _clusters(picker_port: int, picker_ca: str | None) -> list[dict[str, Any]]:
     endpoint = {"endpoint": {"address": _address(picker_port)}}
     http2 = {
         "@type": f"type.googleapis.com/{_HTTP_OPTIONS}",
@@ -119,6 +125,7 @@ def _clusters(picker_port: int) -> list[dict[str, Any]]:
             "connect_timeout": "1s",
             "typed_extension_protocol_options": {_HTTP_OPTIONS: http2},
             "load_assignment": {"cluster_name": "picker", "endpoints": [{"lb_endpoints": [endpoint]}]},
+            **({} if picker_ca is None else _tls(picker_ca)),
         },
         {
             "name": "servers",
@@ -131,9 +138,12 @@ def _clusters(picker_port: int) -> list[dict[str, Any]]:
 
 
 class Envoy:
-    """`url` offers all servers, `buffered_url` does too and sends whole bodies, `url_of` offers some."""
+    """`url` offers all servers, `buffered_url` does too and sends whole bodies, `url_of` offers some. With a
+    CA it speaks TLS to the picker."""
 
-    def __init__(self, picker_port: int, subsets: Sequence[Sequence[str]] = ()) -> None:
+    def __init__(
+        self, picker_port: int, subsets: Sequence[Sequence[str]] = (), *, picker_ca: str | None = None
+    ) -> None:
         ports = [free_port() for _ in range(2 + len(subsets))]
         self._subsets = {tuple(subset): port for subset, port in zip(subsets, ports[2:], strict=True)}
         self.url, self.buffered_url = (f"http://127.0.0.1:{port}" for port in ports[:2])
@@ -141,7 +151,8 @@ class Envoy:
         listeners = [_listener(ports[0], [streamed]), _listener(ports[1], [buffered])]
         for subset, port in self._subsets.items():
             listeners.append(_listener(port, [_subset(subset), streamed]))
-        self.config = {"static_resources": {"listeners": listeners, "clusters": _clusters(picker_port)}}
+        clusters = _clusters(picker_port, picker_ca)
+        self.config = {"static_resources": {"listeners": listeners, "clusters": clusters}}
         self._ports = ports
 
     def url_of(self, *subset: str) -> str:
