@@ -6,7 +6,6 @@ the operators' port still open; a second SIGINT stops at once. `edge/processes.p
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import random
@@ -32,7 +31,7 @@ from router.edge.http_protocol import protocol_of
 from router.edge.listeners import BACKLOG, AllListeners, Listeners, address_of, listening
 from router.edge.open_files import allow_connections
 from router.edge.processes import EXIT_FAILED, EXIT_NOT_STARTED, ProcessSlot, RouterProcesses
-from router.memory import return_large_blocks
+from router.memory import return_large_blocks, spare_long_lived_objects
 
 if TYPE_CHECKING:
     from router.picker.server import Picker
@@ -43,9 +42,6 @@ KEEP_ALIVE_SECONDS = 75
 """Longer than load balancers keep idle connections: they must be the ones to close."""
 
 ADMIN_DRAIN_SECONDS = 1
-
-YOUNG_OBJECTS = 10_000
-"""Made and not freed, before the collector looks at them."""
 
 LOOK_SECONDS = 0.05
 FIRST_LOOK_SECONDS = 5.0
@@ -189,10 +185,7 @@ async def serve(
     server = _Server(served, listeners.others, router.picker)
     if router.picker is not None:
         await router.picker.bind()
-    # All that exists now lives as long as the process: keep the collector from walking it again. It walks
-    # every token of the prompts that are served, and a request that has ended leaves it nothing to find.
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
+    spare_long_lived_objects()
     async with asyncio.TaskGroup() as tasks:
         following = tasks.create_task(router.run(), name="fleet")
         async with _admin_server(config, router.apps.admin, listeners):

@@ -34,7 +34,6 @@ time.thread_time = CLOCK.look
 # ruff: noqa: E402
 import asyncio
 import bisect
-import gc
 import random
 from collections.abc import Sequence
 from typing import Any, cast
@@ -62,7 +61,6 @@ from replicas.protocol.frames import (
 from replicas.protocol.keys import IndexChange
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
 from replicas.protocol.wire import encode
-from router.__main__ import YOUNG_OBJECTS
 from router.assembly import Router
 from router.config import RouterConfig
 from router.edge.http_protocol import ClientProtocol, protocol_of
@@ -70,6 +68,7 @@ from router.fleet.inflight import Inflight, Mailbox
 from router.fleet.membership import Membership
 from router.fleet.registry_source import RegistrySource
 from router.fleet.replica_client import ReplicaClient
+from router.memory import spare_long_lived_objects
 from router.routing.table import RoutingTable
 
 NUM_CONNECTIONS = 16
@@ -253,8 +252,7 @@ async def _serve() -> None:
     router = _Router(config, rng=random.Random(0), clock=CLOCK.read)
     await router.begin(engine.card, bundle)
     driver = _Driver(router)
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
+    spare_long_lived_objects()
 
     async def prepare(words: Sequence[str]) -> Action:
         kind, count, seed = words
