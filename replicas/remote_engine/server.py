@@ -41,6 +41,7 @@ request."""
 ANSWER_SECONDS = 30.0
 MOST_ANSWER_BYTES = 16 * 2**20
 """Longest answer that is no model's."""
+ERROR_SECONDS = 5.0
 MOST_ERROR_BYTES = 4096
 
 EVENT_STREAM = "text/event-stream"
@@ -284,7 +285,7 @@ class Server:
             return None
         content = b""
         with suppress(*HTTP_ERRORS):
-            async with asyncio.timeout(CONNECT_SECONDS):
+            async with asyncio.timeout(ERROR_SECONDS):
                 async for piece in answer.content.iter_any():
                     content += piece
                     if len(content) > MOST_ERROR_BYTES:

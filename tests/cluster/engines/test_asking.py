@@ -56,7 +56,7 @@ async def test_sglang_names_its_ranks_in_its_own_description() -> None:
 async def test_one_that_gives_no_answer_is_told_and_keeps_none_from_being_found(
     answer: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(asking, "ANSWER_SECONDS", 2.0)
     monkeypatch.setattr(asking, "MOST_BYTES", 500_000)
     async with named_server(answer) as bad, named_server() as good:
         asker = Asker(None)

@@ -224,7 +224,7 @@ def test_a_fault_ends_one_request_and_no_other(
     sentence: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote_engine.server, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(remote_engine.server, "ERROR_SECONDS", 0.2)
     server.fault = fault
     key = driven.add(PROMPT, max_tokens=3)
     last = driven.finish(key)
