@@ -40,7 +40,7 @@ from loadtests.benches.servers_compared import (
     mixed_bodies,
     read_answer,
 )
-from loadtests.benches.servers_held import Held, lines_of, print_index
+from loadtests.benches.servers_held import Held, lines_of, print_index, until_equal
 from loadtests.figures import print_header
 from loadtests.stacks.local_stack import LocalStack, free_port, local_stack
 from loadtests.stacks.vllm_server import BLOCK_SIZE, MODEL, REPLICA
@@ -48,7 +48,7 @@ from replicas.protocol.blocks import hash_blocks
 from replicas.vllm_engine.environment import vllm_environment
 
 SETTLE_SECONDS = 0.1
-"""Events of a step may come after its answer."""
+"""Events of a step may come after its answer. One at a time, the next prompt waits for all of them."""
 
 
 class Asked(NamedTuple):
@@ -68,6 +68,7 @@ async def exact(own: LocalStack, held: Sequence[Held], name: str, number: int, n
     differences: Counter[int] = Counter()
     errors: Counter[str] = Counter()
     wrong: list[Asked] = []
+    late: list[float] = []
     num_cached = 0
     # With a seed, a prompt that takes several steps ends vLLM 0.32 on a CPU.
     bodies = list(mixed_bodies(name, number, is_greedy=num_clients > 1))
@@ -90,12 +91,17 @@ async def exact(own: LocalStack, held: Sequence[Held], name: str, number: int, n
                 wrong.append(Asked(at, body, replica, expected, cached, sent, time.monotonic()))
             if num_clients == 1:
                 await asyncio.sleep(SETTLE_SECONDS)
+                late.append((await asyncio.to_thread(until_equal, own, held))[0])
 
         await at_once(bodies, num_clients, ask)
         print(
             f"exact, {num_clients} at once: {differences[0]} of {number} as expected,"
             f" {num_cached} cached tokens; errors: {dict(errors) or 'none'}"
         )
+        if any(late):
+            print(
+                f"  events were not there after {sum(map(bool, late))} answers, for {max(late):.2f} s at most"
+            )
         for asked in wrong:
             await explain(client, held[int(asked.replica[-1])], asked)
 
@@ -133,7 +139,8 @@ def main() -> None:
         held = [Held(server) for server in servers]
         beside = {"engine": "remote", "model_name": MODEL, "index_stride": BLOCK_SIZE}
         each = [{**beside, "engine_url": server.url, "metrics_port": free_port()} for server in servers]
-        own = stacks.enter_context(local_stack(replica_settings=each))
+        router = {"index_stride": BLOCK_SIZE}  # else it foretells shared beginnings in strides
+        own = stacks.enter_context(local_stack(replica_settings=each, router_settings=router))
         measure(arguments, stacks, started, own, servers, held)
         if "faults" in arguments.parts:
             metrics = [f"http://127.0.0.1:{settings['metrics_port']}" for settings in each]

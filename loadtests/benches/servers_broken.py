@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import httpx
 import psutil
 
-from loadtests.benches.harness import CHAT
+from loadtests.benches.harness import CHAT, counters
 from loadtests.benches.servers_compared import AT_ONCE, Body, at_once, mixed_bodies, read_answer
 from loadtests.benches.servers_held import Held, print_index
 from loadtests.benches.soak_figures import raised_gauges
@@ -135,6 +135,12 @@ class Breaker:
         await self._is_served_by(2)
 
 
+def moved(own: LocalStack) -> Counter[str]:
+    """How many attempts the router has made again: before a first token, and after it."""
+    kinds = ("retries", "resumes")
+    return Counter({kind: counters([own.url], f"router_{kind}_total").total() for kind in kinds})
+
+
 def raised(own: LocalStack, replica_metrics: Sequence[str]) -> set[str]:
     """Gauges that count work; a replica that waits for its server has none."""
     found = set()
@@ -168,11 +174,12 @@ async def faults(
     await load.take_texts(url)
     tasks = [asyncio.create_task(load.run()), asyncio.create_task(breaker.supervise())]
     for name, fault in in_turn.items():
-        before, began = load.counted.copy(), time.monotonic()
+        before, began = load.counted + moved(own), time.monotonic()
         load.go()
         await fault()
         await load.pause()
-        print(f"faults, {name}: {dict(load.counted - before)} in {time.monotonic() - began:.0f} s")
+        counted = load.counted + moved(own) - before
+        print(f"faults, {name}: {dict(counted)} in {time.monotonic() - began:.0f} s")
         await asyncio.to_thread(print_index, own, held)
         now = await asyncio.to_thread(raised, own, replica_metrics)
         at_rest = now if at_rest is None else at_rest
@@ -180,4 +187,4 @@ async def faults(
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
-    print(f"faults: {dict(load.counted)}", flush=True)
+    print(f"faults: {dict(load.counted + moved(own))}", flush=True)

@@ -142,18 +142,22 @@ def differences(own: LocalStack, held: Sequence[Held]) -> list[str]:
     return found
 
 
-def print_index(own: LocalStack, held: Sequence[Held]) -> bool:
-    """Wait until the index is equal to what the servers hold, and print it; whether it became so."""
-    began = time.monotonic()
-    while found := differences(own, held):
-        if time.monotonic() > began + LATE_SECONDS:
-            break
+def until_equal(own: LocalStack, held: Sequence[Held]) -> tuple[float, list[str]]:
+    """Wait until the index says what the servers hold. Returns the time that it took, 0 for a first look, and
+    what differs still."""
+    began, seconds = time.monotonic(), 0.0
+    while (found := differences(own, held)) and seconds < LATE_SECONDS:
         time.sleep(0.05)
-    held_now = " + ".join(str(len(each.blocks())) for each in held)
-    said = "; ".join(found) or f"equal after {time.monotonic() - began:.1f} s"
+        seconds = time.monotonic() - began
+    return seconds, found
+
+
+def print_index(own: LocalStack, held: Sequence[Held]) -> None:
+    seconds, found = until_equal(own, held)
+    blocks = " + ".join(str(len(each.blocks())) for each in held)
     missed = sum(each.num_missed for each in held)
-    print(f"  index and the {held_now} blocks of the servers: {said}" + f"; missed {missed}" * bool(missed))
-    return not found
+    said = "; ".join(found) or f"equal after {seconds:.1f} s"
+    print(f"  index and the {blocks} blocks of the servers: {said}" + f"; missed {missed}" * bool(missed))
 
 
 def lines_of(held: Held, names: Iterable[BlockHash], first: int, sent: float) -> list[str]:
