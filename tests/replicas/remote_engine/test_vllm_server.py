@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import zmq
 
 from replicas.config import ReplicaConfig
 from replicas.proof import prove_hashes
@@ -119,11 +120,30 @@ def _foretold(driven: Driven, root: BlockHash, prompt: list[int]) -> int:
 
 
 def _settle(driven: Driven) -> None:
-    """Events of a step may come after its answer."""
-    ends_at = time.monotonic() + 0.15
+    """Hear the events of the last answer: they may come after it."""
+    feed = driven.engine._feed
+    if feed is not None:
+        assert feed._source.replay_endpoint is not None
+        last = _last_batch(feed._source.replay_endpoint)
+        driven.step_until(lambda: feed._expected > last)
+    ends_at = time.monotonic() + 0.05
     while time.monotonic() < ends_at:
         driven.step()
         time.sleep(0.01)
+
+
+def _last_batch(replays: str) -> int:
+    """Number of the last batch of events. Two equal replays, since the server takes one batch from its queue
+    between them."""
+    found = [0]
+    while len(found) < 3 or found[-1] != found[-2]:
+        with zmq.Context.instance().socket(zmq.DEALER) as dealer:
+            dealer.connect(replays)
+            dealer.send_multipart([b"", found[-1].to_bytes(8)])
+            while (number := int.from_bytes(dealer.recv_multipart()[-2], signed=True)) >= 0:
+                last = number
+        found.append(last)
+    return found[-1]
 
 
 def _told_and_foretold(driven: Driven) -> list[tuple[int, int]]:
