@@ -8,13 +8,7 @@ replica's hashes become void (it is gone, its cache was cleared, its set was rer
 lookups skip the old one.
 
 The index is *thinned*: replicas report every `blocks_per_stride`-th block of a chain and the last full block
-of each prompt. Hashes are chained, so a present hash stands for everything before it::
-
-    block      0  1  2  3  4  5  6  7  8  9 10 11        blocks_per_stride = 4
-    reported            x           x     x              prompt of 10 full blocks
-                        └─ walk ────┘  └─ probe: up to one stride past the last hit, deepest first
-
-A missing stride position ends the walk for that replica: nothing behind a hole counts.
+of each prompt. `walk.py` finds from those how deep each replica has a chain.
 
 A prediction names blocks that a replica is about to compute, and has one or two grounds:
 
@@ -33,8 +27,6 @@ have been among them. A removal cancels a predicted block, whichever router pred
 """
 
 import enum
-import functools
-import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -44,15 +36,13 @@ from replicas.protocol.events import Tier
 from replicas.protocol.keys import Announcement, IndexChange, blocks_per_stride, indexed_positions
 from replicas.protocol.status import Epoch, ReplicaId
 from router.routing.departures import Departure, Departures
-from router.routing.holders import IN_HOST, ON_DISK, Holders, StagedHashes, replicas_of
+from router.routing.holders import Holders, StagedHashes
 from router.routing.levels import Depth, Overlaps, Slots, View
 from router.routing.resume_points import as_departed, as_points, point_levels
+from router.routing.walk import Look, walk
 
 MAX_PREDICTED_BLOCKS = 200_000
 """Own and announced predictions together."""
-
-
-_BELOW_DEVICE = IN_HOST | ON_DISK
 
 
 class ChangeOutcome(enum.Enum):
@@ -86,40 +76,9 @@ class _Replica:
     """The hashes that are in several of its predictions: in how many besides one."""
 
 
-class _Look:
-    """Further facts about a chain with known `levels`, some of which are `foretold`."""
-
-    __slots__ = ("_block_hashes", "_by_tier", "_foretold", "_index", "_levels")
-
-    def __init__(
-        self, index: "PrefixIndex", block_hashes: Sequence[BlockHash], levels: list[Depth], foretold: int
-    ) -> None:
-        self._index = index
-        self._block_hashes = block_hashes
-        self._levels = levels
-        self._foretold = foretold
-        self._by_tier: tuple[list[Depth], list[Depth]] | None = None
-
-    def __call__(self, view: View) -> Sequence[Depth]:
-        if view is View.STORED:
-            if not self._foretold:
-                return self._levels
-            return self._index.levels_stored(self._block_hashes, _mask(self._levels))
-        if not self._index.has_tiers:
-            return self._levels
-        if self._by_tier is None:
-            self._by_tier = self._index.levels_by_tier(self._block_hashes, self._levels)
-        on_device, in_host = self._by_tier
-        return on_device if view is View.ON_DEVICE else in_host
-
-
 def _names(block_hashes: Collection[BlockHash], points: Collection[BlockHash]) -> Collection[BlockHash]:
     """Return the names of these blocks and resume points in the index."""
     return [*as_points(points), *block_hashes] if points else block_hashes
-
-
-def _mask(levels: Iterable[Depth]) -> int:
-    return functools.reduce(operator.or_, (mask for _, mask in levels), 0)
 
 
 class PrefixIndex:
@@ -222,12 +181,14 @@ class PrefixIndex:
         if self._slots is None:
             self._slots = Slots({replica_id: each.bit for replica_id, each in self._replicas.items()})
         slots = self._slots
-        levels, foretold = self._levels(block_hashes, slots.everyone, self._predicted)
+        shards, predicted, stride = self._holders.shards, self._predicted, self._blocks_per_stride
+        levels, foretold = walk(shards, predicted, block_hashes, slots.everyone, stride)
         if self._is_sparse:
             return self._by_points(slots, block_hashes, levels)
-        if not levels or not (foretold or self._holders.has_tiers):
+        has_tiers = self._holders.has_tiers
+        if not levels or not (foretold or has_tiers):
             return Overlaps(slots, levels)
-        look = _Look(self, block_hashes, levels, foretold)
+        look = Look(shards, predicted, block_hashes, stride, levels, foretold, has_tiers=has_tiers)
         return Overlaps(slots, levels, look, has_foretold=foretold != 0)
 
     def _by_points(self, slots: Slots, block_hashes: Sequence[BlockHash], reach: list[Depth]) -> Overlaps:
@@ -250,132 +211,11 @@ class PrefixIndex:
     def reach(self, replica_id: ReplicaId, block_hashes: Sequence[BlockHash]) -> int:
         """Leading blocks that the replica has or is about to have, of full attention if it is sparse."""
         replica = self._replicas.get(replica_id)
-        levels = [] if replica is None else self._levels(block_hashes, replica.bit, self._predicted)[0]
+        if replica is None:
+            return 0
+        shards, stride = self._holders.shards, self._blocks_per_stride
+        levels, _ = walk(shards, self._predicted, block_hashes, replica.bit, stride)
         return levels[0][0] if levels else 0
-
-    def levels_stored(self, block_hashes: Sequence[BlockHash], among: int) -> list[Depth]:
-        """Return depths of the replicas in the mask, by stored blocks in any tier, without predictions."""
-        return self._levels(block_hashes, among, {})[0]
-
-    def levels_by_tier(
-        self, block_hashes: Sequence[BlockHash], levels: Sequence[Depth]
-    ) -> tuple[list[Depth], list[Depth]]:
-        """Return `levels` again, on the device alone, and in host memory or faster. A predicted block counts
-        as on the device.
-
-        No replica is deeper than in `levels`, and each has every stride position before its depth there. A
-        replica with gaps ends at a stride position, though shorter prompts may have ended after it: KV moves
-        by chunks.
-        """
-        shards, predicted, stride = self._holders.shards, self._predicted, self._blocks_per_stride
-        on_device: list[Depth] = []
-        in_host: list[Depth] = []
-        shallow = list(levels)
-        with_device = with_host = _mask(levels)
-        marks = with_device * _BELOW_DEVICE
-        depth = 0
-        for block_hash in block_hashes[stride - 1 : levels[0][0] : stride]:
-            holders = shards[block_hash[0]].get(block_hash, 0)
-            if holders & marks:
-                while shallow[-1][0] < depth + stride:
-                    level = shallow.pop()
-                    self._end_level(block_hashes, level, with_device, _BELOW_DEVICE, on_device)
-                    self._end_level(block_hashes, level, with_host, ON_DISK, in_host)
-                    with_device &= ~level[1]
-                    with_host &= ~level[1]
-                sure = ~predicted.get(block_hash, 0)
-                lost = with_device & sure & replicas_of(holders & with_device * _BELOW_DEVICE)
-                if lost:
-                    on_device.append((depth, lost))
-                with_device ^= lost
-                lost = with_host & sure & replicas_of(holders & with_host * ON_DISK)
-                if lost:
-                    in_host.append((depth, lost))
-                with_host ^= lost
-                if not with_host:
-                    break
-                marks = with_device * _BELOW_DEVICE | with_host * ON_DISK
-            depth += stride
-        for level in shallow:
-            self._end_level(block_hashes, level, with_device, _BELOW_DEVICE, on_device)
-            self._end_level(block_hashes, level, with_host, ON_DISK, in_host)
-        on_device.sort(reverse=True)
-        in_host.sort(reverse=True)
-        return on_device, in_host
-
-    def _end_level(
-        self, block_hashes: Sequence[BlockHash], level: Depth, among: int, below: int, found: list[Depth]
-    ) -> None:
-        """Split a level: which replicas with everything up to its last stride also have the rest."""
-        depth, mask = level
-        mask &= among
-        off_stride = depth % self._blocks_per_stride
-        if mask and off_stride:
-            block_hash = block_hashes[depth - 1]
-            holders = self._holders.shards[block_hash[0]].get(block_hash, 0)
-            lost = mask & replicas_of(holders & mask * below) & ~self._predicted.get(block_hash, 0)
-            if lost:
-                found.append((depth - off_stride, lost))
-            mask ^= lost
-        if mask:
-            found.append((depth, mask))
-
-    def _levels(
-        self, block_hashes: Sequence[BlockHash], among: int, predicted: Mapping[BlockHash, int]
-    ) -> tuple[list[Depth], int]:
-        """Depths in any tier, and of whom some block on the way is predicted and not stored."""
-        shards = self._holders.shards
-        stride = self._blocks_per_stride
-        levels: list[Depth] = []
-        walking = among
-        depth = foretold = 0
-        for block_hash in block_hashes[stride - 1 :: stride]:
-            missing = walking & ~shards[block_hash[0]].get(block_hash, 0)
-            if missing:
-                foretold_here = missing & predicted.get(block_hash, 0)
-                foretold |= foretold_here
-                missing ^= foretold_here
-            if missing:
-                end = depth + stride - 1
-                foretold |= self._probe(block_hashes, depth, end, missing, predicted, levels)
-                walking ^= missing
-                if not walking:
-                    break
-            depth += stride
-        if walking:
-            foretold |= self._probe(block_hashes, depth, len(block_hashes), walking, predicted, levels)
-        levels.sort(reverse=True)
-        return levels, foretold
-
-    def _probe(
-        self,
-        block_hashes: Sequence[BlockHash],
-        depth: int,
-        end: int,
-        mask: int,
-        predicted: Mapping[BlockHash, int],
-        levels: list[Depth],
-    ) -> int:
-        """The deepest block in [depth, end) that each replica of `mask` has off the stride, else `depth`. Of
-        whom that block is predicted and not stored.
-        """
-        shards = self._holders.shards
-        foretold = 0
-        span = block_hashes[depth:end]
-        held_by = [shards[block_hash[0]].get(block_hash, 0) for block_hash in span]
-        if any(map(mask.__and__, held_by)) or not predicted.keys().isdisjoint(span):
-            for block in range(end - depth - 1, -1, -1):
-                held = mask & held_by[block]
-                found = held | (mask & predicted.get(span[block], 0))
-                if found:
-                    levels.append((depth + block + 1, found))
-                    foretold |= found ^ held
-                    mask ^= found
-                    if not mask:
-                        return foretold
-        if depth:
-            levels.append((depth, mask))
-        return foretold
 
     def departed(self, block_hashes: Sequence[BlockHash], first: int) -> list[tuple[int, Departure]]:
         """Return the latest known departures of this chain's blocks from `first` on, each with its position:
