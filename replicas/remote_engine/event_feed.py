@@ -9,6 +9,7 @@ in a replay is asked for again.
 """
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -69,8 +70,8 @@ class EventFeed:
         self._deliver = deliver
         self._context = zmq.Context()
         self._expected = 0
-        self._published = -1
-        """The last number that came without being asked for. Until the first one, only replays have come."""
+        self._newest = -math.inf
+        """The server's own time of the newest batch."""
         self._is_first = True
         self._stops = threading.Event()
         self._decoder = msgspec.msgpack.Decoder(tuple[float, list[msgspec.Raw], int | None])
@@ -100,7 +101,7 @@ class EventFeed:
 
     def _run(self) -> None:
         for number, payload in self._replay(0):
-            self._take(number, payload)
+            self._take(number, *self._decode(payload))
         while not self._stops.is_set():
             if not self._subscriber.poll(_POLL_MILLISECONDS):
                 continue
@@ -108,38 +109,38 @@ class EventFeed:
             if number < 0:
                 logger.error("what is published at %s is no batch of cache events", self._source.endpoint)
                 continue
-            if number <= self._published:
+            at, events = self._decode(payload)
+            if number < self._expected and at > self._newest:
                 self._deliver(Restarted())
                 return
-            self._published = number
             if number > self._expected:
                 for missed, earlier in self._replay(self._expected):
                     if missed < number:
-                        self._take(missed, earlier)
-            self._take(number, payload)
+                        self._take(missed, *self._decode(earlier))
+            self._take(number, at, events)
 
-    def _take(self, number: int, payload: bytes) -> None:
+    def _take(self, number: int, at: float, events: Sequence[ServerEvent]) -> None:
         if number < self._expected:
             return  # it came with a replay already
         # What was stored before the first batch that a server still has is only without a name.
         after_gap = number > self._expected and not self._is_first
-        self._expected, self._is_first = number + 1, False
-        self._deliver(Events(self._decode(payload), after_gap))
+        self._expected, self._is_first, self._newest = number + 1, False, max(self._newest, at)
+        self._deliver(Events(events, after_gap))
 
-    def _decode(self, payload: bytes) -> list[ServerEvent]:
-        """Skip each event that cannot be read."""
+    def _decode(self, payload: bytes) -> tuple[float, list[ServerEvent]]:
+        """Return the time of a batch and its events, without each that cannot be read."""
         events: list[ServerEvent] = []
         try:
-            _, raws, _ = self._decoder.decode(payload)
+            at, raws, _ = self._decoder.decode(payload)
         except UNREADABLE as error:
             logger.error("a batch of the server's cache events cannot be read: %s", error)
-            return []
+            return -math.inf, []
         for raw in raws:
             try:
                 events.append(self._read(raw))
             except UNREADABLE as error:
                 logger.warning("one of the server's cache events cannot be read: %s", error)
-        return events
+        return at, events
 
     def _replay(self, first: int) -> Iterator[tuple[int, bytes]]:
         """Yield what the server has kept from a number on; nothing if it does not answer."""

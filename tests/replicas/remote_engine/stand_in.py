@@ -8,6 +8,7 @@ import hashlib
 import json
 import socket
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -117,7 +118,7 @@ class StandIn:
     # Events.
 
     def publish(self, *events: dict[str, Any] | msgspec.Raw) -> None:
-        payload = msgspec.msgpack.encode([0.0, list(events), 0])
+        payload = msgspec.msgpack.encode([time.time(), list(events), 0])
         self.publish_raw(payload)
 
     def publish_raw(self, payload: bytes) -> None:

@@ -147,6 +147,16 @@ def test_a_restart_is_noticed_whichever_batch_is_heard_first(
     assert heard.next() == Restarted()
 
 
+def test_a_batch_that_comes_late_again_is_no_restart(server: StandIn, heard: Heard) -> None:
+    first = listening(server, heard)
+    for number in range(first, first + 3):
+        server.publish(removed(number))
+        assert heard.number() == number
+    server.send(b"", first.to_bytes(8), server.kept[first])
+    server.publish(removed(first + 3))
+    assert heard.number() == first + 3
+
+
 def test_what_is_published_while_a_replay_is_awaited_is_no_restart(server: StandIn) -> None:
     server.replays.clear()
     heard = Heard(server)
