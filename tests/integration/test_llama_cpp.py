@@ -1,6 +1,7 @@
 """Two real llama.cpp servers behind a router: answers pass as they are, chats find their cache, one dies."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -111,12 +112,12 @@ def num_computed(servers: list[LlamaServer]) -> float:
     return sum(server.metric("tokens_predicted_total") for server in servers)
 
 
-def test_requests_take_the_free_slots_of_both_servers(stack: LocalStack) -> None:
-    body = with_sampling(CHAT, max_tokens=1000, ignore_eos=True)
+def test_requests_take_the_slots_of_both_servers(stack: LocalStack) -> None:
+    body = with_sampling(CHAT, max_tokens=500, ignore_eos=True)
     with ThreadPoolExecutor() as clients:
-        answers = [*clients.map(lambda _: ask(stack, body), range(4))]
-    replicas = sorted(answer.headers["x-kvasir-replica"] for answer in answers)
-    assert replicas == ["replica-0", "replica-0", "replica-1", "replica-1"]
+        answers = [*clients.map(lambda _: ask(stack, body), range(8))]
+    used = Counter(answer.headers["x-kvasir-replica"] for answer in answers)
+    assert len(used) == 2 and min(used.values()) >= 2
 
 
 def test_a_client_that_leaves_frees_its_slot(stack: LocalStack, servers: list[LlamaServer]) -> None:
