@@ -81,6 +81,8 @@ class FileFinder(_Polled):
             raise SourceFailed(f"{self._path}: {error}") from error
 
     def _read(self) -> str:
+        if self._path.is_fifo():
+            raise OSError("it is a pipe, which cannot be read again")
         with self._path.open("rb") as file:
             content = file.read(MOST_FILE_BYTES + 1)
         if len(content) > MOST_FILE_BYTES:

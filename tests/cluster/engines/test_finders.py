@@ -1,4 +1,5 @@
 import asyncio
+import os
 import socket
 from pathlib import Path
 
@@ -101,6 +102,12 @@ async def test_a_file_with_anything_else_in_it_fails_as_a_whole(tmp_path: Path, 
     file.write_bytes(content)
     with pytest.raises(SourceFailed, match="servers"):
         await finder_of(EngineSource(file=str(file))).look()
+
+
+async def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "servers")
+    with pytest.raises(SourceFailed, match="it is a pipe"):
+        await finder_of(EngineSource(file=str(tmp_path / "servers"))).look()
 
 
 async def test_an_endless_file_is_not_read_to_its_end(
