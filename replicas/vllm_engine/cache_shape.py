@@ -43,10 +43,10 @@ class CacheShape:
     @property
     def retention_interval(self) -> int:
         """The card's interval: the points that a router may count on."""
+        if self.state_tokens:
+            return 0  # states are kept where a step ended
         kinds = {group.kind for group in self.groups if not group.is_full}
-        if kinds <= {CHUNKED}:
-            return self.alignment
-        if self.vllm_retention_interval is None:
+        if kinds <= {CHUNKED} or self.vllm_retention_interval is None:
             return self.alignment
         return self.vllm_retention_interval
 

@@ -83,6 +83,7 @@ def test_models_with_windows_keep_points_at_intervals(
         ([WINDOW, FULL], 256, 256),
         ([WINDOW, FULL], None, 32),
         ([STATE, FULL], None, 0),
+        ([STATE, FULL], 256, 0),
         ([CHUNKED, FULL], 0, 32),
     ],
 )
