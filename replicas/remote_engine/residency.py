@@ -22,6 +22,9 @@ from replicas.remote_engine.pages import Hash, Pages
 MOST_REMEMBERED = 8192
 """Requests that are remembered after their end, for events that come late."""
 
+MOST_TIMES = 4
+"""How many times the blocks that the server has may be held at most, by its events."""
+
 _DEVICE = "GPU"
 """The medium that attention reads, on a CPU too."""
 
@@ -57,7 +60,7 @@ class Storer(NamedTuple):
 
 class ServerResidency:
     def __init__(self, block_size: int, num_blocks: int, page_size: int | None = None) -> None:
-        self._block_size = block_size
+        self._block_size, self._num_blocks = block_size, num_blocks
         self._page_size = page_size or block_size
         is_joined = self._page_size < block_size
         self._pages = Pages(self._page_size, block_size // self._page_size) if is_joined else None
@@ -148,6 +151,8 @@ class ServerResidency:
         except UnknownBlock:
             self.num_unnamed += len(event.block_hashes)
             return []
+        if self.num_copies > MOST_TIMES * self._num_blocks:
+            self.complaint = f"more blocks are stored and not removed than the {self._num_blocks} that it has"
         for run in stored:
             self._writers.wrote(run.block_hashes, NO_USER if storer is None else storer.user)
         return stored

@@ -76,6 +76,14 @@ def test_what_cannot_be_followed_is_said() -> None:
     assert "4 tokens" in (other_size.complaint or "")
 
 
+def test_a_server_that_removes_nothing_is_believed_no_longer() -> None:
+    residency = ServerResidency(SIZE, 2)
+    for number in range(20):
+        assert (residency.complaint is not None) == (number > 4 * 2)
+        residency.apply([stored([number], 0, salt=ROOT.hex())])
+    assert "not removed than the 2" in str(residency.complaint)
+
+
 @given(st.lists(st.tuples(st.sampled_from(["store", "remove", "clear"]), st.integers(0, 2)), max_size=40))
 def test_what_is_told_equals_what_is_held(steps: list[tuple[str, int]]) -> None:
     """The oracle: a list of copies per position, of which a chain's beginning is stored first."""
