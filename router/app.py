@@ -70,7 +70,7 @@ def client_routes(context: ApiContext) -> list[Route]:
 def create_apps(context: ApiContext) -> Apps:
     prepares = dict(PREPARES)
     for feature in context.features:
-        prepares |= feature.prepares()
+        prepares |= feature.preparers()
     access = admin_access(context.config)
     plain = ControlRoutes(context)
     admin = [*plain.metrics_routes(), *PreviewRoutes(context, access, prepares).routes()]

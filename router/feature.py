@@ -39,7 +39,7 @@ class Feature:
     def client_routes(self) -> Iterable[Route]:
         return ()
 
-    def prepares(self) -> "Mapping[str, Prepare]":
+    def preparers(self) -> "Mapping[str, Prepare]":
         """Ways to prepare requests, by the route's path, that replace the dialect's own."""
         return {}
 

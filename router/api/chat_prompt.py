@@ -14,11 +14,11 @@ from router.answers.formats import starts_in_reasoning
 from router.answers.grammar_check import ANY_TEXT, CheckedGrammar
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.sampling import bounded_tokens, context_exceeded
+from router.encoded import EncodedHistory, EncodedPrompt
 from router.errors import InvalidRequest, about_model
 from router.explain.outline import outline_of
 from router.history.splicing import STANDS_FOR_ANSWER
 from router.keeping import LeaseRequest
-from router.prepared import EncodedHistory, EncodedPrompt
 from router.prompt.images import Shown, show
 from router.prompt.template import RESERVED_NAMES, TemplateError
 from router.prompt.text_model import TextModel, TextModels

@@ -17,10 +17,10 @@ from router.api.prepare_in_worker import received_chat
 from router.api.prepare_on_loop import OnLoop
 from router.api.relayed import relay
 from router.api.sampling import TokenRules, sampling_params
+from router.encoded import EncodedPrompt
 from router.errors import about_model
 from router.large_bodies.body_weight import is_light_chat
 from router.large_bodies.jobs import PreparedRequest
-from router.prepared import EncodedPrompt
 from router.prompt.catalog import ServedModel
 from router.prompt.engines import TooMuchWork
 

@@ -9,9 +9,9 @@ from typing import cast
 from replicas.protocol.blocks import pack_token_ids
 from router.api.chat_prompt import RenderedChat
 from router.api.chat_request import ChatRequest
+from router.encoded import EncodedHistory, EncodedTail
 from router.history.canonical import conversation_digests, thoughts_of
 from router.history.splicing import text_after
-from router.prepared import EncodedHistory, EncodedTail
 from router.prompt.engines import TooMuchWork
 from router.prompt.text_model import TextModel
 

@@ -31,9 +31,9 @@ from router.api.openai.completion_prompt import (
 from router.api.openai.structured_outputs import output_format_of
 from router.api.responses.body import read_response
 from router.api.sampling import bounded_tokens, kept_tokens
+from router.encoded import EncodedPrompt, TailOf
 from router.errors import InvalidRequest, about_model
 from router.large_bodies.grammar_checks import check
-from router.prepared import EncodedPrompt, TailOf
 from router.prompt.images import Shown
 from router.prompt.text_model import TextModel, TextModels
 

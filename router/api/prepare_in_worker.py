@@ -27,10 +27,10 @@ from router.api.prepare import (
     prepared_completion,
 )
 from router.api.token_counts import detokenize, tokenize
+from router.encoded import EncodedPrompt
 from router.errors import InvalidRequest, RouterError
 from router.large_bodies.grammar_checks import check
 from router.large_bodies.jobs import GRAMMAR, BodyJob, Outcome, PreparedRequest, RefusedRequest, WrittenAnswer
-from router.prepared import EncodedPrompt
 from router.prompt.text_model import TextModels
 
 T = TypeVar("T")

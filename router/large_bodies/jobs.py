@@ -10,8 +10,8 @@ from typing import NewType
 import msgspec
 
 from router.answers.grammar_check import CheckedGrammar
+from router.encoded import EncodedPrompt
 from router.errors import ContextLengthExceeded, Excess, InvalidRequest, RouterError, UnknownModel
-from router.prepared import EncodedPrompt
 from router.prompt.text_model import TextModels
 
 Digest = NewType("Digest", bytes)

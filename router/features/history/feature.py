@@ -26,6 +26,7 @@ from router.api.choice_output import TOOL_CALLS, ChoiceOutput
 from router.api.context import ApiContext
 from router.api.prepare import PreparedChat
 from router.caller import Caller
+from router.encoded import EncodedHistory, EncodedPrompt, EncodedTail, TailOf
 from router.feature import Feature
 from router.features.history.history_sync import HistorySync
 from router.features.history.redis_history import HistoryBounds, RedisHistory
@@ -43,7 +44,6 @@ from router.history.canonical import (
 from router.history.remembered import AskedAnswer, Found, RememberedHistory
 from router.history.tool_gaps import ToolGaps
 from router.keeping import LeaseRequest
-from router.prepared import EncodedHistory, EncodedPrompt, EncodedTail, TailOf
 from router.prompt.catalog import ServedModel
 from router.shared.instruments import Instrument, counter
 from router.turns import LongWork

@@ -14,12 +14,12 @@ from replicas.protocol.blocks import unpack_token_ids
 from router.answers.parser import Tools, new_parser
 from router.answers.parts import CallArguments, CallStart, Part, Reasoning, Text
 from router.caller import Caller
+from router.encoded import EncodedPrompt
 from router.features.history.history_sync import HistorySync
 from router.features.history.redis_history import OutgoingRecord
 from router.history.canonical import ConversationKey, Digest, Thought, message_digest, thought_digest
 from router.history.remembered import AskedAnswer, Mark, RememberedHistory
 from router.history.retracing import HistoryRecord, Retracing, record_of
-from router.prepared import EncodedPrompt
 from router.prompt.catalog import ServedModel
 from router.turns import LongWork
 

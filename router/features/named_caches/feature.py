@@ -44,7 +44,7 @@ class NamedCacheFeature(Feature):
         )
         return cls(context, NamedCaches(config.redis_url, secret, bounds))
 
-    def prepares(self) -> Mapping[str, Prepare]:
+    def preparers(self) -> Mapping[str, Prepare]:
         return {
             "/v1/chat/completions": with_caches(self.store, CacheKind.CHAT, prepare_chat),
             "/v1/completions": with_caches(self.store, CacheKind.COMPLETION, prepare_completion),

@@ -149,7 +149,7 @@ class StoredResponses(Feature):
         redis = None if secret is None else RedisResponses(config.redis_url, secret, bounds)
         return cls(context, ResponseStore(redis, bounds))
 
-    def prepares(self) -> Mapping[str, Prepare]:
+    def preparers(self) -> Mapping[str, Prepare]:
         return {"/v1/responses": self._prepare}
 
     async def _prepare(self, context: ApiContext, request: ApiRequest) -> None:

@@ -1,4 +1,4 @@
-"""Prepared prompts: tokens, and what is known of them besides. Plain data, with token ids packed."""
+"""Encoded prompts: tokens, and what is known of them besides. Plain data, with token ids packed."""
 
 from collections.abc import Callable
 
