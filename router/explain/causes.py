@@ -13,6 +13,7 @@ The order of the facts is their strength: what the replica itself has said, what
 that was chosen, of others, what had left it before, and what this router has seen.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -61,6 +62,8 @@ class Past(NamedTuple):
     """Tokens that could be read at most; None is all full blocks before the last token."""
     peek_tokens: int = 0
     """Tokens behind every hit that are computed again for a draft model."""
+    decided_at: float = math.inf
+    """Time of the decision, by the clock of departures."""
 
 
 class _Fact(NamedTuple):
@@ -118,7 +121,7 @@ def _facts(
         yield _Fact(num_found + past.peek_tokens, Cause.BELOW_A_BLOCK, replica_id)
     yield from _of_replica(usage, num_cached, replica_id)
     if decision is not None:
-        yield from _of_chosen(num_cached, decision, block_size)
+        yield from _of_chosen(num_cached, decision, past, block_size)
         held = decision.holdings
         if held is not None and any(
             levels and levels[0][0] * block_size > num_cached for levels in (held.levels, held.stored)
@@ -161,19 +164,26 @@ def _unresumable(
     yield _Fact(end, Cause.NOT_RESUMABLE, replica_id)
 
 
-def _of_chosen(num_cached: int, decision: Decision, block_size: int) -> Iterator[_Fact]:
+def _of_chosen(num_cached: int, decision: Decision, past: Past, block_size: int) -> Iterator[_Fact]:
     """Yield what the replica had by the index, or was about to have, and did not read."""
+    is_cleared = any(
+        gone.reason is Removal.CLEARED
+        and gone.replica_id == decision.replica_id
+        and gone.at >= past.decided_at
+        for gone in past.departed
+    )
+    lost = Cause.CLEARED if is_cleared else Cause.EVICTED
     held, replica_id, planned = decision.holdings, decision.replica_id, decision.overlap_tokens
     if held is None:
-        yield _Fact(planned, Cause.EVICTED, replica_id)
+        yield _Fact(planned, lost, replica_id)
         return
     num_stored = held.stored_depth(replica_id) * block_size
     chosen = next((each for each in decision.candidates if each.replica_id == replica_id), None)
     if chosen is None or chosen.load.speeds.host is None:
-        yield _Fact(num_stored, Cause.EVICTED, replica_id)
+        yield _Fact(num_stored, lost, replica_id)
     else:
         if num_cached < planned:
-            yield _Fact(min(planned, num_stored), Cause.EVICTED, replica_id)
+            yield _Fact(min(planned, num_stored), lost, replica_id)
         yield _Fact(num_stored, Cause.NOT_WORTH_MOVING, replica_id)
     yield _Fact(held.depth(replica_id) * block_size, Cause.NOT_YET_WRITTEN, replica_id)
     if decision.pull_from is not None:

@@ -60,7 +60,7 @@ class MissExplainer:
         num_reusable, peek = facts.num_reusable_tokens, facts.peek_tokens
         if num_reusable is None:
             num_reusable = max(0, usage.num_prompt_tokens - 1) // block_size * block_size
-        past = Past(Known(0), num_reusable_tokens=num_reusable, peek_tokens=peek)
+        past = Past(Known(0), num_reusable_tokens=num_reusable, peek_tokens=peek, decided_at=decided_at)
         if num_cached is None or num_cached >= num_reusable:
             return misses(usage, decision, past, block_size)
         index = self._index_of(model)

@@ -122,6 +122,16 @@ SLOW = MoveSpeeds(host=1.0, disk=None, pull=None)
             "cleared",
             [("cleared", 512), ("evicted", 80), ("never_cached", 400)],
         ),
+        *(  # the decision counted on what was cleared after it, or before and stored again
+            (
+                0,
+                decision(a=592, b=0),
+                Past(Known(592, A), [Departed(512, A, False, at, Removal.CLEARED)], False, decided_at=2.0),
+                cause,
+                [(cause, 592), ("never_cached", 400)],
+            )
+            for at, cause in ((2.5, "cleared"), (1.0, "evicted"))
+        ),
         (  # a cleared cache has also lost what lies behind the last block that the index names
             0,
             decision(a=0, b=0),
