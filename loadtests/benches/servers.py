@@ -40,11 +40,11 @@ from loadtests.benches.servers_compared import (
     mixed_bodies,
     read_answer,
 )
-from loadtests.benches.servers_held import Held, lines_of, print_index, until_equal
+from loadtests.benches.servers_held import Held, lines_of, print_index, root_of, until_equal
 from loadtests.figures import print_header
 from loadtests.stacks.local_stack import LocalStack, free_port, local_stack
 from loadtests.stacks.vllm_server import BLOCK_SIZE, MODEL, REPLICA
-from replicas.protocol.blocks import hash_blocks
+from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.vllm_engine.environment import vllm_environment
 
 SETTLE_SECONDS = 0.1
@@ -99,20 +99,17 @@ async def exact(own: LocalStack, held: Sequence[Held], name: str, number: int, n
             f" {num_cached} cached tokens; errors: {dict(errors) or 'none'}"
         )
         if any(late):
-            print(
-                f"  events were not there after {sum(map(bool, late))} answers, for {max(late):.2f} s at most"
-            )
+            print(f"  events were late after {sum(map(bool, late))} answers, by {max(late):.2f} s at most")
         for asked in wrong:
-            await explain(client, held[int(asked.replica[-1])], asked)
+            await explain(client, root_of(own), held[int(asked.replica[-1])], asked)
 
 
-async def explain(client: httpx.AsyncClient, held: Held, asked: Asked) -> None:
+async def explain(client: httpx.AsyncClient, root: BlockHash, held: Held, asked: Asked) -> None:
     """Print the history of the blocks that were cached and not expected, or the other way round."""
     chat = {"model": MODEL, "messages": asked.body["messages"]}
     tokens = (await client.post("/tokenize", json=chat)).json()["tokens"]
-    assert held.root is not None
     first, end = sorted((asked.expected // BLOCK_SIZE, asked.cached // BLOCK_SIZE))
-    names = hash_blocks(held.root, tokens, BLOCK_SIZE)[first:end]
+    names = hash_blocks(root, tokens, BLOCK_SIZE)[first:end]
     print(
         f"  request {asked.number}, n {asked.body.get('n', 1)}, {asked.replica}: expected {asked.expected},"
         f" cached {asked.cached} of {len(tokens)} tokens; answered after {asked.ended - asked.sent:.3f} s"

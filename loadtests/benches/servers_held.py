@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,10 +19,14 @@ from loadtests.benches.harness import counters
 from loadtests.benches.peers import Server
 from loadtests.stacks.local_stack import LocalStack
 from loadtests.stacks.vllm_server import BLOCK_SIZE, MODEL
+from replicas.checkpoints.weights import tokenizer_bundle
 from replicas.kvcache.hash_map import root_in
-from replicas.protocol.blocks import BlockHash, hash_blocks
+from replicas.process.secret_file import read_secret
+from replicas.protocol.blocks import BlockHash, Namespace, hash_blocks, namespace_root
 from replicas.protocol.keys import BLOCKS_MARKER, blocks_key, replica_key
 from replicas.protocol.status import Epoch, ReplicaId
+from replicas.remote_engine.facts import declared_fingerprint
+from replicas.toy_model import toy_model_path
 
 LATE_SECONDS = 30.0
 """How long the index may take to say what the servers hold."""
@@ -37,8 +42,7 @@ class Change(NamedTuple):
 
 
 class Held(threading.Thread):
-    """The blocks of our prompts that a server holds. Those of proofs have roots of their own, and are left
-    out."""
+    """The blocks that a server holds under a salt of ours."""
 
     def __init__(self, server: Server) -> None:
         super().__init__(daemon=True)
@@ -50,7 +54,6 @@ class Held(threading.Thread):
         self._names: dict[int, tuple[BlockHash, BlockHash]] = {}
         """Root and name by the server's hash."""
         self._copies: Counter[int] = Counter()
-        self._uses: Counter[BlockHash] = Counter()
         self._expected = 0
         self.history: defaultdict[BlockHash, list[Change]] = defaultdict(list)
         self.num_removed = self.num_missed = 0
@@ -92,7 +95,6 @@ class Held(threading.Thread):
         names = hash_blocks(root, event["token_ids"], BLOCK_SIZE, parent=parent)
         for theirs, name in zip(event["block_hashes"], names, strict=True):
             self._names[theirs] = root, name
-            self._uses[root] += 1
             self._count(theirs, Change(time.monotonic(), batch, 1, event.get("session_id") or ""))
 
     def _count(self, theirs: int, change: Change) -> None:
@@ -103,15 +105,20 @@ class Held(threading.Thread):
         with self._lock:
             self._copies.clear()
 
-    @property
-    def root(self) -> BlockHash | None:
-        """The root of the prompts: the one with the most blocks."""
-        return next((root for root, _ in self._uses.most_common(1)), None)
-
-    def blocks(self) -> set[BlockHash]:
+    def blocks(self, root: BlockHash) -> set[BlockHash]:
         with self._lock:
             named = [self._names[theirs] for theirs, copies in self._copies.items() if copies]
-            return {name for root, name in named if root == self.root}
+            return {name for its_root, name in named if its_root == root}
+
+
+@cache
+def root_of(own: LocalStack) -> BlockHash:
+    """The root of prompts without tenant and salt; proofs have roots of their own."""
+    secret = read_secret(None, str(own.secret_file))
+    assert secret is not None
+    path = toy_model_path()
+    fingerprint = declared_fingerprint(str(path), tokenizer_bundle(path).files)
+    return namespace_root(secret.current, Namespace(bytes.fromhex(fingerprint), BLOCK_SIZE))
 
 
 def indexed(own: LocalStack, number: int) -> set[bytes]:
@@ -128,9 +135,9 @@ def indexed(own: LocalStack, number: int) -> set[bytes]:
 def differences(own: LocalStack, held: Sequence[Held]) -> list[str]:
     """Compare Redis with the servers, block by block, and the router with Redis in their number."""
     found = []
-    num_entries = 0
+    root, num_entries = root_of(own), 0
     for number, each in enumerate(held):
-        index, blocks = indexed(own, number), each.blocks()
+        index, blocks = indexed(own, number), each.blocks(root)
         num_entries += len(index)
         if index != blocks:
             found.append(
@@ -154,7 +161,7 @@ def until_equal(own: LocalStack, held: Sequence[Held]) -> tuple[float, list[str]
 
 def print_index(own: LocalStack, held: Sequence[Held]) -> None:
     seconds, found = until_equal(own, held)
-    blocks = " + ".join(str(len(each.blocks())) for each in held)
+    blocks = " + ".join(str(len(each.blocks(root_of(own)))) for each in held)
     missed = sum(each.num_missed for each in held)
     said = "; ".join(found) or f"equal after {seconds:.1f} s"
     print(f"  index and the {blocks} blocks of the servers: {said}" + f"; missed {missed}" * bool(missed))
