@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from starlette.types import Receive, Scope, Send
 
-from replicas.protocol.frames import TokenDelta, TokenLogprobs
+from replicas.protocol.frames import PromptUsage, TokenDelta, TokenLogprobs
 from router.answers.parts import Part, Text
 from router.api.api_request import AnswerWriter, ApiRequest, Prepare, Prompt
 from router.api.context import ApiContext, Runs
@@ -290,13 +290,12 @@ class Exchange:
                 continue
             is_first = not output.num_tokens
             if delta.usage is not None and (choice == 0 or prompt.usage is None):
-                prompt.usage = delta.usage
-                prompt.decided(run)
-                for hook in self._context.hooks.started:
-                    hook(request, prompt)
+                self._read(prompt, run, delta.usage)
             parts = output.add(delta)
             if output.was_stopped:
                 run.abort_choice(choice)
+                if prompt.usage is None:  # an engine that tells at the end tells nothing now
+                    self._read(prompt, run, prompt.usage_or_bare())
             if not request.stream:
                 if delta.logprobs:
                     output.logprobs.extend(output.said_logprobs(delta))
@@ -307,6 +306,13 @@ class Exchange:
             if output.has_finished():
                 events.append(writer.close(prompt, choice))
         return b"".join(events)
+
+    def _read(self, prompt: Prompt, run: Runs, usage: PromptUsage) -> None:
+        """A replica has said what of the prompt it read from cache."""
+        prompt.usage = usage
+        prompt.decided(run)
+        for hook in self._context.hooks.started:
+            hook(self._request, prompt)
 
     async def _stream(self, events: bytes, *, is_last: bool = False) -> None:
         self._num_sent += 1

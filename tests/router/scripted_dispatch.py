@@ -32,8 +32,9 @@ def says(
     num_slower_tier_tokens: int = 0,
     num_disk_tokens: int = 0,
     num_pulled_tokens: int = 0,
+    usage_at: int = 0,
 ) -> Script:
-    """Every choice gets one token per batch, then ends."""
+    """Every choice gets one token per batch, then ends. Usage comes with one of the batches."""
 
     def script(generation: Generation) -> Sequence[Step]:
         usage = PromptUsage(
@@ -52,7 +53,7 @@ def says(
                     RequestKey(1, choice),
                     (token_id,),
                     finish_reason=finish if position == len(limited) - 1 else None,
-                    usage=usage if position == 0 else None,
+                    usage=usage if position == usage_at % len(limited) else None,
                     logprobs=_logprobs(generation, token_id),
                 )
                 for choice in range(generation.num_choices)

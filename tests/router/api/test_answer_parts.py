@@ -148,6 +148,21 @@ async def test_stop_strings_end_text_around_calls(server: HttpServer, http: http
     assert server.dispatcher.aborted == [0]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_before_the_engine_has_told_leaves_what_was_cached_unknown(
+    server: HttpServer, http: httpx.AsyncClient, *, stream: bool
+) -> None:
+    server.dispatcher.script = says(token_ids("One. Two. Three."), num_cached_tokens=16, usage_at=-1)
+    fields = {"stream": stream, "stop": "Two"}
+    answer = await http.post("/v1/chat/completions", json=ASKED | fields)
+    assert answer.status_code == 200 and "Three" not in answer.text
+    found = await http.get(f"/v1/cache/explain/{answer.headers['x-request-id']}")
+    (prompt,) = found.json()["prompts"]
+    assert (prompt["cause"], prompt["cached_tokens"]) == ("not_reported", None)
+    told = await http.post("/v1/chat/completions", json=ASKED)
+    assert told.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
+
+
 async def streamed(http: httpx.AsyncClient, **fields: Any) -> tuple[str, str, str | None]:
     """Reasoning, content, and why it ended."""
     answer = await http.post("/v1/chat/completions", json=ASKED | fields | {"stream": True})
