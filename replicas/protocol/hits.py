@@ -34,6 +34,8 @@ def points_left(card: ModelCard, num_tokens: int, num_shared: int = 0) -> list[i
     A state is written where a step ends. Steps end at its blocks, at the last of them before the prompt's
     end, and at the last position there that a hit may have; retention does not make them end. Where hits are
     finer than states and windows are beside them, a point at a state's block may lack a window's first block.
+    Where full attention has smaller blocks than the card's and a draft model reads them, the point of
+    `num_shared` may be one block further on.
     """
     size, peek = card.block_size, card.peek_tokens
     step = max(size, card.state_tokens)
