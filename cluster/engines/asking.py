@@ -6,6 +6,7 @@ said before holds until it says something else.
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from typing import Any
 import httpx
 
 from cluster.config import BackoffSpec, FoundServer
-from cluster.engines.reading import read_whole
-from replicas.remote_engine.server import read_key
+from replicas.remote_engine.server import read_key, read_whole
 from replicas.remote_engine.sglang_dialect import ranks_of
+
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
 
 ANSWER_SECONDS = 5.0
 
@@ -99,7 +101,7 @@ class Asker:
     async def _said(self, url: str, headers: Mapping[str, str]) -> Any:
         """None where there is nothing."""
         async with self._client.stream("GET", url, headers=headers) as answer:
-            content = await read_whole(answer, MOST_BYTES)
+            content = await read_whole(answer.aiter_bytes(), MOST_BYTES)
         if answer.status_code == 404:
             return None
         if answer.status_code != 200:

@@ -15,7 +15,7 @@ import msgspec
 
 from cluster.config import EngineSource
 from cluster.engines.addresses import SourceFailed, urls_of
-from cluster.engines.reading import read_whole
+from replicas.remote_engine.server import read_whole
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Folder with a pod's token, the API server's CA and the pod's namespace."""
@@ -185,7 +185,7 @@ class KubernetesFinder:
             self._client = await asyncio.to_thread(self._connect)
         headers = await self._headers()
         async with self._client.stream("GET", path, params=query, headers=headers) as answer:
-            content = await read_whole(answer, MOST_BYTES)
+            content = await read_whole(answer.aiter_bytes(), MOST_BYTES)
         if answer.status_code != 200:
             raise SourceFailed(f"Kubernetes answers {answer.status_code} to {path}: {_said(content)}")
         return msgspec.json.decode(content, type=kind)

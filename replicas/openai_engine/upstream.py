@@ -35,6 +35,7 @@ from replicas.remote_engine.server import (
     Server,
     Unreachable,
     named,
+    read_whole,
     unreachable,
 )
 
@@ -184,10 +185,6 @@ async def _whole(
     pieces: AsyncIterator[bytes], reader: AnswerReader, sent: SentBody
 ) -> AsyncIterator[tuple[bytes, int]]:
     """Yield all of it. Raises ValueError."""
-    content = bytearray()
-    async for piece in pieces:
-        content += piece
-        if len(content) > MOST_ANSWER_BYTES:
-            raise ValueError(f"more than {MOST_ANSWER_BYTES} bytes")
-    reader.take(bytes(content))
-    yield bytes(content), reader.read.num_output_tokens or 0
+    content = await read_whole(pieces, MOST_ANSWER_BYTES)
+    reader.take(content)
+    yield content, reader.read.num_output_tokens or 0

@@ -238,15 +238,12 @@ class Server:
     async def _whole(self, path: str, seconds: float, body: bytes | None = None) -> Answer:
         """GET over a connection of its own, since a server with a thread for each may have none to spare; or
         POST a body. Raises one of HTTP_ERRORS, and ValueError for a longer or compressed answer."""
-        url, content = self.url + path, b""
+        url = self.url + path
         async with asyncio.timeout(seconds):
             asked = self._looks.get(url, allow_redirects=False) if body is None else self._post(path, body)
             async with asked as answer:
                 check_plain(answer)
-                async for piece in answer.content.iter_any():
-                    content += piece
-                    if len(content) > MOST_ANSWER_BYTES:
-                        raise ValueError(f"an answer of more than {MOST_ANSWER_BYTES} bytes")
+                content = await read_whole(answer.content.iter_any(), MOST_ANSWER_BYTES)
                 return Answer(answer.status, content, answer.headers.get("location"))
 
     def _post(self, path: str, content: bytes) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
@@ -303,6 +300,16 @@ class Server:
 
     def _without_key(self, said: str) -> str:
         return said.replace(self._key, "***") if self._key else said
+
+
+async def read_whole(pieces: AsyncIterator[bytes], most_bytes: int) -> bytes:
+    """Raises ValueError if it is longer, and what the pieces raise."""
+    content = bytearray()
+    async for piece in pieces:
+        content += piece
+        if len(content) > most_bytes:
+            raise ValueError(f"it answers more than {most_bytes} bytes")
+    return bytes(content)
 
 
 def check_plain(answer: aiohttp.ClientResponse) -> None:

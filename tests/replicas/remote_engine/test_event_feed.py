@@ -64,6 +64,13 @@ def heard(server: StandIn) -> Iterator[Heard]:
     heard.feed.close()
 
 
+def hears(server: StandIn, heard: Heard, numbers: range) -> None:
+    """Publish batches with these numbers; each is heard before the next."""
+    for number in numbers:
+        server.publish(removed(number))
+        assert heard.number() == number
+
+
 def listening(server: StandIn, heard: Heard) -> int:
     """Publish until something arrives live; the next number."""
     for _ in range(100):
@@ -137,9 +144,7 @@ def test_a_restart_is_noticed_whichever_batch_is_heard_first(
     server: StandIn, heard: Heard, first: int
 ) -> None:
     before = listening(server, heard)
-    for number in range(before, before + 2):
-        server.publish(removed(number))
-        assert heard.number() == number
+    hears(server, heard, range(before, before + 2))
     server.restart_events()
     server.num_lost = first
     for number in range(first + 1):
@@ -149,9 +154,7 @@ def test_a_restart_is_noticed_whichever_batch_is_heard_first(
 
 def test_a_batch_that_comes_late_again_is_no_restart(server: StandIn, heard: Heard) -> None:
     first = listening(server, heard)
-    for number in range(first, first + 3):
-        server.publish(removed(number))
-        assert heard.number() == number
+    hears(server, heard, range(first, first + 3))
     server.send(b"", first.to_bytes(8), server.kept[first])
     server.publish(removed(first + 3))
     assert heard.number() == first + 3
