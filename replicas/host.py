@@ -158,7 +158,7 @@ class ReplicaHost:
             epoch=self.epoch,
             address=self.address,
             state=self._state,
-            card_digest=self._parts.card.digest(),
+            card_digest=self._parts.server.card.digest(),
             last_change=self._parts.index.last_change,
             load=self._parts.server.load,
         )

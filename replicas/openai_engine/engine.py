@@ -19,7 +19,7 @@ from replicas.kvstore.leasing.lease_outcome import without_tiers
 from replicas.kvstore.rate import DECAY
 from replicas.openai_engine.bodies import Read, body_to_send
 from replicas.openai_engine.byte_text import NUM_BYTES, byte_bundle
-from replicas.openai_engine.upstream import Alive, Answered, BodyPiece, BodyServer, read_served_name
+from replicas.openai_engine.upstream import Alive, Answered, BodyPiece, BodyServer
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import (
@@ -39,7 +39,8 @@ from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.remote_engine.believed import BelievedResidency
 from replicas.remote_engine.facts import declared_fingerprint
 from replicas.remote_engine.live_requests import LiveRequest, LiveRequests
-from replicas.remote_engine.server import Ended, Unreachable, Watched, read_key
+from replicas.remote_engine.model_list import MODELS_PATH, read_models, with_names
+from replicas.remote_engine.server import Ended, Listed, Unreachable, Watched, read_key
 
 BLOCK_SIZE = 64
 NUM_BLOCKS = 8192
@@ -52,7 +53,7 @@ MOST_BYTES_PER_TOKEN = 32
 MOST_STEP_BYTES = 32 * 2**20
 """A frame has a piece more than this at most. Routers read up to 128 MiB."""
 
-News = BodyPiece | Answered | Ended | Alive | Unreachable
+News = BodyPiece | Answered | Ended | Alive | Listed | Unreachable
 
 
 @dataclass(slots=True)
@@ -82,9 +83,9 @@ class OpenAiEngine:
             raise
 
     def _attach(self, config: ReplicaConfig, deadline: float) -> None:
-        self._server.wait(deadline, "/v1/models")
-        served = read_served_name(self._server.ask("/v1/models"), config.engine_model)
-        forms = self._server.forms(served.name)
+        self._server.wait(deadline, MODELS_PATH)
+        served = read_models(self._server.ask(MODELS_PATH), config.engine_model)
+        forms = self._server.forms(served.served_name)
         if not forms:
             raise StartupError(f"{self._server.url} takes no bodies of OpenAI's or Anthropic's forms")
         directory = None if config.model is None else Path(config.model)
@@ -92,10 +93,10 @@ class OpenAiEngine:
         context = served.context_length or UNTOLD_CONTEXT
         if directory is None:
             context *= MOST_BYTES_PER_TOKEN
-        self._server.served_name = served.name
+        self._server.served_name = served.served_name
         self._card = ModelCard(
-            name=config.model_name or served.name,
-            fingerprint=declared_fingerprint(served.name, self._bundle.files),
+            name=config.model_name or served.served_name,
+            fingerprint=declared_fingerprint(served.served_name, self._bundle.files),
             engine="openai",
             block_size=config.block_size or BLOCK_SIZE,
             num_blocks=config.num_blocks or NUM_BLOCKS,
@@ -105,6 +106,7 @@ class OpenAiEngine:
             takes_published=False,
             takes_bodies=forms,
         )
+        self._card = self._said_card = with_names(self._card, served)
         self._live: LiveRequests[_Live] = LiveRequests(config.max_waiting)
         self._ready: list[TokenDelta] = []
         self._events: list[CacheEvent] = []
@@ -172,11 +174,16 @@ class OpenAiEngine:
                     self._fail(news)
                 case Alive():
                     self._watched.seen()
+                case Listed():
+                    self._watched.seen()
+                    self._card = with_names(self._card, news.model)
                 case Unreachable():
                     self._watched.missed(news)
         deltas, self._ready = self._ready, []
         events, self._events = self._events, []
-        return StepFrame(deltas, events, self._load(), started=self._live.take_started())
+        card = None if self._card is self._said_card else self._card
+        self._said_card = self._card
+        return StepFrame(deltas, events, self._load(), started=self._live.take_started(), card=card)
 
     def reset_prefix_cache(self) -> bool:
         return not self._live

@@ -74,6 +74,9 @@ class ModelCard:
 
     `takes_bodies`: its server takes a client's body instead of tokens, in these forms (`BodyForm`);
     the tokens of a submit then only say what the server is expected to have cached.
+
+    `aliases` are other names that clients may ask for the model by. These and `adapters` may change while the
+    replica lives, and nothing else.
     """
 
     name: str
@@ -99,6 +102,7 @@ class ModelCard:
     endpoint: str = ""
     endpoint_rank: Uint32 | None = None
     takes_bodies: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
 
     @property
     def num_cache_tokens(self) -> int:

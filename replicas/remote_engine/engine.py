@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from replicas.checkpoints.model_config import read_eos_token_ids, read_text_sizes
@@ -41,10 +41,12 @@ from replicas.remote_engine.dialect import Delta, Dialect
 from replicas.remote_engine.event_feed import EventFeed, Events, Restarted
 from replicas.remote_engine.facts import ServerLoad, ServerModel, declared_fingerprint
 from replicas.remote_engine.live_requests import LiveRequest, LiveRequests
+from replicas.remote_engine.model_list import with_names
 from replicas.remote_engine.probes import check_tokenizer, find_dialect
 from replicas.remote_engine.residency import ServerResidency, Stored
 from replicas.remote_engine.server import (
     Ended,
+    Listed,
     Looked,
     Piece,
     Sent,
@@ -59,7 +61,7 @@ from replicas.toy_model import checkpoint_directory
 
 logger = logging.getLogger(__name__)
 
-News = Piece | Ended | Looked | Unreachable | Events | Restarted
+News = Piece | Ended | Looked | Listed | Unreachable | Events | Restarted
 
 PROOF_STEP_SECONDS = 0.05
 """How long a step takes before `begin`. A proof has a number of them, and the server may be busy."""
@@ -124,8 +126,9 @@ class RemoteEngine:
             self._card.context_length,
             self._card.num_cache_tokens,
             self._card.vocab_size,
-            frozenset(adapter.name for adapter in self._card.adapters),
         )
+        self._take_names(dialect.model)
+        self._said_card = self._card
         self._live: LiveRequests[_Live] = LiveRequests(config.max_waiting)
         self._ready: list[TokenDelta] = []
         self._stored_since_add, self._added_at = False, 0.0
@@ -146,6 +149,7 @@ class RemoteEngine:
 
     def _model_card(self, config: ReplicaConfig, directory: Path) -> ModelCard:
         model, sizes = self._dialect.model, self._dialect.sizes
+        assert model.context_length is not None
         if config.block_size not in (None, sizes.block_size):
             raise StartupError(
                 f"the server's blocks have {sizes.block_size} tokens, and setting block_size is"
@@ -162,7 +166,6 @@ class RemoteEngine:
             eos_token_ids=read_eos_token_ids(directory),
             max_batched_tokens=config.tokens_per_step,
             max_running=config.max_running,
-            adapters=model.adapters,
             takes_published=False,
             endpoint=self._endpoint(config, model),
             endpoint_rank=config.engine_rank,
@@ -218,7 +221,7 @@ class RemoteEngine:
         """Its card has no rule for images."""
 
     def has_work(self) -> bool:
-        return bool(self._news) or (self._wake is not None and bool(self._unsaid))
+        return bool(self._news) or (self._wake is not None and (bool(self._unsaid) or self._has_new_card))
 
     def step(self) -> StepFrame:
         """Raises EngineDied once the server is gone, was started anew, or hangs."""
@@ -239,6 +242,8 @@ class RemoteEngine:
                     events += self._follow(news)
                 case Looked():
                     self._look(news.load)
+                case Listed():
+                    self._take_names(news.model)
                 case Unreachable():
                     self._watched.missed(news)
                 case Restarted():
@@ -247,7 +252,10 @@ class RemoteEngine:
             self._end(self._ended.pop(0))
         events += self._take_believed()
         deltas, self._ready = self._ready, []
-        return StepFrame(deltas, events, self._load(), started=self._live.take_started())
+        card = None
+        if self._wake is not None and self._has_new_card:
+            card = self._said_card = self._card
+        return StepFrame(deltas, events, self._load(), started=self._live.take_started(), card=card)
 
     def reset_prefix_cache(self) -> bool:
         """Clear nothing: a server keeps what the proof has stored, under a root of its own."""
@@ -462,7 +470,15 @@ class RemoteEngine:
             advice = self._dialect.advice_on_cached
             logger.warning("the server %s how much of a prompt was cached: %s", what, advice)
 
-    # How busy it is.
+    # What it says of itself.
+
+    @property
+    def _has_new_card(self) -> bool:
+        return self._card is not self._said_card
+
+    def _take_names(self, model: ServerModel) -> None:
+        self._card = with_names(self._card, model)
+        self._limits = replace(self._limits, adapters=frozenset(each.name for each in self._card.adapters))
 
     def _look(self, load: ServerLoad) -> None:
         if load.started_at != self._seen.started_at:

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import grpc
@@ -155,6 +155,11 @@ class ReplicaServer:
         self._caller_check = CallerCheck(SERVICE_NAME, audience, call_keys, metrics.refused_calls)
 
     @property
+    def card(self) -> ModelCard:
+        """The model's card as it is now."""
+        return self._identity.card
+
+    @property
     def load(self) -> LoadSnapshot:
         """The engine's newest load, plus later arrivals."""
         return self._arrivals.load
@@ -217,6 +222,8 @@ class ReplicaServer:
         """Give each stream its share of one frame, and the load to all. Its events have been observed."""
         self._arrivals.take(frame.load, frame.last_serial)
         self._num_frames += 1
+        if frame.card is not None:
+            self._identity = replace(self._identity, card=frame.card)
         for serial, _ in frame.started:
             if (begun := self._open.get(serial)) is not None:
                 begun.trace.started(self._num_frames, step_seconds)

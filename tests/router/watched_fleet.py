@@ -100,7 +100,9 @@ async def watching(
         index_stride=16,
         on_model=on_model or (lambda card, bundle: models.append((card, bundle))),
         on_records=records.__setitem__,
-        on_adapters=adapters.__setitem__,
+        on_cards=lambda model, cards: adapters.__setitem__(
+            model, [adapter for _, card in cards for adapter in card.adapters]
+        ),
         stall_seconds=stall_seconds,
         proof_seconds=proof_seconds,
         tls=tls,

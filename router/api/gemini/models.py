@@ -33,11 +33,11 @@ class GeminiModels(Struct):
     models: list[GeminiModel]
 
 
-def gemini_model(model: ServedModel) -> GeminiModel:
+def gemini_model(name: str, model: ServedModel) -> GeminiModel:
     card = model.card
     lengths = card.context_length, card.context_length
     methods = [GENERATE, STREAM, COUNT]
-    return GeminiModel(MODELS + model.name, card.name, card.fingerprint[:12], model.name, *lengths, methods)
+    return GeminiModel(MODELS + name, card.name, card.fingerprint[:12], name, *lengths, methods)
 
 
 class GeminiRoutes:
@@ -58,11 +58,12 @@ class GeminiRoutes:
 
     async def models(self, request: Request) -> Response:
         catalog = self._context.catalog
-        names = [*catalog.names(), *catalog.adapter_names()]
-        return json_response(GeminiModels([gemini_model(catalog.get(name)) for name in names]))
+        models = [gemini_model(name, catalog.get(name)) for name in catalog.all_names()]
+        return json_response(GeminiModels(models))
 
     async def model(self, request: Request) -> Response:
-        return json_response(gemini_model(self._context.catalog.get(request.path_params["name"])))
+        name = request.path_params["name"]
+        return json_response(gemini_model(name, self._context.catalog.get(name)))
 
     async def count(self, request: Request) -> Response:
         asked = model_method(request.scope["path"])

@@ -12,10 +12,10 @@ from replicas.engine import RequestRefused
 from replicas.errors import EngineDied, StartupError
 from replicas.openai_engine import upstream
 from replicas.openai_engine.engine import OpenAiEngine
-from replicas.openai_engine.upstream import read_served_name
 from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import hash_blocks
 from replicas.protocol.frames import MAX_LISTED, BodyForm, FinishReason, RefusalCode, RequestKey, TokenDelta
+from replicas.remote_engine.model_list import read_models
 from tests.replicas.builders import ROOT, EventBalance, engine_request
 from tests.replicas.openai_engine.text_server import TextServer
 
@@ -321,7 +321,7 @@ def test_a_models_name_that_the_server_lacks(server: TextServer) -> None:
 @pytest.mark.parametrize("text", [b"", b"<html>", b'{"data": []}', b'{"data": [{"name": 1}]}', b"[]"])
 def test_lists_of_models_that_are_none(text: bytes) -> None:
     with pytest.raises(StartupError, match="cannot be read"):
-        read_served_name(text, None)
+        read_models(text, None)
 
 
 def test_settings_that_are_not_its(server: TextServer) -> None:
