@@ -191,7 +191,7 @@ def test_a_name_that_is_a_models_is_never_an_adapters(caplog: pytest.LogCaptureF
     catalog.add(tiny_model.card("sql"), tiny_model.bundle())  # a model that comes later
     catalog.set_cards(tiny_model.MODEL, replicas(SQL, own))
     assert catalog.get("sql").adapter is None
-    assert catalog.all_names() == [tiny_model.MODEL, "sql"]
+    assert catalog.all_names() == ["sql", tiny_model.MODEL]
     assert len(own_records(caplog, logging.WARNING)) == 2
 
 
