@@ -69,7 +69,8 @@ class Engine(Protocol):
     """The engine as `loop.py` drives it. Not thread-safe: one thread calls everything but `card`."""
 
     @property
-    def card(self) -> ModelCard: ...
+    def card(self) -> ModelCard:
+        """Return the model's card, whose names and adapters may change."""
 
     @property
     def shared_kv(self) -> SharedKv | None:

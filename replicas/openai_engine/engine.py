@@ -106,7 +106,7 @@ class OpenAiEngine:
             takes_published=False,
             takes_bodies=forms,
         )
-        self._card = self._said_card = with_names(self._card, served)
+        self._card = with_names(self._card, served)
         self._live: LiveRequests[_Live] = LiveRequests(config.max_waiting)
         self._ready: list[TokenDelta] = []
         self._events: list[CacheEvent] = []
@@ -181,9 +181,7 @@ class OpenAiEngine:
                     self._watched.missed(news)
         deltas, self._ready = self._ready, []
         events, self._events = self._events, []
-        card = None if self._card is self._said_card else self._card
-        self._said_card = self._card
-        return StepFrame(deltas, events, self._load(), started=self._live.take_started(), card=card)
+        return StepFrame(deltas, events, self._load(), started=self._live.take_started())
 
     def reset_prefix_cache(self) -> bool:
         return not self._live

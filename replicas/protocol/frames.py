@@ -37,7 +37,6 @@ from replicas.protocol.hand_overs import MAX_BUCKET_BYTES, StoreAnswer
 from replicas.protocol.media import ImageQueryAnswer
 from replicas.protocol.prefix_leases import MAX_LEASES, LeaseAnswer, LeaseBreak, LeaseTotals, PrefixLease
 from replicas.protocol.pulls import PullHint
-from replicas.protocol.status import ModelCard
 from replicas.protocol.tier_figures import TierFigures
 
 MAX_DELTAS_PER_FRAME = 4096
@@ -349,8 +348,8 @@ class StepFrame(Struct, frozen=True, array_like=True):
     measuring its speed. `started` are requests that it computed for the first time; `num_preemptions` counts
     requests that lost their blocks. `load` counts exactly the live requests with serials up to `last_serial`;
     the loop sets it, not the engine. `look_again_seconds` is when to step again without input, because a move
-    ends by itself; None is never. `leases`, `tiers` and `card` come when they changed. `answers` are the
-    store's; `media` reports on images to receive.
+    ends by itself; None is never. `leases` and `tiers` come when they changed. `answers` are the store's;
+    `media` reports on images to receive.
     """
 
     deltas: list[TokenDelta] = field(default_factory=list)
@@ -367,7 +366,6 @@ class StepFrame(Struct, frozen=True, array_like=True):
     answers: list[StoreAnswer] = field(default_factory=list)
     media: list[ImageQueryAnswer] = field(default_factory=list)
     num_encoded_tokens: int = 0
-    card: ModelCard | None = None
 
 
 class ClientFrame(Struct, frozen=True, array_like=True):

@@ -128,7 +128,6 @@ class RemoteEngine:
             self._card.vocab_size,
         )
         self._take_names(dialect.model)
-        self._said_card = self._card
         self._live: LiveRequests[_Live] = LiveRequests(config.max_waiting)
         self._ready: list[TokenDelta] = []
         self._stored_since_add, self._added_at = False, 0.0
@@ -221,7 +220,7 @@ class RemoteEngine:
         """Its card has no rule for images."""
 
     def has_work(self) -> bool:
-        return bool(self._news) or (self._wake is not None and (bool(self._unsaid) or self._has_new_card))
+        return bool(self._news) or (self._wake is not None and bool(self._unsaid))
 
     def step(self) -> StepFrame:
         """Raises EngineDied once the server is gone, was started anew, or hangs."""
@@ -252,10 +251,7 @@ class RemoteEngine:
             self._end(self._ended.pop(0))
         events += self._take_believed()
         deltas, self._ready = self._ready, []
-        card = None
-        if self._wake is not None and self._has_new_card:
-            card = self._said_card = self._card
-        return StepFrame(deltas, events, self._load(), started=self._live.take_started(), card=card)
+        return StepFrame(deltas, events, self._load(), started=self._live.take_started())
 
     def reset_prefix_cache(self) -> bool:
         """Clear nothing: a server keeps what the proof has stored, under a root of its own."""
@@ -471,10 +467,6 @@ class RemoteEngine:
             logger.warning("the server %s how much of a prompt was cached: %s", what, advice)
 
     # What it says of itself.
-
-    @property
-    def _has_new_card(self) -> bool:
-        return self._card is not self._said_card
 
     def _take_names(self, model: ServerModel) -> None:
         self._card = with_names(self._card, model)

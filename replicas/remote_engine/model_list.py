@@ -61,15 +61,19 @@ def read_models(text: bytes, served_name: str | None) -> ServerModel:
     if isinstance(entry.aliases, list):
         others += [each for each in entry.aliases if isinstance(each, str)]
     aliases = [each for each in dict.fromkeys(others) if each != name]
-    parents = [name, *_taken(aliases)]
-    adapters = [each for each, other in entries.items() if other.parent in parents]
+    taken = _taken(aliases)
+    parents = {name, *taken}
+    adapters = [
+        each for each, other in entries.items() if isinstance(other.parent, str) and other.parent in parents
+    ]
+    taken_adapters = _taken(adapters)
     return ServerModel(
         name,
         root,
         entry.context_length,
-        tuple(Adapter(each, _digest(f"{root}\0{each}\0{entries[each].root}")) for each in _taken(adapters)),
-        tuple(parents[1:]),
-        len(aliases) + len(adapters) - len(_taken(aliases)) - len(_taken(adapters)),
+        tuple(Adapter(each, _digest(f"{root}\0{each}\0{entries[each].root}")) for each in taken_adapters),
+        tuple(taken),
+        len(aliases) + len(adapters) - len(taken) - len(taken_adapters),
     )
 
 

@@ -79,7 +79,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_another_name_of_a_model_is_that_model_in_every_dialect(path: str) -> None:
-    """Whether its body is prepared beside the event loop, and where the key has less context than the model."""
+    """Also if its body is prepared beside the event loop, and if the key has less context than the model."""
     small = json.dumps(BODIES[path]).encode()
     large = with_fields(small, b'"unknown": "%b"' % (b" " * MOST_BYTES))
     async with http_server(keys=ByContext()) as server, httpx.AsyncClient(base_url=server.url) as http:

@@ -15,7 +15,6 @@ from replicas.openai_engine.engine import OpenAiEngine
 from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import hash_blocks
 from replicas.protocol.frames import MAX_LISTED, BodyForm, FinishReason, RefusalCode, RequestKey, TokenDelta
-from replicas.remote_engine.model_list import read_models
 from tests.replicas.builders import ROOT, EventBalance, engine_request
 from tests.replicas.openai_engine.text_server import TextServer
 
@@ -85,6 +84,16 @@ def test_the_card_says_which_bodies_the_server_takes(driven: Driven) -> None:
     assert (card.name, card.engine, card.vocab_size) == ("wordy", "openai", 256)
     assert card.takes_bodies == (BodyForm.CHAT, BodyForm.MESSAGES)  # it answers 404 to completions
     assert not card.takes_published and card.endpoint == ""
+
+
+def test_names_that_change_at_the_server_change_on_the_card(driven: Driven, server: TextServer) -> None:
+    assert driven.engine.card.aliases == ()
+    server.other_names = ["gpt-4o"]
+    driven.step_until(lambda: driven.engine.card.aliases == ("gpt-4o",))
+    driven.finish(driven.add(chat(model="gpt-4o")))
+    assert json.loads(server.bodies[-1])["model"] == "wordy"
+    server.other_names = []
+    driven.step_until(lambda: driven.engine.card.aliases == ())
 
 
 def test_an_answer_passes_as_it_is(driven: Driven, server: TextServer) -> None:
@@ -316,12 +325,6 @@ def test_tokens_without_a_body_are_refused(driven: Driven) -> None:
 def test_a_models_name_that_the_server_lacks(server: TextServer) -> None:
     with pytest.raises(StartupError, match="no model other; it has wordy"):
         OpenAiEngine(config(server, engine_model="other"))
-
-
-@pytest.mark.parametrize("text", [b"", b"<html>", b'{"data": []}', b'{"data": [{"name": 1}]}', b"[]"])
-def test_lists_of_models_that_are_none(text: bytes) -> None:
-    with pytest.raises(StartupError, match="cannot be read"):
-        read_models(text, None)
 
 
 def test_settings_that_are_not_its(server: TextServer) -> None:
