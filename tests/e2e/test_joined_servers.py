@@ -34,6 +34,10 @@ def ask(url: str, text: str) -> dict[str, Any]:
     return {"replica": answer.headers["x-kvasir-replica"], **usage["prompt_tokens_details"]}
 
 
+def names(url: str) -> list[str]:
+    return [model["id"] for model in httpx.get(f"{url}/v1/models", timeout=60).json()["data"]]
+
+
 def foretold(url: str, text: str) -> int:
     """Tokens that the router believes to be cached where the prompt would go."""
     body = {"model": "served", "messages": [{"role": "user", "content": text}]}
@@ -59,6 +63,15 @@ def test_two_servers_behind_one_router(servers: list[StandIn], tmp_path: Path) -
         shown = kvasir.run("status")
         for server in servers:
             assert f"127.0.0.1-{server.port}-0" in shown.stdout
+
+        # One of them loads an adapter and is given another name, the other one unloads its adapter.
+        servers[0].other_names, servers[0].adapters = ["gpt-4o"], {"later": "/adapters/later"}
+        servers[1].adapters = {}
+        wait_until(lambda: names(url) == ["served", "gpt-4o", "later"], lambda: str(names(url)))
+        for name, status in (("gpt-4o", 200), ("later", 200), ("tuned", 404)):
+            body = {"model": name, "prompt": LONG, "max_tokens": 1}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == status, answer.text
 
         its_port = int(first["replica"].split("-")[1])
         (dying,) = [server for server in servers if server.port == its_port]
