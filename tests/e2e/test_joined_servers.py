@@ -112,7 +112,9 @@ def test_servers_that_take_no_tokens(tmp_path: Path) -> None:
     try:
         with kvasir.up("--engine", "openai", *words):
             url = f"{kvasir.state().router_url}/v1/chat/completions"
-            first, again = [httpx.post(url, json=body, timeout=60) for _ in range(2)]
+            first, again = [
+                httpx.post(url, json=body | {"model": name}, timeout=60) for name in ("toy", "toy-too")
+            ]
             assert "timings" in first.json()
             assert again.headers["x-kvasir-replica"] == first.headers["x-kvasir-replica"]
             assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 90

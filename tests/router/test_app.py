@@ -2,16 +2,19 @@
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from replicas.protocol.status import ReplicaId
 from router.api.json_body import with_fields
 from router.caller import Caller, Limits, Tenant
 from router.errors import KeyFault
 from router.large_bodies.body_weight import MOST_BYTES
+from router.prompt.catalog import ModelCatalog
 from router.prompt.chains import BLOCKS_PER_RUN, BYTES_PER_RUN
 from tests.router import tiny_model
 from tests.router.http_server import HttpServer, http_server
@@ -177,8 +180,17 @@ async def test_tokenize_renders_a_chat_as_the_chat_route_does(
 
 
 async def test_without_a_model_name_tokenize_needs_a_single_model(http: httpx.AsyncClient) -> None:
-    answer = await http.post("/tokenize", json={"prompt": "Hello"})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+    """Whatever else that one is called, and whatever adapters it has."""
+    bodies = [{"prompt": "Hello"}, {"prompt": "Hello", "unknown": " " * MOST_BYTES}]
+    catalog = ModelCatalog(tiny_model.SECRET)
+    catalog.add(tiny_model.card(), tiny_model.bundle())
+    card = replace(tiny_model.card(), aliases=(tiny_model.ALIAS,), adapters=(tiny_model.ADAPTER,))
+    catalog.set_cards(tiny_model.MODEL, [(ReplicaId("r0"), card)])
+    async with http_server(catalog=catalog) as single:
+        for body in bodies:
+            answer = await http.post("/tokenize", json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+            assert (await http.post(f"{single.url}/tokenize", json=body)).status_code == 200
 
 
 async def test_metrics_count_requests_tokens_and_decisions_with_closed_labels(
