@@ -1,4 +1,4 @@
-"""What a server's `/v1/models` says: the names of its model, and the adapters on it.
+"""Reading of a server's `/v1/models`: the names of its model, and the adapters on it.
 
 Pure. Owns which entries are names of one model, and how many of them are taken.
 """
@@ -55,7 +55,7 @@ def read_models(text: bytes, served_name: str | None) -> ServerModel:
         raise StartupError(f"the server's list of models cannot be read: {error!r}") from error
     entry = entries.get(name)
     if entry is None:
-        raise NotThere(f"the server has no model {name}; it has {few(entries)}")
+        raise NotThere(f"the server has no model {few([name])}; it has {few(filter(is_name, entries))}")
     root = str(entry.root or name)
     others = [each for each in models if entry.root and not entry.parent and entries[each].root == root]
     if isinstance(entry.aliases, list):
@@ -79,7 +79,7 @@ def read_models(text: bytes, served_name: str | None) -> ServerModel:
 
 def with_names(card: ModelCard, model: ServerModel) -> ModelCard:
     """Return the card with the names and adapters that the server lists now, and log a change. A model with a
-    name of ours has that one alone: two servers may be two models here, and have one name of their own."""
+    name of our own has that one alone: of equal servers two may be two models here."""
     names = (model.served_name, *model.aliases)
     aliases = tuple(each for each in names if each != card.name) if card.name in names else ()
     if (aliases, model.adapters) == (card.aliases, card.adapters):

@@ -60,7 +60,7 @@ class Member:
     record: ReplicaRecord
     card: ModelCard | None = None
     card_digest: str = ""
-    """Of its lease, before the card was asked for."""
+    """The digest in its lease, before the card was asked for."""
     is_asked: bool = False
     """Its card has changed, and is being asked for."""
     client: ReplicaClient | None = None

@@ -169,7 +169,8 @@ class _TextSide:
 
 
 class _Claim(NamedTuple):
-    """What a name that is no model's stands for: a model, or an adapter of it. `replica_id` had it last."""
+    """The meaning of a name that is no model's own: the model, or an adapter of it. `replica_id` had it
+    last."""
 
     model: str
     adapter: Adapter | None
@@ -236,17 +237,20 @@ class ModelCatalog:
         if self._states.get(model_name) == state:
             return
         self._states[model_name] = state
-        claims = self._claims[model_name] = {}
+        present = {replica_id for replica_id, _ in cards}
+        claims = self._claims[model_name] = {
+            (known.adapter is not None, name): known
+            for name, known in self._others.items()
+            if known.model == model_name and known.replica_id not in present
+        }
         for replica_id, card in cards:
             claims |= {(False, alias): _Claim(model_name, None, replica_id) for alias in card.aliases}
             claims |= {(True, each.name): _Claim(model_name, each, replica_id) for each in card.adapters}
         served = self._served_claims()
         for name, served_claim in served.items():
             self._serve(name, served_claim)
-        present = {replica_id for replica_id, _ in cards}
-        for name, known in list(self._others.items()):
-            if name not in served and known.model == model_name and known.replica_id in present:
-                self._serve(name, None)
+        for name in self._others.keys() - served.keys():
+            self._serve(name, None)
 
     def _served_claims(self) -> Mapping[str, _Claim]:
         served: dict[str, _Claim] = {}

@@ -213,6 +213,10 @@ def test_of_two_models_that_claim_one_name_every_router_takes_the_same_and_says_
         catalog.set_cards(name, replicas(of_tiny if name == "tiny" else of_also, model=name))
     assert catalog.get("sql").card.name == model
     assert len(own_records(caplog, logging.WARNING)) == 1
+    catalog.set_cards(model, [])  # while its replicas are away, no other model answers in its place
+    assert catalog.get("sql").card.name == model
+    catalog.set_cards(model, replicas(None, model=model))
+    assert catalog.get("sql").card.name != model
 
 
 def test_a_users_tag_tells_users_apart_and_not_who_they_are() -> None:
