@@ -1,7 +1,7 @@
 """Sizes: the lines of Python of every room and of its tests, next to `sizes.json`, which bounds them.
 
 python -m tests.sizes                      rooms that differ from the file
-python -m tests.sizes --write "REASON"     the file anew; each room that grew keeps the reason, with what it grew
+python -m tests.sizes --write "REASON"     the file anew; each room that grew keeps the reason
 """
 
 import argparse
@@ -29,7 +29,7 @@ Sizes: TypeAlias = dict[str, Room]
 
 
 def room_of(name: str) -> tuple[str, str]:
-    """Return the room of a file, and whether it is `code` or `tests`. Tests belong to the room they mirror."""
+    """Return a file's room, and whether it is `code` or `tests`. Tests belong to the room they mirror."""
     kind, parts = "code", name.split("/")
     if parts[0] == "tests" and len(parts) > 2:
         kind, parts = "tests", parts[1:]
@@ -72,7 +72,8 @@ def write(reason: str) -> None:
         grown = [counts[kind] - most for kind, most in (("code", bounds["code"]), ("tests", bounds["tests"]))]
         raised = [f"code {grown[0]:+}, tests {grown[1]:+}: {reason}"] if old and max(grown) > 0 else []
         sizes[room] = Room(code=counts["code"], tests=counts["tests"], raised=[*bounds["raised"], *raised])
-    FILE.write_text(json.dumps(sizes, indent=1) + "\n", encoding="utf-8")
+    lines = ",\n".join(f"{json.dumps(room)}: {json.dumps(bounds)}" for room, bounds in sizes.items())
+    FILE.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
 
 def main() -> None:
