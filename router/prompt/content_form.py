@@ -55,7 +55,7 @@ def find_content_form(show: Callable[[Messages], str]) -> ContentForm:
     def num_shown(in_parts: tuple[str, ...], *conversations: Messages) -> int:
         form = ContentForm(in_parts)
         shown = [show(form.of_messages(messages)) for messages in conversations]
-        return max(0 if in_parts and _is_data(each) else sum(said in each for said in _SAID) for each in shown)
+        return max(0 if in_parts and _is_data(each) else _num_said(each) for each in shown)
 
     turns = _saying("user", "assistant", "user")
     in_parts = max(_TURNS, key=lambda roles: num_shown(roles, turns))
@@ -116,6 +116,10 @@ def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
+
+
+def _num_said(shown: str) -> int:
+    return sum(said in shown for said in _SAID)
 
 
 def _is_data(shown: str) -> bool:
