@@ -101,6 +101,7 @@ def test_servers_that_differ_are_not_joined(servers: list[StandIn], tmp_path: Pa
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
     reason="vLLM is not installed: ./kvasir test --all installs it",
@@ -110,7 +111,7 @@ def test_a_real_server_of_a_model_that_the_torch_engine_does_not_have(tmp_path: 
     kvasir = KvasirCommand(tmp_path / "run")
     options = ("--served-model-name", "served", "--num-gpu-blocks-override", "512")
     with serving(tmp_path / "log", *options, model=model) as (joined, server):
-        wait_until(lambda: server.poll() is not None or is_up(joined), (tmp_path / "log").read_text)
+        wait_until(lambda: server.poll() is not None or is_up(joined), (tmp_path / "log").read_text, 500.0)
         with kvasir.up("--join", joined):
             url = kvasir.state().router_url
             causes = [ask(url, LONG + f"and {word} " * 60)["cache"] for word in ("one", "two", "three")]
