@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from replicas.checkpoints.image_rules import served_image_rule
-from replicas.checkpoints.model_config import read_eos_token_ids, read_text_sizes
+from replicas.checkpoints.model_config import read_eos_token_ids
+from replicas.checkpoints.text_sizes import read_text_sizes
 from replicas.checkpoints.tokenizer import read_tokenizer
 from replicas.checkpoints.weights import files_fingerprint, tokenizer_bundle
 from replicas.config import ReplicaConfig
@@ -73,6 +74,7 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
     check_simulation(config)
     hardware, speed = HARDWARE[config.simulated_hardware], config.simulated_speed
     sizes = read_text_sizes(directory)
+    longest = config.context_length or sizes.longest_context
     groups = simulated_groups(config)
     block_size = alignment_of(groups) if groups else config.tokens_per_block
     num_blocks = config.num_blocks or num_blocks_for(
@@ -88,7 +90,7 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
         engine="simulated",
         block_size=block_size,
         num_blocks=num_blocks,
-        context_length=min(config.context_length or sizes.longest_context, capacity_tokens),
+        context_length=min(longest or capacity_tokens, capacity_tokens),
         vocab_size=sizes.vocab_size,
         eos_token_ids=read_eos_token_ids(directory),
         max_batched_tokens=max_batched_tokens,

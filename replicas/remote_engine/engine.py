@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from replicas.checkpoints.model_config import read_eos_token_ids, read_text_sizes
+from replicas.checkpoints.model_config import read_eos_token_ids
+from replicas.checkpoints.text_sizes import read_text_sizes
 from replicas.checkpoints.weights import tokenizer_bundle
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, SharedKv
@@ -118,7 +119,9 @@ class RemoteEngine:
         )
         self._seen = _first_look(dialect, server)
         self._watched = Watched(config.engine_hang_seconds)
-        self._card = self._model_card(config, directory)
+        sizes = read_text_sizes(directory)
+        self._is_sparse = sizes.is_sparse
+        self._card = self._model_card(config, directory, sizes.vocab_size)
         check_tokenizer(server.ask, dialect.model.served_name, self._bundle)
         self._limits = AdmissionLimits(
             self._card.context_length,
@@ -144,7 +147,7 @@ class RemoteEngine:
         self._server.speak(dialect)
         self._server.start()
 
-    def _model_card(self, config: ReplicaConfig, directory: Path) -> ModelCard:
+    def _model_card(self, config: ReplicaConfig, directory: Path, vocab_size: int) -> ModelCard:
         model, sizes = self._dialect.model, self._dialect.sizes
         if config.block_size not in (None, sizes.block_size):
             raise StartupError(
@@ -158,7 +161,7 @@ class RemoteEngine:
             block_size=sizes.block_size,
             num_blocks=sizes.num_blocks,
             context_length=min(config.context_length or model.context_length, model.context_length),
-            vocab_size=read_text_sizes(directory).vocab_size,
+            vocab_size=vocab_size,
             eos_token_ids=read_eos_token_ids(directory),
             max_batched_tokens=config.tokens_per_step,
             max_running=config.max_running,
@@ -316,6 +319,7 @@ class RemoteEngine:
 
     def _believe(self, why: str) -> None:
         """From now on predict what the server holds: its cache events do not say."""
+        self._is_sparse |= self._residency.has_groups
         logger.warning("what the server holds is predicted, since its cache events do not say: %s", why)
         self._unsaid.clear()
         self._believed = BelievedResidency(self._card.block_size, self._card.num_blocks)
@@ -338,6 +342,8 @@ class RemoteEngine:
         submit, size = live.request.submit, self._card.block_size
         num_reusable = (len(live.request.token_ids) - 1) // size
         told = self._num_told(live)
+        if self._is_sparse:
+            told = None  # a shorter hit is of what was never kept, and says nothing of other prompts
         if told is not None and told // size < min(live.num_believed, num_reusable):
             self._predicted += self._believed.corrected(live.chain, told // size, submit.user)
         if len(live.output_token_ids) < live.num_output_tokens:
@@ -434,6 +440,7 @@ class RemoteEngine:
             self._warn_of(live.num_cached_tokens)
             return PromptUsage(num_prompt_tokens, None, 0, leases=leases)
         num_cached = min(told, num_prompt_tokens)
+        num_expected = min(live.num_believed * size, num_prompt_tokens) if self._is_sparse else 0
         shares = NO_SHARES
         if num_cached and submit.user != NO_USER:
             found = hash_blocks(submit.root, live.request.token_ids[: num_cached // size * size], size)
@@ -448,6 +455,7 @@ class RemoteEngine:
             num_cross_user_tokens=min(shares.cross_user, num_cached),
             num_own_tokens=min(shares.own, num_cached - min(shares.cross_user, num_cached)),
             leases=leases,
+            num_unresumable_tokens=max(0, num_expected - num_cached),
         )
 
     def _num_told(self, live: _Live) -> int | None:

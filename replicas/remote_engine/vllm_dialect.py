@@ -286,7 +286,10 @@ def read_cache_sizes(text: str, rank: int) -> CacheSizes:
         if sizes.block_size < 1 or sizes.num_blocks < 1:
             raise StartupError(f"the server says that its cache has {sizes}")
         return sizes
-    raise StartupError(f"the server's metrics have no {_CONFIGURATION} for rank {rank}: is it vLLM?")
+    raise StartupError(
+        f"the server's metrics have no {_CONFIGURATION} for rank {rank}: is it vLLM? Servers of"
+        " other kinds are joined with --engine openai"
+    )
 
 
 def _samples(
