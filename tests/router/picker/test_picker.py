@@ -20,9 +20,10 @@ from router.errors import KeyFault
 from router.feature import Feature
 from router.misses import Cause
 from router.picker import endpoint
-from router.picker.messages import BodyMode
+from router.picker.messages import BodyMode, Message
 from router.picker.protobuf import field
 from router.picker.server import SERVICES
+from router.picker.stream import MOST_AFTER_END, GatewayStream
 from router.prompt.catalog import ServedModel
 from tests.router import tiny_model
 from tests.router.picker.conftest import A, B, Picking, picking_fleet
@@ -316,6 +317,52 @@ async def test_a_decision_that_takes_too_long_is_given_up(
     told = await picking.gateway.decide("/v1/completions", COMPLETION)
     assert (told.status, told.error()["error"]["code"]) == (503, "too_late")
     assert time.perf_counter() - began < 2.0
+
+
+@pytest.mark.parametrize("content", [b"", b"the end once more"])
+@pytest.mark.parametrize("is_decided", [False, True])
+@pytest.mark.parametrize("mode", [BodyMode.FULL_DUPLEX, BodyMode.BUFFERED])
+async def test_a_repeated_end_of_the_body_changes_nothing(
+    picking: Picking, monkeypatch: pytest.MonkeyPatch, mode: BodyMode, is_decided: bool, content: bytes
+) -> None:
+    """In full duplex it has no reply; a gateway that sends whole bodies gets an empty one after the first."""
+    taken: list[Message] = []
+    take = GatewayStream.take
+
+    async def noted(stream: GatewayStream, message: Message) -> None:
+        await take(stream, message)
+        taken.append(message)
+
+    monkeypatch.setattr(GatewayStream, "take", noted)
+    for each in (replica_ids := picking.table.replica_ids(tiny_model.MODEL)):
+        picking.table.set_stalled(each, is_stalled=True)
+    async with picking.gateway.ask("/v1/completions", COMPLETION, request_mode=mode) as asked:
+        repeat = field(4, field(1, content) + field(2, True))
+        if not is_decided:
+            asked.send(repeat)
+        await picking.until(lambda: len(taken) == 2 - is_decided)
+        picking.table.set_stalled(replica_ids[0], is_stalled=False)
+        told = await asked.until_decided()
+        if is_decided:
+            asked.send(repeat)
+        if mode is BodyMode.BUFFERED:
+            assert await asked.read() and asked.num_empty_replies == 1
+        assert (told.destination, json.loads(told.body)["prompt"]) == (A, LONG)
+        whole = answer(0)
+        assert await asked.answers(JSON_HEAD, whole) == whole
+        assert not await asked.read()
+    await picking.until_idle()
+    (served,) = picking.ended.served
+    assert (served.status, served.error) == (200, None)
+
+
+async def test_a_body_that_ends_again_and_again_ends_its_stream(picking: Picking) -> None:
+    async with picking.gateway.ask("/v1/completions", COMPLETION) as asked:
+        await asked.until_decided()
+        for _ in range(MOST_AFTER_END + 1):
+            asked.send(field(4, field(2, True)))
+        assert not await asked.read()
+    await picking.until_idle()
 
 
 async def test_a_server_that_refuses_is_counted(picking: Picking) -> None:
