@@ -169,7 +169,7 @@ async def test_replicas_without_an_address_are_not_picked() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_a_server_that_takes_bodies_is_never_picked(path: str) -> None:
-    async with picking_fleet() as picking:
+    async with picking_fleet(catalog=tiny_model.new_catalog()) as picking:
         card = picking.context.catalog.get(tiny_model.MODEL).card
         wordy = replace(card, name="wordy", engine="openai", takes_bodies=("chat", "completion"))
         picking.context.catalog.add(wordy, tiny_model.bundle())
