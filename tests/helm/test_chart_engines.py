@@ -184,7 +184,10 @@ def test_there_is_a_value_for_every_way_but_the_file() -> None:
         ({"engines": {"service": "a", "dns": "http://a:1"}}, "found by one of"),
         ({"engines": {"service": "a"}, "kv": {"memory": "1Gi"}}, "kv and autoscaling are for replicas"),
         ({"engines": {"service": "a"}, "model": {"source": "hub"}}, "model.repository must be"),
-        ({"engines": {"service": "a"}, "engine": "torch"}, "engine is remote .or empty. or openai, not torch"),
+        (
+            {"engines": {"service": "a"}, "engine": "torch"},
+            "engine is remote .or empty. or openai, not torch",
+        ),
         ({"engine": "openai"}, "engine openai is for servers that run already, so engines must say how"),
         ({"engine": "remote"}, "engine remote is for servers that run already"),
         ({"engines": {"dns": "https://a:1"}}, "engines/dns"),
