@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import json
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -145,16 +144,18 @@ async def test_answers_that_are_not_full_duplex_go_on_unchanged(picking: Picking
     assert (served.prompts[0].usage is None) == (mode is BodyMode.NONE)
 
 
-async def test_only_the_subset_may_be_chosen(picking: Picking) -> None:
-    for only in (A, B):
-        for _ in range(3):
-            told = await picking.gateway.decide("/v1/completions", COMPLETION, subset=[only])
-            assert told.destination == only
-    began = time.perf_counter()
-    for subset in ([], ["10.0.0.9:8000"]):
-        told = await picking.gateway.decide("/v1/completions", COMPLETION, subset=subset)
-        assert (told.status, told.error()["error"]["code"]) == (503, "no_replica_available")
-    assert time.perf_counter() - began < 1.0
+async def test_only_the_subset_may_be_chosen() -> None:
+    """If it has nobody, there is no wait."""
+    async with picking_fleet(wait_seconds=600.0) as picking:
+        picking.join("a", A)
+        picking.join("b", B)
+        for only in (A, B):
+            for _ in range(3):
+                told = await picking.gateway.decide("/v1/completions", COMPLETION, subset=[only])
+                assert told.destination == only
+        for subset in ([], ["10.0.0.9:8000"]):
+            told = await picking.gateway.decide("/v1/completions", COMPLETION, subset=subset)
+            assert (told.status, told.error()["error"]["code"]) == (503, "no_replica_available")
 
 
 async def test_replicas_without_an_address_are_not_picked() -> None:
@@ -306,17 +307,13 @@ async def test_a_request_waits_for_a_replica_that_is_coming(picking: Picking) ->
         assert (await asked.until_decided()).destination == B
 
 
-async def test_a_decision_that_takes_too_long_is_given_up(
-    picking: Picking, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(endpoint, "DECISION_SECONDS", -0.1)
-    replica_ids = picking.table.replica_ids(tiny_model.MODEL)
-    for each in replica_ids:
-        picking.table.set_stalled(each, is_stalled=True)
-    began = time.perf_counter()
-    told = await picking.gateway.decide("/v1/completions", COMPLETION)
-    assert (told.status, told.error()["error"]["code"]) == (503, "too_late")
-    assert time.perf_counter() - began < 2.0
+async def test_a_decision_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "DECISION_SECONDS", -599.9)
+    async with picking_fleet(wait_seconds=600.0) as picking:
+        picking.join("a", A)
+        picking.table.set_stalled(ReplicaId("a"), is_stalled=True)
+        told = await picking.gateway.decide("/v1/completions", COMPLETION)
+        assert (told.status, told.error()["error"]["code"]) == (503, "too_late")
 
 
 @pytest.mark.parametrize("content", [b"", b"the end once more"])
