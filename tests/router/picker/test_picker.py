@@ -189,7 +189,7 @@ async def test_a_data_parallel_rank_is_named() -> None:
 async def test_a_body_of_many_pieces() -> None:
     """It is prepared in the process beside the event loop, which may take a while to start."""
     body = {**COMPLETION, "prompt": [7] * 400, "x_note": "u" * 300_000}
-    async with picking_fleet(wait_seconds=15.0) as picking:
+    async with picking_fleet(wait_seconds=60.0) as picking:
         picking.join("a", A)
         async with picking.gateway.ask("/v1/completions", body, piece_bytes=5000) as asked:
             told = await asked.until_decided()
