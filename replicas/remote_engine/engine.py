@@ -178,7 +178,14 @@ class RemoteEngine:
                 *(model.served_name, config.model_name),
             )
             return ""
-        return endpoint_of(self._server.url, config.engine_endpoint)
+        endpoint = endpoint_of(self._server.url, config.engine_endpoint)
+        if not endpoint:
+            logger.info(
+                "gateways cannot send requests to the server: %s is on loopback or has a path, and"
+                " engine_endpoint names no other address",
+                self._server.url,
+            )
+        return endpoint
 
     @property
     def card(self) -> ModelCard:
