@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from msgspec import structs
 
 from replicas.protocol.frames import SamplingParams
 from replicas.protocol.sampling_defaults import PARAMETERS, SamplingDefaults
@@ -119,8 +118,6 @@ async def test_a_length_of_the_model_is_within_the_context_and_never_a_reason_to
     async with serving(SamplingDefaults(max_new_tokens=3)) as (server, client):
         assert (await sampled(server, client, COMPLETIONS))[0].max_tokens == 3
         assert (await sampled(server, client, COMPLETIONS, max_tokens=0, echo=True))[0].max_tokens == 1
-        model = server.context.catalog.get("tiny").bounded(8)
-        assert model.sampling_defaults == {"max_new_tokens": 3}
 
 
 async def test_where_models_are_listed_their_defaults_are_told_and_adapters_have_them() -> None:
@@ -157,7 +154,3 @@ def test_the_newest_replica_says_how_its_model_samples() -> None:
     assert catalog.get("tiny") is after
     catalog.set_cards("tiny", [newer, card])
     assert catalog.get("tiny").card.sampling_defaults is None
-
-
-def test_an_older_router_leaves_nothing_unsaid() -> None:
-    assert structs.asdict(SamplingParams(max_tokens=1))["unsaid"] == ()
