@@ -108,7 +108,6 @@ class VllmEngine:
         self._bundle = tokenizer_bundle(directory)
         digest = files_fingerprint(directory)
         self._eos_token_ids = read_eos_token_ids(directory)
-        self._sampling_defaults = read_sampling_defaults(config, directory)
         self._on_cpu = bool(current_platform.is_cpu())
         self._tier = None if config.host_kv_bytes is None else LowerTier(config, secrets.token_hex(8), digest)
         rule = served_image_rule(directory) if config.image_bytes else None
@@ -190,7 +189,7 @@ class VllmEngine:
             peek_tokens=shape.peek_tokens,
             retention_interval=shape.retention_interval if shape.is_sparse else 0,
             state_tokens=shape.state_tokens,
-            sampling_defaults=self._sampling_defaults,
+            sampling_defaults=read_sampling_defaults(config, checkpoint_directory(config.model)),
         )
 
     def _sparse_translator(self) -> SparseTranslator | None:
