@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from replicas.checkpoints import model_config
+from replicas.checkpoints.model_config import CheckpointError
 from replicas.checkpoints.sampling_defaults import read_sampling_defaults
 from replicas.config import ReplicaConfig
 from replicas.process.settings import SettingsError, build
@@ -68,6 +70,15 @@ def test_values_that_cannot_be_are_ignored_with_one_warning(
     assert read(tmp_path, f'{{"top_p": 0.9, {content}}}') == {"top_p": 0.9}
     (record,) = own_records(caplog, logging.WARNING)
     assert all(name in record.getMessage() for name in wrong) and len(record.getMessage()) < 4000
+
+
+def test_a_file_that_is_none_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for content in ("[" * 100_000, "{", "[1]"):
+        with pytest.raises(CheckpointError, match="JSON"):
+            read(tmp_path, content)
+    monkeypatch.setattr(model_config, "_MAX_JSON_BYTES", 20)
+    with pytest.raises(CheckpointError, match="more than 20 bytes"):
+        read(tmp_path, json.dumps(QWEN))
 
 
 @pytest.mark.parametrize(
