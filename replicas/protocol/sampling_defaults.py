@@ -18,7 +18,7 @@ _Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """None leaves a parameter open: neutral at an engine of ours, and the server's own default at a server."""
+    """None leaves a parameter open: neutral at our engines, the server's own default at a server."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
