@@ -12,6 +12,7 @@ from pathlib import Path
 
 from replicas.checkpoints.image_rules import served_image_rule
 from replicas.checkpoints.model_config import read_eos_token_ids
+from replicas.checkpoints.sampling_defaults import read_sampling_defaults
 from replicas.checkpoints.text_sizes import read_text_sizes
 from replicas.checkpoints.tokenizer import read_tokenizer
 from replicas.checkpoints.weights import files_fingerprint, tokenizer_bundle
@@ -99,6 +100,7 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
         is_sparse=bool(groups),
         retention_interval=config.simulated_retention,
         state_tokens=state_tokens_of(groups),
+        sampling_defaults=read_sampling_defaults(config, directory),
     )
     rule = served_image_rule(directory) if config.image_bytes else None
     if rule is not None and has_room_for_any(card, rule):

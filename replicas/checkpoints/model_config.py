@@ -19,6 +19,8 @@ ARCHITECTURES: Mapping[str, str] = {
 }
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 _QWEN3_HEAD_DIM = 128
+_MAX_JSON_BYTES = 256 * 2**20
+"""Far beyond the index of any checkpoint."""
 
 
 class _AddedToken(msgspec.Struct):
@@ -94,10 +96,14 @@ def stretched_context(longest: int, rope: Mapping[str, Any]) -> int:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint. Raises CheckpointError."""
     try:
-        content = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            text = file.read(_MAX_JSON_BYTES + 1)
+        if len(text) > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} has more than {_MAX_JSON_BYTES} bytes")
+        content = json.loads(text)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")

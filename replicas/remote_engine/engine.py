@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from replicas.checkpoints.model_config import read_eos_token_ids
+from replicas.checkpoints.sampling_defaults import read_sampling_defaults
 from replicas.checkpoints.text_sizes import read_text_sizes
 from replicas.checkpoints.weights import tokenizer_bundle
 from replicas.config import ReplicaConfig
@@ -36,6 +37,7 @@ from replicas.protocol.frames import (
 )
 from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.media import ImageQuery
+from replicas.protocol.sampling_defaults import SamplingDefaults
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.remote_engine.believed import BelievedResidency
 from replicas.remote_engine.dialect import Delta, Dialect
@@ -154,6 +156,9 @@ class RemoteEngine:
                 f"the server's blocks have {sizes.block_size} tokens, and setting block_size is"
                 f" {config.block_size}"
             )
+        defaults = read_sampling_defaults(config, directory, self._dialect.defaults_in_file)
+        if defaults is None and config.sampling_defaults == "model":
+            defaults = SamplingDefaults()  # all are the server's own
         return ModelCard(
             name=config.model_name or model.served_name,
             fingerprint=declared_fingerprint(model.root, self._bundle.files),
@@ -169,6 +174,7 @@ class RemoteEngine:
             takes_published=False,
             endpoint=self._endpoint(config, model),
             endpoint_rank=config.engine_rank,
+            sampling_defaults=defaults,
         )
 
     def _endpoint(self, config: ReplicaConfig, model: ServerModel) -> str:

@@ -35,6 +35,7 @@ from replicas.protocol.frames import (
     UserTag,
 )
 from replicas.protocol.prefix_leases import PrefixLease
+from replicas.protocol.sampling_defaults import PARAMETERS, SamplingDefaults
 from replicas.remote_engine.believed import SHARE_BELIEVED
 from replicas.remote_engine.engine import RemoteEngine
 from replicas.remote_engine.facts import MOST_REQUESTS
@@ -120,6 +121,27 @@ def test_the_card_is_what_the_server_says(driven: Driven) -> None:
     assert (card.name, card.engine, card.block_size, card.num_blocks) == ("served", "remote", 16, NUM_BLOCKS)
     assert (card.context_length, card.takes_published, card.image_rule) == (512, False, "")
     assert [adapter.name for adapter in card.adapters] == ["tuned"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, SamplingDefaults(max_new_tokens=9)),
+        ({"sampling_override": {"top_k": 3, "max_new_tokens": None}}, SamplingDefaults(top_k=3)),
+        ({"sampling_defaults": "neutral"}, None),
+    ],
+)
+def test_the_card_leaves_open_what_the_server_decides(
+    server: StandIn, model_that_says: Path, settings: dict[str, Any], expected: SamplingDefaults | None
+) -> None:
+    engine = RemoteEngine(config(server, model=str(model_that_says), **settings))
+    assert engine.card.sampling_defaults == expected
+    engine.close()
+
+
+def test_a_server_gets_no_parameter_that_nobody_said(driven: Driven, server: StandIn) -> None:
+    driven.finish(driven.add(PROMPT, temperature=1.0, unsaid=PARAMETERS[1:], max_tokens=2))
+    assert {*PARAMETERS} & {*server.bodies[-1]} == {"temperature"}
 
 
 def test_a_prompt_is_served_and_found_again(driven: Driven, server: StandIn) -> None:

@@ -20,6 +20,7 @@ from replicas.config import ReplicaConfig
 from replicas.proof import prove_hashes
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.frames import FinishReason, UserTag
+from replicas.protocol.sampling_defaults import PARAMETERS, SamplingDefaults
 from replicas.remote_engine.engine import RemoteEngine
 from replicas.toy_model import checkpoint_directory
 from replicas.toy_model.make_hybrid_model import write_hybrid_model
@@ -98,7 +99,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, "sub
         "replay_endpoint": f"tcp://*:{replays}",
     }
     log = tmp_path_factory.mktemp("vllm") / "log"
-    with serving(log, "--kv-events-config", json.dumps(publishing)) as served:
+    greedy = json.dumps({"temperature": 0.0})
+    options = ["--kv-events-config", json.dumps(publishing), "--override-generation-config", greedy]
+    with serving(log, *options) as served:
         yield served
 
 
@@ -195,6 +198,18 @@ def test_logprobs_grammars_and_stops_pass_through(driven: Driven) -> None:
     resumed = driven.add([5, 6, 7, *first[:2]], max_tokens=4, temperature=0.0, num_output_tokens=2)
     driven.finish(resumed)
     assert driven.tokens(resumed) == first[2:]
+
+
+def test_its_own_sampling_defaults_hold_where_nobody_says_otherwise(driven: Driven) -> None:
+    def answers(unsaid: tuple[str, ...]) -> set[tuple[int, ...]]:
+        keys = [driven.add([5, 6, 7], max_tokens=12, temperature=1.0, unsaid=unsaid) for _ in range(4)]
+        for key in keys:
+            driven.finish(key)
+        return {tuple(driven.tokens(key)) for key in keys}
+
+    assert driven.engine.card.sampling_defaults == SamplingDefaults()
+    assert len(answers(PARAMETERS)) == 1
+    assert len(answers(PARAMETERS[1:])) > 1
 
 
 def test_its_death_is_noticed(driven: Driven, server: tuple[str, "subprocess.Popen[bytes]"]) -> None:
