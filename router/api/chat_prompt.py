@@ -13,6 +13,7 @@ from replicas.protocol.blocks import pack_token_ids
 from router.answers.formats import starts_in_reasoning
 from router.answers.grammar_check import ANY_TEXT, CheckedGrammar
 from router.api.chat_request import ChatRequest, KeepThrough
+from router.api.images import as_read
 from router.api.sampling import bounded_tokens, context_exceeded
 from router.encoded import EncodedHistory, EncodedPrompt
 from router.errors import InvalidRequest, about_model
@@ -117,6 +118,7 @@ def counted_chat(models: TextModels, request: ChatRequest, *, is_bounded: bool) 
     TooMuchWork if it is to be bounded and is not."""
     model = models.get(request.model)
     with about_model(request.model):
+        request = as_read(model, request)
         return encode_chat(model, request, render_chat(model, request, is_bounded=is_bounded))
 
 

@@ -1,18 +1,27 @@
 """Images in bodies, whatever their dialect: from what a client sends to bytes with a size.
 
-Owns the bounds on their number and bytes, and every sentence about one that is not taken. Pure: it also runs
-in the process that prepares large bodies. An image comes inside its body: nothing is fetched from anywhere.
+Owns the bounds on their number and bytes, and every sentence about one that is not taken, to the client or, in
+a tool's result and an earlier answer, to the model. Pure: it also runs in the process that prepares large
+bodies. An image comes inside its body: nothing is fetched from anywhere.
 """
 
 import binascii
 import itertools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
 
 from replicas.protocol.images import ImageError, media_digest, read_size
 from replicas.protocol.media import MAX_IMAGES, MAX_MEDIA_BYTES
+from router.api.chat_request import ChatRequest
 from router.api.json_body import read_text, unsupported
 from router.errors import InvalidRequest
-from router.prompt.images import SentImage
+from router.prompt.images import SentImage, is_readable
+from router.prompt.text_model import TextModel
+from router.prompt.unread import unread
+
+Piece = TypeVar("Piece")
 
 TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
 """Media types that a client may claim. The bytes decide."""
@@ -84,6 +93,45 @@ def _decoded(data: str) -> bytes:
         if len(joined) == len(data) and not padding:
             raise
         return binascii.a2b_base64(joined + padding, strict_mode=True)
+
+
+TEXT_KINDS = ("text", "input_text", "output_text", "refusal")
+
+
+def read_or_unread(path: str, block: Any, read: Callable[[str, Any], Piece]) -> Piece | str:
+    """Read a block of a tool's result or of an earlier answer; one that cannot be read is told to the model.
+    Raises InvalidRequest for what is no block, or a text without its text."""
+    try:
+        return read(path, block)
+    except InvalidRequest:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(kind, str) or kind in TEXT_KINDS:
+            raise
+        return unread(block)
+
+
+def as_read(model: TextModel, request: ChatRequest) -> ChatRequest:
+    """The request without the images of tools that its model cannot read: it is told of them. A user's are
+    refused later."""
+    if not request.images:
+        return request
+    rule = model.card.image_rule if model.template.shows_found_images else ""
+    sent = iter(request.images)
+    images: list[SentImage] = []
+    messages: list[dict[str, Any]] = []
+    for message in request.messages:
+        pieces: list[str | dict[str, Any]] = []
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            image = None if part["type"] == "text" else next(sent)
+            if image is None:
+                pieces.append(part["text"])
+            elif message["role"] == "tool" and not is_readable(image, rule):
+                pieces.append(unread(part))
+            else:
+                images.append(image)
+                pieces.append(part)
+        messages.append({**message, "content": content_of(pieces)} if pieces else message)
+    return msgspec.structs.replace(request, messages=messages, images=images)
 
 
 def content_of(pieces: list[str | dict[str, Any]], between: str = "\n") -> str | list[dict[str, Any]]:

@@ -17,6 +17,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 _SAID = ("kvasir-one", "kvasir-two", "kvasir-three")
 _ROLES = ("user", "assistant", "user")
+_IMAGE = {"type": "image", "digest": "0123456789abcdef"}
 
 ARGUMENTS_TEXT = "arguments"
 """The parameter under which a template that walks over arguments shows a text of them."""
@@ -29,6 +30,8 @@ class ContentForm(msgspec.Struct, frozen=True):
     reads_parts: bool = False
     walks_arguments: bool = False
     """It iterates over the arguments of calls, and ignores arguments that are a text."""
+    shows_found_images: bool = True
+    """It writes images in the results of tools."""
 
     def of_messages(self, messages: Messages) -> Messages:
         """The same, as this template reads them."""
@@ -54,7 +57,12 @@ def find_content_form(show: Callable[[Messages], str]) -> ContentForm:
     form = ContentForm(
         reads_text=not reads_parts or _num_said(as_text) >= _num_said(as_parts), reads_parts=reads_parts
     )
-    return msgspec.structs.replace(form, walks_arguments=_walks_arguments(show, form))
+    return msgspec.structs.replace(
+        form,
+        walks_arguments=_walks_arguments(show, form),
+        shows_found_images=show(_calling({}, [_IMAGE, *_parts("Said.")]))
+        != show(_calling({}, _parts("Said."))),
+    )
 
 
 def _walks_arguments(show: Callable[[Messages], str], form: ContentForm) -> bool:
@@ -63,14 +71,14 @@ def _walks_arguments(show: Callable[[Messages], str], form: ContentForm) -> bool
     return said in as_object and said not in as_text
 
 
-def _calling(arguments: Any) -> Messages:
+def _calling(arguments: Any, said: Any = "Said.") -> Messages:
     """A conversation whose answer calls a tool. Its id has a form that every template takes."""
     function = {"name": "say", "arguments": arguments}
     call = {"id": "call00001", "type": "function", "function": function}
     return [
         {"role": "user", "content": "Hello."},
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call00001", "name": "say", "content": "Said."},
+        {"role": "tool", "tool_call_id": "call00001", "name": "say", "content": said},
         {"role": "user", "content": "Thanks."},
     ]
 

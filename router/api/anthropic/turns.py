@@ -2,16 +2,18 @@
 
 Owns the kinds of content blocks, which of them a text model can read, and the rule that each call of a tool
 is followed by its result. Consecutive messages of one role become one, as at Anthropic. Every error names the
-block.
+block. No block of a tool's result or of an earlier answer is refused for its kind.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from router.api.anthropic.caching import MarkPosition, Marks, mark_seconds
-from router.api.images import Images, content_of
+from router.api.images import Images, content_of, read_or_unread
 from router.api.json_body import missing, read_arguments
 from router.errors import InvalidRequest
+from router.prompt.unread import noun_of
 
 Piece = TypeVar("Piece")
 
@@ -20,6 +22,10 @@ BILLING_HEADER = "x-anthropic-billing-header"
 request, and stands before all else: a prompt that had it would never be found in a cache."""
 
 _ROLES = ("user", "assistant", "system")
+_CHANGES = ("tool_addition", "tool_removal")
+_READ = ("text", "document", "search_result", "tool_reference", "mcp_tool_result", "compaction")
+_SILENT = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback")
+"""Kinds of earlier answers that say nothing to a model here, as the results of Anthropic's tools do."""
 
 
 class Turns:
@@ -28,6 +34,8 @@ class Turns:
 
     def __init__(self, marks: Marks) -> None:
         self.messages: list[dict[str, Any]] = []
+        self.tool_changes: list[tuple[str, Mapping[str, Any]]] = []
+        """Blocks that add or remove a tool, with their paths."""
         self._marks = marks
         self._role = ""
         self.images = Images()
@@ -79,9 +87,10 @@ class Turns:
             self._turn("user")
         for number, block in enumerate(content):
             here = f"{path}.content[{number}]"
-            if _kind(here, block) == "tool_result":
+            kind = _kind(here, block)
+            if kind == "tool_result":
                 self._result(here, block)
-            else:
+            elif not self._passes_over(here, block, kind in _SILENT or _is_of_server(kind)):
                 self._turn("user")
                 piece = self._piece(here, block)
                 if isinstance(piece, str):
@@ -107,7 +116,8 @@ class Turns:
                 parameter=path,
             )
         del self._unanswered[call_id]
-        pieces = _pieces(f"{path}.content", block.get("content"), self._piece)
+        read = partial(read_or_unread, read=self._piece)
+        pieces = _pieces(f"{path}.content", block.get("content"), read)
         if block.get("is_error"):
             first, *others = pieces or [""]
             pieces = [f"Error: {first}", *others] if isinstance(first, str) else ["Error:", first, *others]
@@ -150,9 +160,22 @@ class Turns:
                 case "tool_use":
                     self._call(path, here, block)
                     self._mark(here, block, MarkPosition(len(self.messages) - 1))
-                case _:
-                    self._say(_read_text(here, block))
+                case kind if not self._passes_over(here, block, kind not in _READ and noun_of(block) is None):
+                    text = read_or_unread(here, block, _read_text)
+                    self._say(text if kind == "text" else f"{text}\n")
                     self._mark(here, block)
+
+    def _passes_over(self, path: str, block: Mapping[str, Any], is_silent: bool) -> bool:
+        """Whether nothing of the block is in the prompt; then what it says of tools and its mark are noted."""
+        changes = block.get("tool_changes") if block["type"] == "compaction" else None
+        for number, change in enumerate(changes if isinstance(changes, list) else ()):
+            self.tool_changes.append((f"{path}.tool_changes[{number}]", change))
+        if block["type"] in _CHANGES:
+            self.tool_changes.append((path, block))
+        elif not is_silent:
+            return False
+        self._marks.block(path, block, MarkPosition(len(self.messages) - 1, self._num_characters or None))
+        return True
 
     def _call(self, path: str, here: str, block: Mapping[str, Any]) -> None:
         call_id, name, arguments = block.get("id"), block.get("name"), read_arguments(block.get("input", 0))
@@ -179,6 +202,8 @@ class Turns:
         self._close()
 
     def _system_text(self, path: str, block: Any, place: MarkPosition | None) -> None:
+        if _kind(path, block) in _CHANGES and self._passes_over(path, block, True):
+            return
         text = _text(path, block)
         if text.startswith(BILLING_HEADER):
             return
@@ -227,6 +252,11 @@ class Turns:
         self._texts, self._reasoning, self._num_characters = [], [], 0
 
 
+def _is_of_server(kind: str) -> bool:
+    """Whether it is the result of a tool that runs at Anthropic."""
+    return kind.endswith("_tool_result") and kind != "mcp_tool_result"
+
+
 def _kind(path: str, block: Any) -> str:
     if not isinstance(block, dict):
         raise _wrong(path, "a content block")
@@ -257,6 +287,10 @@ def _read_text(path: str, block: Any) -> str:
             return "\n".join([*_filled(block, "title", "source"), found])
         case "tool_reference":
             return "\n".join(_filled(block, "tool_name"))
+        case "compaction" if block.get("content") is None:
+            return ""
+        case "compaction" | "mcp_tool_result":
+            return _joined(f"{path}.content", block.get("content"), partial(read_or_unread, read=_read_text))
         case "image" | "container_upload" | "browser_state" as kind:
             raise InvalidRequest(f"'{kind}' blocks are not supported here.", parameter=path)
         case kind:
