@@ -1,8 +1,8 @@
 """Images in bodies, whatever their dialect: from what a client sends to bytes with a size.
 
-Owns the bounds on their number and bytes, and every sentence about one that is not taken, to the client or, in
-a tool's result and an earlier answer, to the model. Pure: it also runs in the process that prepares large
-bodies. An image comes inside its body: nothing is fetched from anywhere.
+Owns the bounds on their number and bytes, and every sentence about one that is not taken; in a tool's result
+and an earlier answer the model is told instead. Pure: it also runs in the process that prepares large bodies.
+An image comes inside its body: nothing is fetched from anywhere.
 """
 
 import binascii

@@ -1,7 +1,7 @@
-"""Words in the place of an image, a file or another block that a model cannot read.
+"""Blocks of dialects that no prompt has: those that words stand for, and those that are passed over.
 
-Owns the words. A tool's result and an earlier answer are not their sender's choice and stay in the conversation:
-if one of their blocks were refused, so would be every later turn. By the words a place in a prompt is found.
+Owns which, and the words. A tool's result and an earlier answer are not their sender's choice and stay in a
+conversation: if one of their blocks were refused, so would be every later turn.
 """
 
 from collections.abc import Mapping
@@ -20,6 +20,20 @@ _NOUNS = {
     "compaction": "a summary of earlier turns",
 }
 """By the type of a block, or the first word of its media type."""
+
+LATER_TOOLS = ("additional_tools", "tool_search_output")
+"""Items with tools, which are offered like those of the request."""
+_SILENT = frozenset(
+    {*LATER_TOOLS, "code_interpreter_call", "configuration_update", "fallback", "file_search_call"}
+    | {"mcp_approval_request", "mcp_approval_response", "mcp_list_tools", "mcp_tool_listing", "mcp_tool_use"}
+    | {"program", "program_output", "server_tool_use", "tool_search_call", "web_search_call"}
+)
+
+
+def is_silent(kind: str) -> bool:
+    """Whether a block says nothing to the model, such as a call of a vendor's own tool, and its result: the
+    answer that follows stands for itself."""
+    return kind in _SILENT or (kind.endswith("_tool_result") and kind != "mcp_tool_result")
 
 
 def noun_of(block: Mapping[str, Any]) -> str | None:

@@ -221,8 +221,8 @@ def _tools(asked: Sequence[dict[str, Any]], marks: Marks, unknown: list[str]) ->
 def _changed(
     tools: list[dict[str, Any]], changes: Sequence[tuple[str, Any]], unknown: list[str]
 ) -> list[dict[str, Any]]:
-    """Return the tools after what the conversation has added and removed. A reference to a tool of Anthropic's,
-    or to none, changes nothing."""
+    """Return the tools after those that the conversation has added and removed. A reference to a tool of
+    Anthropic's, or to none, changes nothing."""
     if not changes:
         return tools
     offered = {tool["function"]["name"]: tool for tool in tools}

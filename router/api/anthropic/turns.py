@@ -13,7 +13,7 @@ from router.api.anthropic.caching import MarkPosition, Marks, mark_seconds
 from router.api.images import Images, content_of, read_or_unread
 from router.api.json_body import missing, read_arguments
 from router.errors import InvalidRequest
-from router.prompt.unread import noun_of
+from router.prompt.unread import is_silent, noun_of
 
 Piece = TypeVar("Piece")
 
@@ -23,9 +23,8 @@ request, and stands before all else: a prompt that had it would never be found i
 
 _ROLES = ("user", "assistant", "system")
 _CHANGES = ("tool_addition", "tool_removal")
-_READ = ("text", "document", "search_result", "tool_reference", "mcp_tool_result", "compaction")
-_SILENT = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback")
-"""Kinds of earlier answers that say nothing to a model here, as the results of Anthropic's tools do."""
+_READ = ("text", "search_result", "tool_reference", "mcp_tool_result")
+"""Kinds of an answer that are read, besides those that words may stand for."""
 
 
 class Turns:
@@ -90,7 +89,7 @@ class Turns:
             kind = _kind(here, block)
             if kind == "tool_result":
                 self._result(here, block)
-            elif not self._passes_over(here, block, kind in _SILENT or _is_of_server(kind)):
+            elif not self._passes_over(here, block, is_silent(kind)):
                 self._turn("user")
                 piece = self._piece(here, block)
                 if isinstance(piece, str):
@@ -160,9 +159,11 @@ class Turns:
                 case "tool_use":
                     self._call(path, here, block)
                     self._mark(here, block, MarkPosition(len(self.messages) - 1))
-                case kind if not self._passes_over(here, block, kind not in _READ and noun_of(block) is None):
+                case kind:
+                    if self._passes_over(here, block, kind not in _READ and noun_of(block) is None):
+                        continue
                     text = read_or_unread(here, block, _read_text)
-                    self._say(text if kind == "text" else f"{text}\n")
+                    self._say(text if kind == "text" or not text else f"{text}\n")
                     self._mark(here, block)
 
     def _passes_over(self, path: str, block: Mapping[str, Any], is_silent: bool) -> bool:
@@ -250,11 +251,6 @@ class Turns:
                 message["reasoning_content"] = "".join(self._reasoning)
         self._role = ""
         self._texts, self._reasoning, self._num_characters = [], [], 0
-
-
-def _is_of_server(kind: str) -> bool:
-    """Whether it is the result of a tool that runs at Anthropic."""
-    return kind.endswith("_tool_result") and kind != "mcp_tool_result"
 
 
 def _kind(path: str, block: Any) -> str:

@@ -183,7 +183,7 @@ def _tool_calls(path: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _tool_call(path: str, call: Any) -> dict[str, Any]:
-    """Those of other kinds are calls with what they have besides a name, such as the input of a custom tool."""
+    """Read a call. Of other kinds the arguments are all but the name, such as a custom tool's `input`."""
     kind = read_text(f"{path}.type", read_object(path, call).get("type", "function"))
     call_id = read_text(f"{path}.id", call.get("id"))
     function = call.get(kind)

@@ -24,7 +24,7 @@ from router.api.openai.caching import check_breakpoint
 from router.api.openai.messages import pieces_of
 from router.errors import InvalidRequest
 from router.large_bodies.body_weight import MOST_BYTES
-from router.prompt.unread import unread
+from router.prompt.unread import is_silent, unread
 
 USER_ROLES = ("user", "system", "developer")
 ROLES = (*USER_ROLES, "assistant")
@@ -33,26 +33,6 @@ _NAMED = ("function_call", "custom_tool_call", "mcp_call")
 CALLS = (*_NAMED, "apply_patch_call", "computer_call", "local_shell_call", "shell_call")
 """Calls of tools that run at the client, and those that have their output with them. `_NAMED` have a name."""
 OUTPUTS = frozenset(f"{kind}_output" for kind in CALLS)
-
-LATER_TOOLS = ("additional_tools", "tool_search_output")
-"""Items with tools, which are offered like those of the request."""
-
-WITHOUT_MEANING = frozenset(
-    {
-        *LATER_TOOLS,
-        "code_interpreter_call",
-        "configuration_update",
-        "file_search_call",
-        "mcp_approval_request",
-        "mcp_approval_response",
-        "mcp_list_tools",
-        "program",
-        "program_output",
-        "tool_search_call",
-        "web_search_call",
-    }
-)
-"""Items that say nothing to the model: its answers that follow them stand for themselves."""
 
 _ASKED_IN = ("input", "action", "actions", "operation")
 """Fields with what a call asks for."""
@@ -95,7 +75,7 @@ class Conversation:
             self._add_message(path, {"role": "assistant", "content": unread(item)})
         elif kind == "item_reference":
             raise _unknown_item(path, item)
-        elif kind not in WITHOUT_MEANING and (item.get("role") in USER_ROLES or item.get("id") is None):
+        elif not is_silent(kind) and (item.get("role") in USER_ROLES or item.get("id") is None):
             raise unsupported(f"{path}.type", f"Items of type '{kind[:40]}' are not supported.")
 
     def _add_message(self, path: str, item: dict[str, Any]) -> None:

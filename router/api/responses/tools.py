@@ -18,7 +18,8 @@ from router.api.openai.tools import (
     simple_choice,
     wrong_choice,
 )
-from router.api.responses.input import LATER_TOOLS, SpacedName
+from router.api.responses.input import SpacedName
+from router.prompt.unread import LATER_TOOLS
 
 SERVED_BY_OTHERS = frozenset(
     {
