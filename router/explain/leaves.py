@@ -133,8 +133,11 @@ def _later_tools(body: Mapping[str, Any]) -> Iterator[Leaf]:
             yield from _elements((*path, "tools"), item.get("tools"))
     for path, message in _items(("messages",), body.get("messages")):
         for inner, block in _items((*path, "content"), message.get("content")):
-            if block.get("type") == "tool_addition":
-                yield from _walk(inner, block.get("tool"), inner, is_free=False)
+            change = block.get("tool")
+            if block.get("type") == "tool_addition" and isinstance(change, dict):
+                yield from _walk(
+                    (*inner, "tool", "definition"), change.get("definition"), inner, is_free=False
+                )
 
 
 def _items(path: Path, value: Any) -> Iterator[tuple[Path, Mapping[str, Any]]]:

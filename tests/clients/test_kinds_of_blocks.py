@@ -29,7 +29,7 @@ def tables() -> dict[str, dict[str, Row]]:
         for line in re.findall(r"^\| (`.*) \|$", section, re.MULTILINE):
             kinds, *cells = line.split(" | ")
             said = {place: set(cell.split(", ")) for place, cell in zip(PLACES, cells, strict=True)}
-            rows |= {kind: said for kind in re.findall(r"`(\w+)`", kinds)}
+            rows |= dict.fromkeys(re.findall(r"`(\w+)`", kinds), said)
     return found
 
 

@@ -166,14 +166,14 @@ class Turns:
                     self._say(text if kind == "text" or not text else f"{text}\n")
                     self._mark(here, block)
 
-    def _passes_over(self, path: str, block: Mapping[str, Any], is_silent: bool) -> bool:
-        """Whether nothing of the block is in the prompt; then what it says of tools and its mark are noted."""
+    def _passes_over(self, path: str, block: Mapping[str, Any], says_nothing: bool) -> bool:
+        """Note the changes of tools in a block. Whether nothing of it is in the prompt: then its mark as well."""
         changes = block.get("tool_changes") if block["type"] == "compaction" else None
         for number, change in enumerate(changes if isinstance(changes, list) else ()):
             self.tool_changes.append((f"{path}.tool_changes[{number}]", change))
         if block["type"] in _CHANGES:
             self.tool_changes.append((path, block))
-        elif not is_silent:
+        elif not says_nothing:
             return False
         self._marks.block(path, block, MarkPosition(len(self.messages) - 1, self._num_characters or None))
         return True

@@ -100,9 +100,9 @@ def _content(path: str, message: dict[str, Any], images: Images) -> str | list[d
 def pieces_of(path: str, parts: list[Any], images: Images, role: str) -> list[str | dict[str, Any]]:
     """Texts, and images as parts where there may be any; words for what a tool or an answer has besides."""
     read = partial(_piece, images=images if role in ROLES_WITH_IMAGES else None)
-    if role in ROLES_TOLD:
-        read = partial(read_or_unread, read=read)
-    return [read(f"{path}[{number}]", part) for number, part in enumerate(parts)]
+    is_told = role in ROLES_TOLD
+    places = [(f"{path}[{number}]", part) for number, part in enumerate(parts)]
+    return [read_or_unread(place, part, read) if is_told else read(place, part) for place, part in places]
 
 
 def _piece(path: str, part: Any, images: Images | None) -> str | dict[str, Any]:

@@ -5,9 +5,10 @@ required, and one more example for each other form that such a field may have.
 """
 
 import json
+import sys
 import types
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Required, Union, get_args, get_origin, get_type_hints
 
 import anthropic.types as messages
 import anthropic.types.beta as beta
@@ -19,7 +20,7 @@ from google.genai import types as gemini
 from openai.types.chat import chat_completion_assistant_message_param as assistant
 from openai.types.responses import response_custom_tool_call_output_param as custom_output
 from openai.types.responses import response_output_message_param as output_message
-from typing_extensions import Required, is_typeddict
+from typing_extensions import is_typeddict
 
 WORDS = "words_to_find"
 DEPTH = 6
@@ -64,7 +65,7 @@ def _of_fields(kind: Any, depth: int) -> list[Example]:
 
 
 def typed(*unions: Any) -> dict[str, list[Example]]:
-    """By the `type` that they have. A model of an answer gives no example: what is sent back is a parameter."""
+    """By the `type` that they have. Models of answers give no example: a parameter is what is sent back."""
     found: dict[str, list[Example]] = {}
     for arm in (arm for union in unions for arm in arms(union)):
         if is_typeddict(arm):
@@ -100,7 +101,7 @@ if __name__ == "__main__":
     outputs = (responses.ResponseFunctionCallOutputItemParam, custom_output.OutputOutputContentList)
     results = (tool_result_block_param.Content, beta_tool_result_block_param.Content)
     blocks = (messages.ContentBlockParam, beta.BetaContentBlockParam)
-    print(
+    sys.stdout.write(
         json.dumps(
             {
                 "chats": {
