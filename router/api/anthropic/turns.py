@@ -167,7 +167,7 @@ class Turns:
                     self._mark(here, block)
 
     def _passes_over(self, path: str, block: Mapping[str, Any], says_nothing: bool) -> bool:
-        """Note the changes of tools in a block. Whether nothing of it is in the prompt: then its mark as well."""
+        """Note a block's changes of tools. Return whether no prompt has it: then its mark is noted, too."""
         changes = block.get("tool_changes") if block["type"] == "compaction" else None
         for number, change in enumerate(changes if isinstance(changes, list) else ()):
             self.tool_changes.append((f"{path}.tool_changes[{number}]", change))

@@ -70,28 +70,27 @@ def test_of_a_hundred_changed_characters_ninety_nine_lead_to_the_field_that_was_
 
 def test_a_tool_that_the_conversation_adds_has_its_place_and_what_no_prompt_has_none() -> None:
     described = "Tells the time of a place that is far away from here"
+    asked = "Thank you, and what about the other one?"
     tool = {"name": "clock", "description": described, "input_schema": {"type": "object"}}
     change = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": tool}}
-    searched = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": described}}
+    searched = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": asked}}
     turns = [
         {"role": "user", "content": "What time is it in that place?"},
         {"role": "system", "content": [change]},
         {"role": "assistant", "content": [searched, {"type": "text", "text": "I shall look at the clock."}]},
-        {"role": "user", "content": "Thank you, and what about the other one?"},
+        {"role": "user", "content": asked},
     ]
     later = {"type": "additional_tools", "role": "developer", "tools": [{"type": "function", **tool}]}
     items = [turns[0], later, turns[3]]
-    for dialect, body, path in (
-        (
-            "messages",
-            {"max_tokens": 9, "messages": turns},
-            "messages[1].content[0].tool.definition.description",
-        ),
-        ("responses", {"input": items}, "input[1].tools[0].description"),
+    change_path, question = "messages[1].content[0].tool.definition.description", "messages[3].content"
+    for dialect, body, paths in (
+        ("messages", {"max_tokens": 9, "messages": turns}, (change_path, question)),
+        ("responses", {"input": items}, ("input[1].tools[0].description", "input[2].content")),
     ):
         text = prompt_text(dialect, {"model": tiny_model.MODEL, **body}, "qwen3")
-        found = PromptPlaces(body, text).at(text.index(described) + 5)
-        assert (found.path, found.is_certain) == (path, True)
+        places = PromptPlaces(body, text)
+        found = [places.at(text.index(words) + 5) for words in (described, asked)]
+        assert [(place.path, place.is_certain) for place in found] == [(path, True) for path in paths]
 
 
 @pytest.mark.parametrize(("dialect", "agent"), [("responses", codex), ("messages", claude_code)])
