@@ -10,15 +10,11 @@ import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import msgspec
-
 from replicas.protocol.images import ImageError, media_digest, read_size
 from replicas.protocol.media import MAX_IMAGES, MAX_MEDIA_BYTES
-from router.api.chat_request import ChatRequest
 from router.api.json_body import read_text, unsupported
 from router.errors import InvalidRequest
-from router.prompt.images import SentImage, is_readable
-from router.prompt.text_model import TextModel
+from router.prompt.images import SentImage
 from router.prompt.unread import unread
 
 Piece = TypeVar("Piece")
@@ -108,30 +104,6 @@ def read_or_unread(path: str, block: Any, read: Callable[[str, Any], Piece]) -> 
         if not isinstance(kind, str) or kind in TEXT_KINDS:
             raise
         return unread(block)
-
-
-def as_read(model: TextModel, request: ChatRequest) -> ChatRequest:
-    """The request without the images of tools that its model cannot read: it is told of them. A user's are
-    refused later."""
-    if not request.images:
-        return request
-    rule = model.card.image_rule if model.template.shows_found_images else ""
-    sent = iter(request.images)
-    images: list[SentImage] = []
-    messages: list[dict[str, Any]] = []
-    for message in request.messages:
-        pieces: list[str | dict[str, Any]] = []
-        for part in message["content"] if isinstance(message["content"], list) else ():
-            image = None if part["type"] == "text" else next(sent)
-            if image is None:
-                pieces.append(part["text"])
-            elif message["role"] == "tool" and not is_readable(image, rule):
-                pieces.append(unread(part))
-            else:
-                images.append(image)
-                pieces.append(part)
-        messages.append({**message, "content": content_of(pieces)} if pieces else message)
-    return msgspec.structs.replace(request, messages=messages, images=images)
 
 
 def content_of(pieces: list[str | dict[str, Any]], between: str = "\n") -> str | list[dict[str, Any]]:

@@ -16,8 +16,7 @@ import msgspec
 from replicas.protocol.blocks import Namespace, pack_token_ids, unpack_token_ids
 from replicas.protocol.status import TokenizerBundle
 from router.answers.formats import AnswerFormat, answer_format
-from router.api.chat_prompt import render_chat, shown_chat
-from router.api.images import as_read
+from router.api.chat_prompt import as_read, render_chat, shown_chat
 from router.api.openai.completion_prompt import CompletionRequest, prompts_of
 from router.api.prepare import READERS
 from router.errors import InvalidRequest, RouterError

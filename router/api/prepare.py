@@ -15,11 +15,10 @@ from router.answers.grammar_check import ANY_TEXT, NO_GRAMMAR, CheckedGrammar, W
 from router.answers.grammars import grammar_for
 from router.answers.wishes import OutputFormat, ToolChoice, ToolMode
 from router.api.anthropic.body import read_message
-from router.api.chat_prompt import encoded_prompt, render_chat, shown_chat
+from router.api.chat_prompt import as_read, encoded_prompt, render_chat, shown_chat
 from router.api.chat_request import ChatRequest
 from router.api.conversation import encoded_history, encoded_tail
 from router.api.gemini.body import read_gemini
-from router.api.images import as_read
 from router.api.openai.chat_body import read_chat
 from router.api.openai.completion_prompt import (
     COMPLETION,

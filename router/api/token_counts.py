@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from router.api.chat_prompt import encode_chat, render_chat
-from router.api.images import as_read
+from router.api.chat_prompt import as_read, encode_chat, render_chat
 from router.api.json_body import decode_body, encode_json, missing
 from router.api.openai.chat_body import read_tokenized_chat
 from router.api.sampling import bounded_tokens, check_token_ids, most_tokens, too_many_tokens

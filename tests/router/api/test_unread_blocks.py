@@ -13,9 +13,8 @@ import pytest
 from replicas.media.probes import probe_png
 from replicas.protocol.image_rules import CellRule, written_rule
 from replicas.protocol.media import MAX_IMAGES
-from router.api.chat_prompt import counted_chat
+from router.api.chat_prompt import as_read, counted_chat
 from router.api.chat_request import ChatRequest
-from router.api.images import as_read
 from router.api.logged_prompts import LoggedModel, logged_prompts
 from router.api.prepare import READERS
 from router.explain.linting.log_lines import read_line
