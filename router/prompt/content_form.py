@@ -30,7 +30,7 @@ class ContentForm(msgspec.Struct, frozen=True):
     reads_parts: bool = False
     walks_arguments: bool = False
     """It iterates over the arguments of calls, and ignores arguments that are a text."""
-    shows_found_images: bool = True
+    shows_found_images: bool = False
     """It writes images in the results of tools."""
 
     def of_messages(self, messages: Messages) -> Messages:
@@ -60,8 +60,7 @@ def find_content_form(show: Callable[[Messages], str]) -> ContentForm:
     return msgspec.structs.replace(
         form,
         walks_arguments=_walks_arguments(show, form),
-        shows_found_images=show(_calling({}, [_IMAGE, *_parts("Said.")]))
-        != show(_calling({}, _parts("Said."))),
+        shows_found_images=reads_parts and _shows_found_images(show),
     )
 
 
@@ -69,6 +68,11 @@ def _walks_arguments(show: Callable[[Messages], str], form: ContentForm) -> bool
     said = _SAID[1]
     as_text, as_object = (show(form.of_messages(_calling(arguments))) for arguments in (said, {"said": said}))
     return said in as_object and said not in as_text
+
+
+def _shows_found_images(show: Callable[[Messages], str]) -> bool:
+    text = _parts("Said.")
+    return show(_calling({}, [_IMAGE, *text])) != show(_calling({}, text))
 
 
 def _calling(arguments: Any, said: Any = "Said.") -> Messages:

@@ -122,7 +122,7 @@ def test_all_that_is_said_is_shown_whichever_form_a_template_reads(source: str) 
     [
         (READS_PARTS, ContentForm(reads_text=False, reads_parts=True)),
         (REFUSES_TEXT, ContentForm(reads_text=False, reads_parts=True)),
-        (READS_BOTH, ContentForm(reads_text=True, reads_parts=True)),
+        (READS_BOTH, ContentForm(reads_text=True, reads_parts=True, shows_found_images=True)),
         (tiny_model.TEMPLATE, ContentForm(reads_text=True, reads_parts=False)),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", ContentForm()),
         ("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", ContentForm()),
