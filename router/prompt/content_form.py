@@ -20,6 +20,8 @@ _SAID = ("kvasir-one", "kvasir-two", "kvasir-three")
 _TURNS: Sequence[tuple[str, ...]] = ((), ("user", "assistant"), ("user",), ("assistant",))
 """Roles that take turns and may be read as parts alone, the most usual first."""
 
+_IMAGE = {"type": "image", "digest": "0123456789abcdef"}
+
 ARGUMENTS_TEXT = "arguments"
 """The parameter under which a template that walks over arguments shows a text of them."""
 
@@ -32,6 +34,8 @@ class ContentForm(msgspec.Struct, frozen=True):
     reads_parts: bool = False
     walks_arguments: bool = False
     """It iterates over the arguments of calls, and ignores arguments that are a text."""
+    shows_found_images: bool = False
+    """It writes images in the results of tools."""
 
     def of_messages(self, messages: Messages) -> Messages:
         """The same, as this template reads them."""
@@ -73,7 +77,11 @@ def find_content_form(show: Callable[[Messages], str]) -> ContentForm:
             in_parts = (*in_parts, role)
     reads_parts = any(num_shown(roles, turns) for roles in _TURNS if "user" in roles)
     form = ContentForm(in_parts, reads_parts=reads_parts)
-    return msgspec.structs.replace(form, walks_arguments=_walks_arguments(show, form))
+    return msgspec.structs.replace(
+        form,
+        walks_arguments=_walks_arguments(show, form),
+        shows_found_images=reads_parts and _shows_found_images(show),
+    )
 
 
 def _saying(*roles: str) -> Messages:
@@ -86,7 +94,12 @@ def _walks_arguments(show: Callable[[Messages], str], form: ContentForm) -> bool
     return said in as_object and said not in as_text
 
 
-def _calling(arguments: Any, result: str = "Said.") -> Messages:
+def _shows_found_images(show: Callable[[Messages], str]) -> bool:
+    text = _parts("Said.")
+    return show(_calling({}, [_IMAGE, *text])) != show(_calling({}, text))
+
+
+def _calling(arguments: Any, result: Any = "Said.") -> Messages:
     """A conversation whose answer calls a tool. Its id has a form that every template takes."""
     function = {"name": "say", "arguments": arguments}
     call = {"id": "call00001", "type": "function", "function": function}

@@ -166,16 +166,16 @@ def read_response(body: bytes, max_choices: int) -> ChatRequest:
 
 
 def _request(asked: ResponsesBody, unknown: list[str]) -> ChatRequest:
-    offered = offered_tools(asked.tools or [])
+    items = asked.input if isinstance(asked.input, list) else ()
+    offered = offered_tools(asked.tools or [], items)
     parallel = asked.parallel_tool_calls is not False
     conversation = Conversation(offered.names)
     if asked.instructions:
         conversation.add("instructions", {"role": "system", "content": asked.instructions})
     if isinstance(asked.input, str):
         conversation.add("input", {"role": "user", "content": asked.input})
-    else:
-        for position, item in enumerate(asked.input or ()):
-            conversation.add(f"input[{position}]", item)
+    for position, item in enumerate(items):
+        conversation.add(f"input[{position}]", item)
     options = asked.prompt_cache_options
     keeps = keeps_of(asked.prompt_cache_retention, options, conversation.breakpoints)
     effort = asked.reasoning.effort if asked.reasoning is not None else None

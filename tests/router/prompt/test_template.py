@@ -131,7 +131,7 @@ def test_all_that_is_said_is_shown_whichever_form_a_template_reads(source: str) 
     [
         (READS_PARTS, ContentForm(ALL_ROLES, reads_parts=True)),
         (REFUSES_TEXT, ContentForm(ALL_ROLES, reads_parts=True)),
-        (READS_BOTH, ContentForm(reads_parts=True)),
+        (READS_BOTH, ContentForm(reads_parts=True, shows_found_images=True)),
         (tiny_model.TEMPLATE, ContentForm()),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", ContentForm()),
         ("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", ContentForm()),
