@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import NewType
 
 from replicas.protocol.bounds import Uint32
+from replicas.protocol.sampling_defaults import SamplingDefaults
 
 ReplicaId = NewType("ReplicaId", str)
 """Stable across restarts, unique in a fleet: letters, digits, '.', '_' and '-'."""
@@ -75,6 +76,9 @@ class ModelCard:
     `takes_bodies`: its server takes a client's body instead of tokens, in these forms (`BodyForm`);
     the tokens of a submit then only say what the server is expected to have cached.
 
+    `sampling_defaults` hold where a client has no word; None is neutral. A server has its own for those that
+    are None in them.
+
     `aliases` are other names that clients may ask for the model by. These and `adapters` may change while the
     replica lives, and nothing else.
     """
@@ -102,6 +106,7 @@ class ModelCard:
     endpoint: str = ""
     endpoint_rank: Uint32 | None = None
     takes_bodies: tuple[str, ...] = ()
+    sampling_defaults: SamplingDefaults | None = None
     aliases: tuple[str, ...] = ()
 
     @property

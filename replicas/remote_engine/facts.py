@@ -18,7 +18,8 @@ MOST_REQUESTS = 100_000
 
 class ServerModel(NamedTuple):
     """A model of `/v1/models`. `root` is where the server found it: a folder or a name on a hub. `aliases`
-    are its other names. `num_ignored` names are too many, or no names."""
+    are its other names. `num_ignored` names are too many, or no names. `is_router`: a router of Kvasir has
+    it."""
 
     served_name: str
     root: str
@@ -26,6 +27,7 @@ class ServerModel(NamedTuple):
     adapters: tuple[Adapter, ...]
     aliases: tuple[str, ...] = ()
     num_ignored: int = 0
+    is_router: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ class _Entry(msgspec.Struct):
     """One model or adapter. `aliases` is llama.cpp's field. Any value may be anything."""
 
     id: Any
+    owned_by: Any = None
     root: Any = None
     parent: Any = None
     max_model_len: Any = None
@@ -74,6 +75,7 @@ def read_models(text: bytes, served_name: str | None) -> ServerModel:
         tuple(Adapter(each, _digest(f"{root}\0{each}\0{entries[each].root}")) for each in taken_adapters),
         tuple(taken),
         len(aliases) + len(adapters) - len(taken) - len(taken_adapters),
+        entry.owned_by == "kvasir",
     )
 
 

@@ -45,16 +45,21 @@ def find_dialect(
     """Ask the server what it is. SGLang describes itself with its cache's size, vLLM in its metrics; what has
     neither is no server that we can speak to. Raises StartupError."""
     model = read_models(ask(MODELS_PATH, None), served_name)
+    if model.is_router:
+        raise StartupError(
+            "it is a router of Kvasir: join the servers behind it, or this one with --engine openai"
+        )
     if model.context_length is None:
         raise StartupError(f"the server does not say how long a context {model.served_name} has")
     info = server_info(ask)
     if info is not None:
         return read_sglang(info, model, url, rank=rank, block_size=block_size)
     sources = _maybe(ask, "/kv_event_sources")
+    dialect = read_vllm(ask("/metrics", None), sources, model, url, rank)
     if sources is None:
         version = (_maybe(ask, "/version") or b"unknown").decode(errors="replace")[:100]
         logger.warning("vLLM says where its cache events go from 0.31 on, and the server is %s", version)
-    return read_vllm(ask("/metrics", None), sources, model, url, rank)
+    return dialect
 
 
 def server_info(ask: Ask) -> dict[str, Any] | None:

@@ -47,6 +47,9 @@ MOST_ANSWER_BYTES = 16 * 2**20
 ERROR_SECONDS = 5.0
 MOST_ERROR_BYTES = 4096
 
+KEY_STATUSES = (401, 403)
+KEY_ADVICE = "it wants an API key: give --join-key-file FILE, in a fleet file engine_key_file"
+
 EVENT_STREAM = "text/event-stream"
 
 HTTP_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
@@ -154,6 +157,7 @@ class Server:
             raise kind(
                 f"{self.url}{path} answers {answer.status_code}: {self._said(answer.content)}"
                 + (f" (to {answer.location})" if answer.has_redirect_location else "")
+                + (f": {KEY_ADVICE}" if answer.status_code in KEY_STATUSES else "")
             )
         return answer.content
 
@@ -315,10 +319,11 @@ class Server:
         return refusal_of(answer.status, f"the server answers {answer.status}: {self._said(content)}")
 
     def _said(self, content: bytes) -> str:
-        """Return the message of an error in OpenAI's form, else the beginning of what came. A server may say
-        with which key it was asked."""
+        """Return the message of an error in OpenAI's form or in vLLM's, else the beginning of what came. A
+        server may say with which key it was asked."""
         try:
-            said = str(msgspec.json.decode(content)["error"]["message"])[:MOST_ERROR_BYTES]
+            error = msgspec.json.decode(content)["error"]
+            said = str(error if isinstance(error, str) else error["message"])[:MOST_ERROR_BYTES]
         except (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError):
             said = repr(content[:200])
         return self._without_key(said)

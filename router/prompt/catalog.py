@@ -21,6 +21,7 @@ from replicas.protocol.blocks import (
     namespace_root,
 )
 from replicas.protocol.frames import NO_USER, UserTag
+from replicas.protocol.sampling_defaults import SamplingDefaults
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId, TokenizerBundle
 from router.answers.formats import answer_format
 from router.caller import DEFAULT_TENANT
@@ -108,6 +109,12 @@ class ServedModel:
         self.root = root
         """The root of every chain of a namespace and salt; it takes the secret to compute it."""
         self._tenant_label = tenant_label
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """The defaults that are known, by name."""
+        defaults = self.card.sampling_defaults
+        return {} if defaults is None else defaults.given()
 
     def with_adapter(self, adapter: Adapter) -> "ServedModel":
         """The same one each time: it remembers its roots."""
@@ -226,13 +233,16 @@ class ModelCatalog:
         self._models[card.name] = model
 
     def set_cards(self, model_name: str, cards: Sequence[tuple[ReplicaId, ModelCard]]) -> None:
-        """Set the cards of the model's replicas that take requests, the newest last: of two adapters with one
-        name the later is served. A name without replicas stays known, as a model does, until the replica that
-        had it last is there without it.
+        """Set what may differ among a model's replicas, by the cards of those that take requests, the newest
+        last. The last one's sampling defaults hold, and of two adapters with one name the later is served. A
+        name without replicas stays known, as a model does, until the replica that had it last is there
+        without it.
 
         A model's name is never another's. Of several claims to one, another name of a model goes before an
         adapter, and then the first model by name has it, so that all routers agree.
         """
+        if cards:
+            self._set_sampling(model_name, cards[-1][1].sampling_defaults)
         state = len(self._models), tuple(cards)
         if self._states.get(model_name) == state:
             return
@@ -251,6 +261,15 @@ class ModelCatalog:
             self._serve(name, served_claim)
         for name in self._others.keys() - served.keys():
             self._serve(name, None)
+
+    def _set_sampling(self, model_name: str, defaults: SamplingDefaults | None) -> None:
+        model = self._models[model_name]
+        if model.card.sampling_defaults != defaults:
+            logger.info("sampling model=%s by the defaults of its newest replica: %s", model_name, defaults)
+            card = replace(model.card, sampling_defaults=defaults)
+            self._models[model_name] = ServedModel(
+                card, model.tokenizer, model.template, self._secret, model.created, self.chains
+            )
 
     def _served_claims(self) -> Mapping[str, _Claim]:
         served: dict[str, _Claim] = {}

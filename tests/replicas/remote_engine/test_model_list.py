@@ -56,6 +56,12 @@ def test_entries_of_one_root_are_names_of_one_model(
     assert (list(card.aliases), card.adapters) == (aliases, model.adapters)
 
 
+@pytest.mark.parametrize(("owner", "is_router"), [("kvasir", True), ("vllm", False), ([], False)])
+def test_a_router_of_kvasir_is_known_by_its_models_owner(owner: Any, is_router: bool) -> None:
+    model = read_models(listed({**TOY, "owned_by": owner}, {**ALIAS, "owned_by": owner}), None)
+    assert (model.is_router, model.aliases) == (is_router, ("gpt-4o",))
+
+
 def test_an_adapter_is_told_from_another_one_of_its_name_by_where_it_lies() -> None:
     def fingerprint(root: str, base: str = "/models/toy") -> str:
         (adapter,) = read_models(listed({**TOY, "root": base}, {**TUNED, "root": root}), None).adapters

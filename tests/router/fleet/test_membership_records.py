@@ -114,16 +114,16 @@ async def test_every_replicas_adapters_are_told_those_of_the_newest_last(
     oldest = await start("r1", "e1", card=replace(CARD, adapters=(old, other)))
     await registry.put(newest)
     await world.wait_routed("r0")
-    assert world.adapters["toy"] == [new]
+    assert world.adapters("toy") == [new]
     await registry.put(oldest)
     await registry.put(await start("r2", "e0"))
     await world.wait_routed("r0", "r1", "r2")
-    assert world.adapters["toy"] == [old, other, new]
+    assert world.adapters("toy") == [old, other, new]
     assert len(world.models) == 1  # whatever adapters they have, they serve one model
     await registry.put(newest, ReplicaState.DRAINING)
-    await eventually(lambda: world.adapters["toy"] == [old, other])
+    await eventually(lambda: world.adapters("toy") == [old, other])
     await oldest.kill()
-    await eventually(lambda: world.adapters["toy"] == [])
+    await eventually(lambda: world.adapters("toy") == [])
 
 
 async def test_adapters_that_come_and_go_are_known_without_a_new_connection(
@@ -139,7 +139,7 @@ async def test_adapters_that_come_and_go_are_known_without_a_new_connection(
         # Nothing but names may change in an incarnation.
         replica.card = replace(CARD, adapters=adapters, context_length=7, fingerprint="0" * 64)
         await registry.put(replica)
-        await eventually(lambda: world.adapters["toy"] == [*adapters])  # noqa: B023
+        await eventually(lambda: world.adapters("toy") == [*adapters])  # noqa: B023
         for adapter in (first, second):
             assert world.table.has_ready("toy", adapter=adapter) == (adapter in adapters)
         (member,) = world.membership.members()
