@@ -105,7 +105,9 @@ class EngineLoop:
         self._last_serial = 0
         self._last_counted_serial = 0
         self._load = LoadSnapshot(num_total_blocks=engine.card.num_blocks)
-        self._meter = SpeedMeter()
+        self._meter = SpeedMeter(engine.card.num_blocks * engine.card.block_size)
+        self._num_aborted = 0
+        """Requests, since the last step."""
         self._look_again_seconds: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -200,6 +202,7 @@ class EngineLoop:
                     for request in expand(submit, serial):
                         self._add(request)
                 case _Abort(key):
+                    self._num_aborted += key in self._live
                     self._live.discard(key)
                     self._engine.abort(key)
                 case _AskStore(question):
@@ -225,13 +228,14 @@ class EngineLoop:
         started = self._clock()
         frame = self._engine.step()
         seconds = self._clock() - started
+        ended = [delta.key for delta in frame.deltas if delta.finish_reason is not None]
+        self._live.difference_update(ended)
         self._meter.observe(frame, seconds)
+        self._meter.ran(frame.load.num_running + len(ended), seconds, len(ended) + self._num_aborted)
+        self._num_aborted = 0
         self._look_again_seconds = frame.look_again_seconds
         load = frame.load if frame.load.has_speeds else self._meter.fill(frame.load)
         self._load, self._last_counted_serial = load, self._last_serial
-        for delta in frame.deltas:
-            if delta.finish_reason is not None:
-                self._live.discard(delta.key)
         self._on_frame(replace(frame, load=self._load, last_serial=self._last_counted_serial), seconds)
 
     def _bury(self, death: BaseException) -> None:

@@ -41,9 +41,10 @@ def _load(
     *,
     cache_tokens: int = H100.cache_tokens,
     decodes_beside: bool = True,
+    num_replicas: int = 2,
     **parameters: float | int | str,
 ) -> Load:
-    return Load(generator, tuple(parameters.items()), cache_tokens, decodes_beside)
+    return Load(generator, tuple(parameters.items()), cache_tokens, decodes_beside, num_replicas)
 
 
 def _conversations(*, qps: float, decodes_beside: bool) -> Load:
@@ -120,6 +121,32 @@ LOADS: Mapping[str, Load] = {
     ),
     "one large tenant": _load("one-large-tenant", qps=110.0, num_requests=600),
 }
+
+ROOM_LOADS: Mapping[str, Load] = {
+    "tool agents, one batch": _load(
+        "agentic",
+        decodes_beside=False,
+        num_replicas=4,
+        qps=2.2,
+        num_sessions=110,
+        mean_turns=6,
+        shared_tokens=4000,
+        mean_turn_tokens=2500,
+        mean_output_tokens=300,
+        tool_seconds=3.0,
+        block_tokens=256,
+    ),
+    "coding agents, own memory": _load(
+        "coding-agents",
+        decodes_beside=False,
+        num_replicas=4,
+        qps=0.05,
+        num_sessions=14,
+        mean_turns=30,
+        block_tokens=512,
+    ),
+}
+"""Running contexts fill the replicas before prompts keep them busy, and unevenly."""
 
 TIER_LOADS: Mapping[str, Load] = {name: LOADS[name] for name in ("conversations", "Zipf")}
 

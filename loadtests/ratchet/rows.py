@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from loadtests.ratchet.loads import H100, LOADS, TIER_LOADS, WAYS, Load
+from loadtests.ratchet.loads import H100, LOADS, ROOM_LOADS, TIER_LOADS, WAYS, Load
 from loadtests.reports.report import Slo
 from loadtests.simulation.jobs import Job, Source, load, run_all
 from loadtests.simulation.options import FleetOptions
@@ -73,6 +73,10 @@ def _rows() -> Iterator[tuple[str, Row]]:
                     f"{name} x{times}, {words}",
                     Row(LOADS[name], num_routers, times=times, is_overload=True),
                 )
+    for name, each in ROOM_LOADS.items():
+        for times in (1, 2):
+            for num_routers, words in ((1, "1 router"), (4, "4 routers")):
+                yield f"{name} x{times}, {words}", Row(each, num_routers, times=times, is_overload=True)
     for name, each in TIER_LOADS.items():
         for way, tiers in WAYS.items():
             yield f"{name}, {way}", Row(each, tiers=tiers)

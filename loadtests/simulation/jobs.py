@@ -97,7 +97,7 @@ def _run(job: Job, place: str | None = None) -> Summary:
         job.options,
         rng=rng,
         new_rng=lambda: random.Random(rng.getrandbits(64)),
-        new_meter=SpeedMeter,
+        new_meter=lambda: SpeedMeter(job.options.shape.capacity_tokens),
         stopwatch=time.perf_counter,
     )
 

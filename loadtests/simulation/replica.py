@@ -37,6 +37,8 @@ class Meter(Protocol):
 
     def observe(self, frame: StepFrame, seconds: float) -> None: ...
 
+    def ran(self, num_requests: int, seconds: float, num_ended: int) -> None: ...
+
     def fill(self, load: LoadSnapshot) -> LoadSnapshot: ...
 
 
@@ -92,7 +94,8 @@ class VirtualReplica:
         self._running: list[VirtualRequest] = []
         self._prefilling: list[VirtualRequest] = []
         self._decoding = Lockstep(shape.cost, shape.block_size)
-        self._num_waiting_tokens = 0
+        self._num_waiting_tokens = self._num_wanted_tokens = 0
+        """To be computed of prompts that wait, and their room."""
         self._num_added = 0
         self._step: Step | None = None
         self._owed_seconds = 0.0
@@ -323,6 +326,7 @@ class VirtualReplica:
         request.num_stored_blocks = len(cached)
         request.num_computed = len(cached) * self.shape.block_size
         self._num_waiting_tokens -= request.num_expected_tokens
+        self._num_wanted_tokens -= request.num_tokens
         return True
 
     def _begin_prefill(self, step: Step, request: VirtualRequest, budget: int) -> int:
@@ -399,6 +403,7 @@ class VirtualReplica:
     def _enqueue(self, request: VirtualRequest) -> None:
         request.num_expected_tokens = self._num_expected_tokens(request)
         self._num_waiting_tokens += request.num_expected_tokens
+        self._num_wanted_tokens += request.num_tokens
         self._expect_images(request, request.num_expected_tokens)
         insort(self._waiting, request, key=_rank)
 
@@ -445,6 +450,7 @@ class VirtualReplica:
             self._release(request)
         self.num_computed_tokens += num_prefilled
         self.num_encoded_tokens += step.num_encoded_tokens
+        self._meter.ran(len(self._running) + len(finished), step.ends_at - step.started_at, len(finished))
         self._measure(step, num_prefilled, num_decoded)
         if self._below is not None:
             self._below.copy_out(step.ends_at)
@@ -475,11 +481,14 @@ class VirtualReplica:
         """How busy it is. What is being computed counts as not computed yet."""
         num_pending_tokens, num_context_tokens = self._num_waiting_tokens, self._decoding.num_context_tokens
         counted_inbox = self._inbox if self.shape.counts_arrivals else ()
+        num_wanted_tokens = self._num_wanted_tokens
         for request in counted_inbox:
             num_pending_tokens += self._num_expected_tokens(request)
+            num_wanted_tokens += request.num_tokens
         for request in self._prefilling:
             num_context_tokens += request.num_computed
             num_pending_tokens += request.num_left
+            num_wanted_tokens += request.num_left
         for request in self._loading:
             num_pending_tokens += request.num_tokens - len(request.block_ids) * self.shape.block_size
         load = LoadSnapshot(
@@ -490,6 +499,7 @@ class VirtualReplica:
             num_used_blocks=self.pool.num_used,
             num_cached_blocks=self.pool.num_cached,
             num_total_blocks=self.pool.num_usable,
+            num_room_tokens=self.pool.num_free * self.shape.block_size - num_wanted_tokens,
             num_pending_image_tokens=self._num_pending_image_tokens(counted_inbox) if self.images else 0,
         )
         if self._below is not None:

@@ -64,6 +64,7 @@ class SparseReplica(VirtualReplica):
         request.num_stored_blocks = len(cached)
         request.num_computed = hit.num_tokens
         self._num_waiting_tokens -= request.num_expected_tokens
+        self._num_wanted_tokens -= request.num_tokens
         return True
 
     def _num_chunk_tokens(self, request: VirtualRequest, budget: int) -> int:

@@ -313,6 +313,10 @@ class LoadSnapshot(Struct, frozen=True, omit_defaults=True):
     `num_pending_tokens` are prompt tokens of admitted requests still to be computed, and
     `num_pending_image_tokens` those of images still to be encoded, each of which takes
     `encode_seconds_per_token` more. `num_context_tokens` are held by running requests.
+
+    `num_room_tokens` of KV are free beyond what the prompts of its requests still need; below 0, that many
+    are lacking, and None is unknown. Requests that end give room for a token back every
+    `room_seconds_per_token`.
     """
 
     num_running: NumRequests = 0
@@ -337,6 +341,8 @@ class LoadSnapshot(Struct, frozen=True, omit_defaults=True):
     is_predicted: bool = False
     num_places: NumRequests = 0
     place_seconds: Seconds = 0.0
+    num_room_tokens: Annotated[int, Meta(ge=-MAX_TOKENS, le=MAX_TOKENS)] | None = None
+    room_seconds_per_token: Seconds = 0.0
 
     @property
     def has_speeds(self) -> bool:

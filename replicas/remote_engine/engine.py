@@ -503,7 +503,10 @@ class RemoteEngine:
         """Other clients' requests are as the server last said."""
         num_others = max(0, self._seen.num_running + self._seen.num_waiting - len(self._live))
         num_other_waiting = min(num_others, self._seen.num_waiting)
+        num_tokens = self._card.num_blocks * self._card.block_size
         return self._live.load(
+            num_free_tokens=int((1.0 - self._seen.share_used) * num_tokens),
+            num_cache_tokens=num_tokens,
             num_other_running=num_others - num_other_waiting,
             num_other_waiting=num_other_waiting,
             num_used_blocks=round(self._seen.share_used * self._card.num_blocks),

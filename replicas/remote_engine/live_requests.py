@@ -40,6 +40,7 @@ class LiveRequests(Generic[Live]):
         self._live: dict[str, Live] = {}
         self._started: list[RequestKey] = []
         self._prefill = Rate()
+        self._held = Rate()
         self._decode_seconds = 0.0
         self._last_first_at = 0.0
 
@@ -67,7 +68,10 @@ class LiveRequests(Generic[Live]):
         self._live[name] = live
 
     def pop(self, name: str) -> Live | None:
-        return self._live.pop(name, None)
+        live = self._live.pop(name, None)
+        if live is not None and live.first_at:
+            self._held.observe(1, live.last_at - live.submitted_at)
+        return live
 
     def came(self, live: Live, num_tokens: int, now: float) -> bool:
         """Measure: a prompt from when the server could begin it to its first token; then each token. Returns
@@ -90,8 +94,17 @@ class LiveRequests(Generic[Live]):
         started, self._started = self._started, []
         return started
 
-    def load(self, *, num_other_running: int = 0, num_other_waiting: int = 0, **more: Any) -> LoadSnapshot:
-        """Ours are counted exactly; the others are those of the server's other clients."""
+    def load(
+        self,
+        *,
+        num_other_running: int = 0,
+        num_other_waiting: int = 0,
+        num_free_tokens: int | None = None,
+        num_cache_tokens: int = 0,
+        **more: Any,
+    ) -> LoadSnapshot:
+        """Ours are counted exactly; the others are those of the server's other clients. `num_free_tokens` are
+        those of the cache that no request holds."""
         waiting = [live for live in self._live.values() if not live.first_at]
         running = [live for live in self._live.values() if live.first_at]
         return LoadSnapshot(
@@ -101,5 +114,11 @@ class LiveRequests(Generic[Live]):
             num_context_tokens=sum(len(live.request.token_ids) + live.num_output_tokens for live in running),
             prefill_seconds_per_token=self._prefill.seconds_per_unit or 0.0,
             decode_step_seconds=self._decode_seconds,
+            num_room_tokens=None
+            if num_free_tokens is None
+            else num_free_tokens - sum(len(live.request.token_ids) for live in waiting),
+            room_seconds_per_token=(self._held.seconds_per_unit or 0.0) / num_cache_tokens
+            if num_cache_tokens
+            else 0.0,
             **more,
         )

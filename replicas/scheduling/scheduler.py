@@ -196,12 +196,14 @@ class Scheduler:
         num_context_tokens = 0
         to_start = [*self._waiting, *self._loading, *self._loaded]
         num_pending_tokens = sum(request.num_expected_tokens for request in to_start)
+        num_wanted_tokens = sum(request.num_tokens for request in self._waiting)
         for request in self._running:
             num_computed_tokens = request.num_computed_tokens
             num_context_tokens += num_computed_tokens
             num_left = len(request.token_ids) - num_computed_tokens
             if num_left > 1:
                 num_pending_tokens += num_left
+                num_wanted_tokens += num_left
         pool = self._manager.pool
         return LoadSnapshot(
             num_running=len(self._running),
@@ -211,6 +213,7 @@ class Scheduler:
             num_used_blocks=pool.num_used,
             num_cached_blocks=pool.num_cached,
             num_total_blocks=pool.num_usable,
+            num_room_tokens=pool.num_free * self._manager.block_size - num_wanted_tokens,
         )
 
     def _num_decoding(self) -> int:

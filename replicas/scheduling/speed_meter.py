@@ -14,17 +14,24 @@ from replicas.protocol.ways import num_image_tokens_left
 
 
 class SpeedMeter:
-    """Seconds per prefilled token, per encoded token of an image and per decode step.
+    """Seconds per prefilled token, per encoded token of an image and per decode step, and until requests that
+    end give back room for a token of KV, of which `num_tokens` fit; 0 is not known.
 
     Only steps that are mostly prefill count for it, and only those without prefill for decode. A step's time
     beyond its other tokens counts as encoding, once a step without images has shown their time; until then
     images count as prefill.
+
+    By Little's law a full cache gives back its tokens divided by the time that a request holds its own.
     """
 
     MIN_PREFILL_TOKENS = 16
     PREFILL_DOMINANCE = 4
 
-    def __init__(self) -> None:
+    def __init__(self, num_tokens: int = 0) -> None:
+        self._num_tokens = num_tokens
+        self._held = Rate()
+        self._held_seconds = 0.0
+        """Time that all running requests have run since one ended."""
         self._prefill = Rate()
         self._encode = Rate()
         self._has_prefilled_text = False
@@ -43,12 +50,22 @@ class SpeedMeter:
             before = self._decode_step_seconds or seconds
             self._decode_step_seconds = DECAY * before + (1 - DECAY) * seconds
 
+    def ran(self, num_requests: int, seconds: float, num_ended: int) -> None:
+        """Record `num_requests` that ran for a time, at whose end some ended."""
+        self._held_seconds += num_requests * seconds
+        if num_ended:
+            self._held.observe(num_ended, self._held_seconds)
+            self._held_seconds = 0.0
+
     def fill(self, load: LoadSnapshot) -> LoadSnapshot:
         return replace(
             load,
             prefill_seconds_per_token=self.prefill_seconds_per_token,
             decode_step_seconds=self._decode_step_seconds,
             encode_seconds_per_token=self._encode.seconds_per_unit or 0.0,
+            room_seconds_per_token=(self._held.seconds_per_unit or 0.0) / self._num_tokens
+            if self._num_tokens
+            else 0.0,
         )
 
     @property

@@ -17,6 +17,7 @@ from replicas.protocol.frames import LoadSnapshot
 class _Arrival:
     num_requests: int
     num_tokens: int
+    num_room_tokens: int
     num_image_tokens: int
 
 
@@ -26,6 +27,7 @@ class Arrivals:
         self._arrivals: dict[int, _Arrival] = {}  # ascending, like the ids
         self._num_requests = 0
         self._num_tokens = 0
+        self._num_room_tokens = 0
         self._num_image_tokens = 0
         self._load: LoadSnapshot | None = load
 
@@ -38,6 +40,9 @@ class Arrivals:
                 counted,
                 num_waiting=counted.num_waiting + self._num_requests,
                 num_pending_tokens=counted.num_pending_tokens + self._num_tokens,
+                num_room_tokens=None
+                if counted.num_room_tokens is None
+                else counted.num_room_tokens - self._num_room_tokens,
                 num_pending_image_tokens=counted.num_pending_image_tokens + self._num_image_tokens,
             )
         return self._load
@@ -47,12 +52,21 @@ class Arrivals:
         """Count the requests that the engine has not counted yet, each choice separately."""
         return self._num_requests
 
-    def add(self, serial: int, *, num_requests: int, num_tokens: int, num_image_tokens: int = 0) -> None:
-        """Record a request given to the engine that will compute `num_tokens` of its prompt, and encode
-        images of that many tokens."""
-        self._arrivals[serial] = _Arrival(num_requests, num_tokens, num_image_tokens)
+    def add(
+        self,
+        serial: int,
+        *,
+        num_requests: int,
+        num_tokens: int,
+        num_room_tokens: int = 0,
+        num_image_tokens: int = 0,
+    ) -> None:
+        """Record a request given to the engine that will compute `num_tokens` of its prompt of
+        `num_room_tokens`, and encode images of that many tokens."""
+        self._arrivals[serial] = _Arrival(num_requests, num_tokens, num_room_tokens, num_image_tokens)
         self._num_requests += num_requests
         self._num_tokens += num_tokens
+        self._num_room_tokens += num_room_tokens
         self._num_image_tokens += num_image_tokens
         self._load = None
 
@@ -62,6 +76,7 @@ class Arrivals:
         if arrival is not None:
             self._num_requests -= arrival.num_requests
             self._num_tokens -= arrival.num_tokens
+            self._num_room_tokens -= arrival.num_room_tokens
             self._num_image_tokens -= arrival.num_image_tokens
             self._load = None
 

@@ -357,6 +357,7 @@ class ReplicaServer:
             serial,
             num_requests=submit.num_choices,
             num_tokens=num_tokens,
+            num_room_tokens=submit.num_tokens,
             num_image_tokens=num_image_tokens_left(submit.media, submit.num_tokens - num_tokens),
         )
         choices = set(range(submit.num_choices))

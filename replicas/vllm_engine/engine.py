@@ -519,6 +519,7 @@ class VllmEngine:
 
     def _load(self) -> LoadSnapshot:
         num_running = num_context_tokens = num_pending_tokens = num_pending_image_tokens = 0
+        num_wanted_tokens = 0
         for live in self._live.values():
             inner, media = live.inner, live.request.submit.media
             is_running = self._core.is_running(inner)
@@ -527,6 +528,7 @@ class VllmEngine:
                 num_pending_image_tokens += num_image_tokens_left(media, num_ready)
             if not is_running:
                 num_pending_tokens += live.num_expected_tokens
+                num_wanted_tokens += inner.num_tokens
                 continue
             num_running += 1
             num_computed_tokens = inner.num_computed_tokens
@@ -534,6 +536,7 @@ class VllmEngine:
             num_left = inner.num_tokens - num_computed_tokens
             if num_left > 1:
                 num_pending_tokens += num_left
+                num_wanted_tokens += num_left
         return LoadSnapshot(
             num_running=num_running,
             num_waiting=len(self._live) - num_running,
@@ -543,6 +546,7 @@ class VllmEngine:
             num_used_blocks=self._card.num_blocks - self._core.num_free_blocks,
             num_cached_blocks=self._cache.num_copies,
             num_total_blocks=self._card.num_blocks,
+            num_room_tokens=self._core.num_free_blocks * self._card.block_size - num_wanted_tokens,
         )
 
 

@@ -141,7 +141,7 @@ class Holding:
             asking.tenant,
             num_tokens=num_tokens,
             work=prompt_work(num_tokens, num_cached) if held is None else held.work,
-            wait_seconds=max(0.0, self._room.wait_seconds(replica_id) - prompt_seconds),
+            wait_seconds=max(0.0, self._room.wait_seconds(replica_id, num_tokens) - prompt_seconds),
             prompt_seconds=prompt_seconds,
         )
 
@@ -331,10 +331,13 @@ class Holding:
         elif not delay.is_overload(now) and (
             asking.deadline is None or asking.deadline - now >= URGENT_SECONDS
         ):
-            wait = room.wait_seconds(line)
+            num_tokens = asking.request.num_tokens
+            wait = least = room.wait_seconds(line, num_tokens)
+            num_replicas = self._table.num_replicas(asking.model)
             if wait > TARGET_SECONDS:  # a look at all replicas, which most requests are spared
-                wait = min(map(room.wait_seconds, self._table.replica_ids(asking.model)), default=wait)
-            if not delay.sees(wait, now) and not room.has_full_batch(line):
+                replica_ids = self._table.replica_ids(asking.model)
+                least = min((room.wait_seconds(each, num_tokens) for each in replica_ids), default=wait)
+            if not delay.sees(wait, least, num_replicas, now) and not room.has_full_batch(line):
                 return True
         return not fleet.queue.num_in_line(line) and self._has_room(fleet, asking, line, now)
 
@@ -389,7 +392,8 @@ class Holding:
         held.latest_start = now + left
         if wait_seconds > allowed:
             self.counts.num_refused_at_once += 1
-            raise self._too_long(asking, wait_seconds + self._room.wait_seconds(line), allowed)
+            ahead = self._room.wait_seconds(line, asking.request.num_tokens)
+            raise self._too_long(asking, wait_seconds + ahead, allowed)
         lost = fleet.queue.enter(held)
         if lost is None:
             self.counts.num_refused_full += 1
@@ -430,7 +434,7 @@ class Holding:
 
     def _service_seconds(self, replica_id: ReplicaId, asking: Asking, num_uncached: int) -> float:
         """Until it has computed this prompt, which is next there."""
-        return self._room.wait_seconds(replica_id) + self._room.prompt_seconds(
+        return self._room.wait_seconds(replica_id, asking.request.num_tokens) + self._room.prompt_seconds(
             replica_id, asking.request, num_uncached
         )
 

@@ -4,7 +4,7 @@ Owns the rule. Knows neither waiters nor tenants.
 
     prompts that it has take less than the target    a step or two: else they would only wait there instead
     a place in its batch is free, or nearly so
-    the prompt fits into the KV blocks that are not in use, or nothing runs there
+    requests that end soon leave enough KV blocks for it, or nothing runs there
 
 Several routers see room at the same moment, and each other's prompts only later. So a router adds a guess of
 what the others are sending: its own part that is on its way, times their requests over its own.
@@ -35,11 +35,13 @@ class Room:
         """Seconds per prompt token there."""
         return self.table.load(replica_id).prefill_seconds_per_token or DEFAULT_TOKEN_SECONDS
 
-    def wait_seconds(self, replica_id: ReplicaId) -> float:
-        """Seconds for the prompts that it has."""
+    def wait_seconds(self, replica_id: ReplicaId, num_tokens: int) -> float:
+        """Seconds for the prompts that it has, and until there is room for another one of `num_tokens`. It is
+        counted whole: what is cached of it is seldom held by requests that run."""
         load = self.table.load(replica_id)
         seconds = load.num_pending_tokens * (load.prefill_seconds_per_token or DEFAULT_TOKEN_SECONDS)
-        return seconds + load.num_pending_image_tokens * (load.encode_seconds_per_token or 0.0)
+        seconds += load.num_pending_image_tokens * (load.encode_seconds_per_token or 0.0)
+        return seconds + load.room_seconds(num_tokens)
 
     def prompt_seconds(self, replica_id: ReplicaId, request: RoutingRequest, num_uncached: int) -> float:
         """Seconds for this prompt there, with `num_uncached` tokens computed."""
@@ -61,7 +63,7 @@ class Room:
         """Whether there is no room for any prompt, however short."""
         if not self.table.load(replica_id).num_requests:
             return False
-        seconds = self.wait_seconds(replica_id) + self._unseen_seconds(replica_id)
+        seconds = self.wait_seconds(replica_id, 0) + self._unseen_seconds(replica_id)
         return seconds > self.target_seconds or self.has_full_batch(replica_id)
 
     def is_there(self, replica_id: ReplicaId, num_tokens: int, *, spared: float = 0.0) -> bool:
@@ -71,16 +73,13 @@ class Room:
             return True
         if self.is_full(replica_id):
             return False
-        card, latest = self.table.card(replica_id), self.table.loads.latest(replica_id)
-        if card is None or latest is None:
+        card = self.table.card(replica_id)
+        if card is None or load.num_room_tokens is None:
             return True
-        snapshot, _ = latest
-        if not snapshot.num_total_blocks:
+        num_tokens += int(spared * card.num_blocks * card.block_size)
+        if num_tokens <= load.num_room_tokens:
             return True
-        num_usable_blocks = snapshot.num_total_blocks * (1.0 - spared)
-        num_free_tokens = (num_usable_blocks - snapshot.num_used_blocks) * card.block_size
-        num_coming_tokens = load.num_context_tokens - snapshot.num_context_tokens
-        return num_tokens + num_coming_tokens <= num_free_tokens
+        return 0.0 < load.room_seconds(num_tokens) <= self.target_seconds
 
     def _unseen_seconds(self, replica_id: ReplicaId) -> float:
         """Guess the time of the prompts that other routers are sending there now."""

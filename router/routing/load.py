@@ -36,6 +36,9 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     them; `speeds` are those of moving KV. `is_predicted`: what it holds is not reported by its engine.
 
     Where `num_places` are known, requests beyond them wait, and each has its place for `place_seconds`.
+
+    `num_room_tokens` of KV are free beyond what its requests need; below 0, that many are lacking, and None
+    is unknown. Those that end give room for a token back every `room_seconds_per_token`.
     """
 
     num_requests: int = 0
@@ -50,6 +53,14 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     is_predicted: bool = False
     num_places: int = 0
     place_seconds: float = 0.0
+    num_room_tokens: int | None = None
+    room_seconds_per_token: float = 0.0
+
+    def room_seconds(self, num_tokens: int) -> float:
+        """Return the seconds until requests that end have given back what `num_tokens` lack of room."""
+        if self.num_room_tokens is None or num_tokens <= self.num_room_tokens or not self.num_requests:
+            return 0.0
+        return (num_tokens - self.num_room_tokens) * self.room_seconds_per_token
 
 
 class Reservation:
@@ -183,6 +194,10 @@ class _ReplicaBook:
                 is_predicted=snapshot.is_predicted,
                 num_places=snapshot.num_places,
                 place_seconds=snapshot.place_seconds,
+                num_room_tokens=None
+                if snapshot.num_room_tokens is None
+                else snapshot.num_room_tokens - self.num_context_tokens,
+                room_seconds_per_token=snapshot.room_seconds_per_token,
             )
         return self.cached_view
 

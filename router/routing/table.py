@@ -269,6 +269,10 @@ class RoutingTable:
         """All replicas of the model, those that drain as well. Raises UnknownModel."""
         return list(self._model(model).replicas)
 
+    def num_replicas(self, model: str) -> int:
+        """How many replicas the model has, with those that drain. Raises UnknownModel."""
+        return len(self._model(model).replicas)
+
     def card(self, replica_id: ReplicaId) -> ModelCard | None:
         name = self._model_of.get(replica_id)
         return None if name is None else self._models[name].cards[replica_id]

@@ -300,6 +300,21 @@ class EngineContract(CrossUserContract):
         ) * 4
         assert all(len(run.tokens(key)) == 6 for key in keys)
 
+    def test_room_is_what_is_free_beyond_what_prompts_need(self, run: EngineRun) -> None:
+        card = run.engine.card
+        capacity, idle = card.num_blocks * card.block_size, run.step().load.num_room_tokens
+        length = capacity * 2 // 3
+        assert idle is not None and abs(idle - capacity) <= card.block_size
+        for n in range(2):
+            run.add(prompt_of(run.engine, length, n), max_tokens=2)
+        rooms: list[int] = []
+        while run.engine.has_work():
+            rooms.append(run.step().load.num_room_tokens or 0)
+        assert min(rooms) <= idle - 2 * length + 2 * card.block_size, "one runs, and one waits"
+        if self.has_one_cache:
+            assert min(rooms) >= idle - 2 * length - 2 * card.block_size
+        assert rooms[-1] == idle
+
     def test_computed_tokens_are_counted_by_kind(self, run: EngineRun) -> None:
         run.generate(prompt_of(run.engine, 50), max_tokens=5)
         assert sum(frame.num_prefill_tokens for frame in run.frames) == 50

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from replicas.kvstore.rate import DECAY
 from replicas.loop import EngineLoop
 from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.frames import (
@@ -162,6 +163,37 @@ def test_every_frame_carries_the_measured_speed() -> None:
     assert loads[0].prefill_seconds_per_token == pytest.approx(1 / 50)
     assert loads[0].decode_step_seconds == 0.0
     assert loads[1].decode_step_seconds == pytest.approx(1.0)
+
+
+def test_frames_say_how_soon_requests_that_end_give_back_room(harness: Harness) -> None:
+    """One runs for 3 steps of a second, and ends; the other is aborted before its second."""
+    ticks = iter(range(1000))
+    frames: queue.SimpleQueue[StepFrame] = queue.SimpleQueue()
+    engine = ScriptedEngine()
+    loop = EngineLoop(engine, lambda frame, _: frames.put(frame), lambda _: None, lambda: next(ticks))
+    engine.gate.clear()
+    loop.submit(*asked(1, max_tokens=3))
+    loop.start()
+    wait_for(lambda: bool(engine.added))
+    loop.submit(*(aborted := asked(2, max_tokens=100)))
+    loop.abort(RequestKey(aborted[0], 0))
+    engine.gate.set()
+    loads = [frames.get(timeout=30).load for _ in range(3)]
+    loop.stop()
+    capacity = engine.card.num_blocks * engine.card.block_size
+    assert loads[0].room_seconds_per_token == 0.0
+    held_seconds, num_ended = 2.0, 1.0  # of the one that was aborted, after as many of the other
+    held_seconds, num_ended = DECAY * held_seconds + 1.0, DECAY * num_ended + 1.0
+    assert loads[2].room_seconds_per_token == pytest.approx(held_seconds / num_ended / capacity)
+
+
+def test_room_is_given_back_by_requests_that_end_whether_or_not_they_ran_long() -> None:
+    meter = SpeedMeter(1000)
+    meter.ran(4, 2.0, 0)
+    assert meter.fill(LoadSnapshot()).room_seconds_per_token == 0.0
+    meter.ran(4, 3.0, 2)
+    assert meter.fill(LoadSnapshot()).room_seconds_per_token == pytest.approx(20 / 2 / 1000)
+    assert SpeedMeter().fill(LoadSnapshot()).room_seconds_per_token == 0.0
 
 
 def test_tiny_prefills_do_not_make_a_replica_look_slow() -> None:

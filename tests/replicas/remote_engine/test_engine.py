@@ -239,6 +239,8 @@ def test_others_at_the_server_count_as_load(driven: Driven) -> None:
     driven.step_until(lambda: driven.frame.load.num_running == 2)
     assert driven.frame.load.num_waiting == 1
     assert driven.frame.load.num_used_blocks == round(0.25 * NUM_BLOCKS)
+    assert driven.frame.load.num_room_tokens == 0.75 * NUM_BLOCKS * BLOCK_SIZE
+    assert driven.frame.load.room_seconds_per_token > 0.0, "requests of the proof have ended"
 
 
 def test_an_abort_closes_the_connection(driven: Driven, server: StandIn) -> None:

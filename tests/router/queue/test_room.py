@@ -25,7 +25,7 @@ def asked(*media: ImageTokens) -> RoutingRequest:
 
 def test_images_take_nothing_while_nobody_has_measured_them(room: Room) -> None:
     room.table.update_load(A, LoadSnapshot(num_running=1, num_pending_image_tokens=1000))
-    assert room.wait_seconds(A) == 0.0
+    assert room.wait_seconds(A, 500) == 0.0
     assert room.prompt_seconds(A, asked(*IMAGES), 500) == pytest.approx(500 * DEFAULT_TOKEN_SECONDS)
 
 
@@ -38,7 +38,7 @@ def test_images_take_their_time_where_any_of_them_is_computed(room: Room) -> Non
         encode_seconds_per_token=1e-2,
     )
     room.table.update_load(A, measured)
-    assert room.wait_seconds(A) == pytest.approx(0.01 + 0.9)
+    assert room.wait_seconds(A, 500) == pytest.approx(0.01 + 0.9)
     assert not room.is_full(A)
     for num_uncached, num_image_tokens in ((500, 96), (336, 32), (337, 96), (168, 0), (169, 32)):
         taken = room.prompt_seconds(A, asked(*IMAGES), num_uncached)
@@ -57,4 +57,33 @@ def test_what_other_routers_may_be_sending_counts_by_their_part_of_the_requests(
     assert not room.is_full(A), "nothing is on its way"
     room.table.loads.reserve(A, num_uncached_tokens=300, num_tokens=300).sent(2)
     assert room.is_full(A) == is_full
-    assert room.wait_seconds(A) == pytest.approx(0.3), "what is known alone tells an overload"
+    assert room.wait_seconds(A, 500) == pytest.approx(0.3), "what is known alone tells an overload"
+
+
+def test_a_prompt_waits_until_requests_that_end_leave_room_for_it(room: Room) -> None:
+    """300 tokens are free, of which 100 are promised to another that is on its way."""
+    load = LoadSnapshot(
+        num_running=1,
+        num_total_blocks=100,
+        num_room_tokens=300,
+        room_seconds_per_token=1e-2,
+        prefill_seconds_per_token=1e-6,
+    )
+    room.table.update_load(A, load)
+    room.table.loads.reserve(A, num_uncached_tokens=100, num_tokens=100)
+    assert room.wait_seconds(A, 200) == pytest.approx(1e-4)
+    assert room.wait_seconds(A, 250) == pytest.approx(0.5 + 1e-4)
+    assert room.is_there(A, 300) and not room.is_there(A, 301), "what is soon given back is room"
+    assert not room.is_there(A, 300, spared=0.1)
+    assert not room.is_full(A)
+    room.table.update_load(A, replace(load, num_room_tokens=-100))
+    assert room.is_full(A), "two others wait for room"
+    room.table.update_load(A, replace(load, num_room_tokens=-100, num_running=0))
+    assert room.wait_seconds(A, 200) > 1.0
+    room.table.update_load(A, replace(load, num_room_tokens=None))
+    assert room.is_there(A, 10**6) and room.wait_seconds(A, 10**6) == pytest.approx(1e-4)
+
+
+def test_a_replica_that_runs_nothing_has_room(room: Room) -> None:
+    room.table.update_load(A, LoadSnapshot(num_room_tokens=-100, room_seconds_per_token=1.0))
+    assert room.is_there(A, 500) and room.wait_seconds(A, 500) == 0.0
