@@ -136,8 +136,7 @@ def cost_of(
 
     Each request that runs or waits there delays this one by a decode step, since their steps share their
     time: of two replicas with equal caches and queues the one with the smaller batch is cheaper. Where the
-    places of a batch are counted and taken, it also waits until requests before it have ended. Meanwhile
-    these give back room; where it lacks more for what it computes there, it waits for that.
+    places of a batch are counted and taken, it also waits until requests before it have ended.
     """
     rate = _own_or_typical(load.prefill_seconds_per_token, rates.prefill_seconds_per_token)
     step = _own_or_typical(load.decode_step_seconds, rates.decode_step_seconds)
@@ -145,7 +144,6 @@ def cost_of(
     if load.num_places and load.num_requests >= load.num_places:
         num_ahead = load.num_requests + 1 - load.num_places
         wait_seconds += num_ahead * min(load.place_seconds, LONGEST_SECONDS) / load.num_places
-    wait_seconds = max(wait_seconds, load.room_seconds(num_tokens - reach.device))
     if load.num_pending_image_tokens:
         wait_seconds += load.num_pending_image_tokens * _encode_rate(load, rates)
     num_ready_tokens, extra_seconds = reach.device, 0.0

@@ -440,19 +440,3 @@ def test_images_that_wait_to_be_encoded_are_waited_for() -> None:
             asked, ready(fleet(2, r0=busy, r1=busy)), overlapping({}), PARAMETERS, random.Random(1)
         )
         assert decision.candidates[0].cost.wait_seconds == pytest.approx(1.0)
-
-
-def test_a_prompt_waits_for_the_room_of_what_it_computes_where_contexts_fill_the_device() -> None:
-    full = ReplicaLoad(num_requests=1, num_room_tokens=-1000, room_seconds_per_token=1e-3)
-    loads = ready(fleet(2, r0=full, r1=structs.replace(full, num_room_tokens=None)))
-    decision = decide(request(), loads, overlapping({}), PARAMETERS, random.Random(1))
-    cost = {each.replica_id: each.cost.wait_seconds for each in decision.candidates}
-    num_tokens = request().num_tokens
-    assert cost[ReplicaId("r0")] == pytest.approx((num_tokens + 1000) * 1e-3)
-    assert cost[ReplicaId("r1")] < 0.1
-    assert decision.replica_id == "r1"
-    idle = ready(fleet(1, r0=structs.replace(full, num_requests=0)))
-    assert (
-        decide(request(), idle, overlapping({}), PARAMETERS, random.Random(1)).candidates[0].cost.wait_seconds
-        == 0.0
-    )
