@@ -169,5 +169,5 @@ def _model_object(model: ServedModel) -> Model:
         created=model.created,
         root=model.card.name,
         parent=None if model.adapter is None else model.card.name,
-        max_model_len=model.card.context_length,
+        max_model_len=model.card.told_context_length,
     )

@@ -52,7 +52,7 @@ def model_page(models: Sequence[ServedModel], query: Mapping[str, str]) -> Anthr
 
 def model_object(model: ServedModel) -> AnthropicModel:
     created = datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    length = model.card.context_length
+    length = model.card.told_context_length
     return AnthropicModel(model.name, model.name, created, "active", length, length)
 
 

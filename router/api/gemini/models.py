@@ -35,7 +35,7 @@ class GeminiModels(Struct):
 
 def gemini_model(model: ServedModel) -> GeminiModel:
     card = model.card
-    lengths = card.context_length, card.context_length
+    lengths = card.told_context_length, card.told_context_length
     methods = [GENERATE, STREAM, COUNT]
     return GeminiModel(MODELS + model.name, card.name, card.fingerprint[:12], model.name, *lengths, methods)
 
