@@ -12,7 +12,7 @@ import msgspec
 
 from replicas.engine import EngineRequest
 from replicas.errors import StartupError
-from replicas.protocol.frames import FinishReason, Refusal, RefusalCode, TokenLogprobs
+from replicas.protocol.frames import FinishReason, Refusal, TokenLogprobs
 from replicas.remote_engine.facts import CacheSizes, EventSource, ServerLoad, ServerModel
 from replicas.remote_engine.residency import ServerEvent
 
@@ -78,10 +78,3 @@ class Dialect(Protocol):
     def load(self, answers: Sequence[bytes]) -> ServerLoad:
         """Read the answers of `look_paths`. Raises ValueError."""
         ...
-
-
-def refusal_of(status: int, sentence: str) -> Refusal:
-    """Translate an HTTP status."""
-    if status in (400, 413, 422):
-        return Refusal(RefusalCode.INVALID_REQUEST, sentence)
-    return Refusal(RefusalCode.OVERLOADED if status in (429, 503) else RefusalCode.INTERNAL, sentence)

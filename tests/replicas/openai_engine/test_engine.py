@@ -275,8 +275,9 @@ def test_a_comment_is_no_beginning_of_an_answer(driven: Driven, server: TextServ
     assert driven.body(key).startswith(b"data: ")
 
 
-def test_an_answer_ends_with_its_last_event(driven: Driven, server: TextServer) -> None:
-    server.fault = "lingers"
+@pytest.mark.parametrize("fault", ["lingers", "breaks off after its end"])
+def test_an_answer_ends_with_its_last_event(driven: Driven, server: TextServer, fault: str) -> None:
+    server.fault = fault
     assert driven.finish(driven.add(chat(stream=True))).finish_reason is FinishReason.LENGTH
 
 

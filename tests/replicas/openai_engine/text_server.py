@@ -117,6 +117,8 @@ class TextServer:
                     await asyncio.sleep(60)
                 yield event({"choices": [{"index": 0, "delta": {"content": word}}]})
             yield event({"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})
+            if self.fault == "breaks off after its end":
+                raise ConnectionError("on purpose")
             if usage is not None:
                 yield event({"choices": [], "usage": usage})
             yield b"data: [DONE]\n\n"

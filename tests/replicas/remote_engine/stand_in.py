@@ -40,6 +40,8 @@ SERVED_NAME = "served"
 class StandIn:
     def __init__(self, tls: Pair | None = None) -> None:
         self.fault = ""
+        self.error: tuple[int, str, dict[str, str]] | None = None
+        """Status, words and headers of what it answers to every prompt."""
         self.served_name = SERVED_NAME
         self.started_at = 1000.0
         self.key: str | None = None
@@ -211,6 +213,10 @@ class StandIn:
     async def complete(self, request: Request) -> Response:
         body = await request.json()
         self.bodies.append(body)
+        if self.error is not None:
+            status, message, headers = self.error
+            said = {"message": message, "type": "Odd", "param": None, "code": status}
+            return JSONResponse({"error": said}, status, headers)
         match self.fault:
             case "full":
                 return JSONResponse({"error": {"message": "too many requests"}}, 503)
@@ -243,7 +249,9 @@ class StandIn:
                 if self.fault == "deep" and number == 1:
                     yield f'data: {{"usage": {"[" * 100_000}\n\n'
                 if self.fault == "error inside" and number == 1:
-                    yield 'data: {"error": {"message": "out of memory", "code": 500}}\n\n'
+                    yield 'data: {"error": {"message": "out of memory", "code": 400}}\n\n'
+                if self.fault == "error first":
+                    yield 'data: {"object": "error", "message": "boom", "code": 400}\n\n'
                 if self.fault == "endless line" and number == 1:
                     yield "data: {" + "x" * 3_000_000
                 if self.fault == "never ends" and number == 1:

@@ -199,11 +199,11 @@ def test_leases_are_refused_in_the_answer(driven: Driven) -> None:
 @pytest.mark.parametrize(
     ("fault", "code", "sentence"),
     [
-        ("full", RefusalCode.OVERLOADED, "answers 503: too many requests"),
+        ("full", RefusalCode.OVERLOADED, "too many requests"),
         ("refuses", RefusalCode.INVALID_REQUEST, "temperature is too high"),
         ("fails", RefusalCode.INTERNAL, "answers 500"),
         ("redirects", RefusalCode.INTERNAL, "answers 307"),
-        ("html", RefusalCode.INTERNAL, "a proxy"),
+        ("html", RefusalCode.INTERNAL, "no answer"),
         ("breaks off", RefusalCode.INTERNAL, "breaks off"),
         ("fails and drips", RefusalCode.INTERNAL, "answers 500"),
         ("nonsense", RefusalCode.INTERNAL, "breaks off"),
@@ -211,6 +211,7 @@ def test_leases_are_refused_in_the_answer(driven: Driven) -> None:
         ("deep", RefusalCode.INTERNAL, "breaks off"),
         ("endless line", RefusalCode.INTERNAL, "an event of more than"),
         ("error inside", RefusalCode.INTERNAL, "out of memory"),
+        ("error first", RefusalCode.INVALID_REQUEST, "boom"),
         ("too many", RefusalCode.INTERNAL, "more tokens than were asked for"),
         ("no end", RefusalCode.INTERNAL, "has no end"),
         ("three choices", RefusalCode.INTERNAL, "more tokens than were asked for"),
