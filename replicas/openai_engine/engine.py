@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from replicas.checkpoints.model_config import read_text_sizes
+from replicas.checkpoints.text_sizes import read_text_sizes
 from replicas.checkpoints.weights import tokenizer_bundle
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused, SharedKv

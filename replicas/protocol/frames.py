@@ -49,6 +49,7 @@ MAX_BODY_BYTES = 48 * 2**20
 MAX_ERROR_BYTES = 16 * 2**10
 """Longest error of a server that is passed on whole."""
 MAX_RETRY_AFTER_SECONDS = 1e7
+MAX_UNSAID = 16
 MAX_LISTED = 1 << 20
 """Entries of any list in a submit, and tokens in a delta."""
 
@@ -110,7 +111,8 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     resumed elsewhere; `is_seeded` if the client chose it. `num_logprobs` None means no logprobs, 0 the chosen
     token's only. The output follows `grammar`, in llguidance's notation, and ends where it is complete,
     regardless of `min_tokens` and `ignore_eos`; "" is none. `grammar_bytes` is its memory as the router
-    measured it; 0 is unknown.
+    measured it; 0 is unknown. `unsaid` names parameters on which neither the client nor the model's card has
+    a word: a server takes its own default instead of ours.
     """
 
     max_tokens: Uint32
@@ -130,6 +132,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARACTERS)] = ""
     grammar_bytes: NumBytes = 0
     is_seeded: bool = False
+    unsaid: Annotated[tuple[str, ...], Meta(max_length=MAX_UNSAID)] = ()
 
 
 class Submit(Struct, frozen=True, omit_defaults=True):

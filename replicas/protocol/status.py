@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import NewType
 
 from replicas.protocol.bounds import Uint32
+from replicas.protocol.sampling_defaults import SamplingDefaults
 
 ReplicaId = NewType("ReplicaId", str)
 """Stable across restarts, unique in a fleet: letters, digits, '.', '_' and '-'."""
@@ -75,6 +76,9 @@ class ModelCard:
     `takes_bodies`: its server takes a client's body instead of tokens, in these forms (`BodyForm`);
     the tokens of a submit then only say what the server is expected to have cached. `told_context` is the
     server's own context length, where a token of ours is none of the server's; 0 if they are the same.
+
+    `sampling_defaults` hold where a client has no word; None is neutral. A server has its own for those that
+    are None in them.
     """
 
     name: str
@@ -101,6 +105,7 @@ class ModelCard:
     endpoint_rank: Uint32 | None = None
     takes_bodies: tuple[str, ...] = ()
     told_context: int = 0
+    sampling_defaults: SamplingDefaults | None = None
 
     @property
     def told_context_length(self) -> int:

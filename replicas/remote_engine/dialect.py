@@ -12,7 +12,8 @@ import msgspec
 
 from replicas.engine import EngineRequest
 from replicas.errors import StartupError
-from replicas.protocol.frames import FinishReason, Refusal, TokenLogprobs
+from replicas.protocol.frames import FinishReason, Refusal, SamplingParams, TokenLogprobs
+from replicas.protocol.sampling_defaults import PARAMETERS
 from replicas.remote_engine.facts import CacheSizes, EventSource, ServerLoad, ServerModel
 from replicas.remote_engine.residency import ServerEvent
 
@@ -44,7 +45,8 @@ Reader = Callable[[bytes], Chunk]
 
 class Dialect(Protocol):
     """`look_paths` answer how busy the server is. `advice` is how to have it publish cache events, and
-    `advice_on_cached` how to have it report cached tokens."""
+    `advice_on_cached` how to have it report cached tokens. `defaults_in_file` are the sampling defaults in a
+    model's file that the server does not apply by itself to what we send."""
 
     generate_path: ClassVar[str]
     look_paths: ClassVar[Sequence[str]]
@@ -59,6 +61,9 @@ class Dialect(Protocol):
 
     @property
     def source(self) -> EventSource | None: ...
+
+    @property
+    def defaults_in_file(self) -> Sequence[str]: ...
 
     def body(self, request: EngineRequest, name: str, eos_token_ids: tuple[int, ...]) -> dict[str, Any]:
         """The body of a request; `name` comes back with the events of its blocks, if the server tells it.
@@ -78,3 +83,8 @@ class Dialect(Protocol):
     def load(self, answers: Sequence[bytes]) -> ServerLoad:
         """Read the answers of `look_paths`. Raises ValueError."""
         ...
+
+
+def said_parameters(sampling: SamplingParams) -> dict[str, Any]:
+    """Return those that a request sets; the server's own defaults hold for the others."""
+    return {name: getattr(sampling, name) for name in PARAMETERS if name not in sampling.unsaid}

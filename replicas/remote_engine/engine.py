@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from replicas.checkpoints.model_config import read_eos_token_ids, read_text_sizes
+from replicas.checkpoints.model_config import read_eos_token_ids
+from replicas.checkpoints.sampling_defaults import read_sampling_defaults
+from replicas.checkpoints.text_sizes import read_text_sizes
 from replicas.checkpoints.weights import tokenizer_bundle
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, SharedKv
@@ -35,6 +37,7 @@ from replicas.protocol.frames import (
 )
 from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.media import ImageQuery
+from replicas.protocol.sampling_defaults import SamplingDefaults
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.remote_engine.believed import BelievedResidency
 from replicas.remote_engine.dialect import Delta, Dialect
@@ -119,7 +122,9 @@ class RemoteEngine:
         )
         self._seen = _first_look(dialect, server)
         self._watched = Watched(config.engine_hang_seconds)
-        self._card = self._model_card(config, directory)
+        sizes = read_text_sizes(directory)
+        self._is_sparse = sizes.is_sparse
+        self._card = self._model_card(config, directory, sizes.vocab_size)
         check_tokenizer(server.ask, dialect.model.served_name, self._bundle)
         self._limits = AdmissionLimits(
             self._card.context_length,
@@ -146,13 +151,16 @@ class RemoteEngine:
         self._server.speak(dialect)
         self._server.start()
 
-    def _model_card(self, config: ReplicaConfig, directory: Path) -> ModelCard:
+    def _model_card(self, config: ReplicaConfig, directory: Path, vocab_size: int) -> ModelCard:
         model, sizes = self._dialect.model, self._dialect.sizes
         if config.block_size not in (None, sizes.block_size):
             raise StartupError(
                 f"the server's blocks have {sizes.block_size} tokens, and setting block_size is"
                 f" {config.block_size}"
             )
+        defaults = read_sampling_defaults(config, directory, self._dialect.defaults_in_file)
+        if defaults is None and config.sampling_defaults == "model":
+            defaults = SamplingDefaults()  # all are the server's own
         return ModelCard(
             name=config.model_name or model.served_name,
             fingerprint=declared_fingerprint(model.root, self._bundle.files),
@@ -160,7 +168,7 @@ class RemoteEngine:
             block_size=sizes.block_size,
             num_blocks=sizes.num_blocks,
             context_length=min(config.context_length or model.context_length, model.context_length),
-            vocab_size=read_text_sizes(directory).vocab_size,
+            vocab_size=vocab_size,
             eos_token_ids=read_eos_token_ids(directory),
             max_batched_tokens=config.tokens_per_step,
             max_running=config.max_running,
@@ -168,6 +176,7 @@ class RemoteEngine:
             takes_published=False,
             endpoint=self._endpoint(config, model),
             endpoint_rank=config.engine_rank,
+            sampling_defaults=defaults,
         )
 
     def _endpoint(self, config: ReplicaConfig, model: ServerModel) -> str:
@@ -177,7 +186,14 @@ class RemoteEngine:
                 *(model.served_name, config.model_name),
             )
             return ""
-        return endpoint_of(self._server.url, config.engine_endpoint)
+        endpoint = endpoint_of(self._server.url, config.engine_endpoint)
+        if not endpoint:
+            logger.info(
+                "gateways cannot send requests to the server: %s is on loopback or has a path, and"
+                " engine_endpoint names no other address",
+                self._server.url,
+            )
+        return endpoint
 
     @property
     def card(self) -> ModelCard:
@@ -318,6 +334,7 @@ class RemoteEngine:
 
     def _believe(self, why: str) -> None:
         """From now on predict what the server holds: its cache events do not say."""
+        self._is_sparse |= self._residency.has_groups
         logger.warning("what the server holds is predicted, since its cache events do not say: %s", why)
         self._unsaid.clear()
         self._believed = BelievedResidency(self._card.block_size, self._card.num_blocks)
@@ -340,6 +357,8 @@ class RemoteEngine:
         submit, size = live.request.submit, self._card.block_size
         num_reusable = (len(live.request.token_ids) - 1) // size
         told = self._num_told(live)
+        if self._is_sparse:
+            told = None  # a shorter hit is of what was never kept, and says nothing of other prompts
         if told is not None and told // size < min(live.num_believed, num_reusable):
             self._predicted += self._believed.corrected(live.chain, told // size, submit.user)
         if len(live.output_token_ids) < live.num_output_tokens:
@@ -440,6 +459,7 @@ class RemoteEngine:
             self._warn_of(live.num_cached_tokens)
             return PromptUsage(num_prompt_tokens, None, 0, leases=leases)
         num_cached = min(told, num_prompt_tokens)
+        num_expected = min(live.num_believed * size, num_prompt_tokens) if self._is_sparse else 0
         shares = NO_SHARES
         if num_cached and submit.user != NO_USER:
             found = hash_blocks(submit.root, live.request.token_ids[: num_cached // size * size], size)
@@ -454,6 +474,7 @@ class RemoteEngine:
             num_cross_user_tokens=min(shares.cross_user, num_cached),
             num_own_tokens=min(shares.own, num_cached - min(shares.cross_user, num_cached)),
             leases=leases,
+            num_unresumable_tokens=max(0, num_expected - num_cached),
         )
 
     def _num_told(self, live: _Live) -> int | None:

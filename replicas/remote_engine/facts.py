@@ -65,6 +65,10 @@ def read_models(text: bytes, served_name: str | None) -> ServerModel:
         name = next(iter(models)) if served_name is None else served_name
         if name not in models:
             raise StartupError(f"the server has no model {name}; it has {', '.join(models)}")
+        if models[name].get("owned_by") == "kvasir":
+            raise StartupError(
+                "it is a router of Kvasir: join the servers behind it, or this one with --engine openai"
+            )
         root = str(models[name].get("root") or name)
         adapters = tuple(
             Adapter(entry["id"], _digest(f"{root}\0{entry['id']}\0{entry.get('root')}"))

@@ -48,10 +48,11 @@ def find_dialect(
     if info is not None:
         return read_sglang(info, model, url, rank=rank, block_size=block_size)
     sources = _maybe(ask, "/kv_event_sources")
+    dialect = read_vllm(ask("/metrics", None), sources, model, url, rank)
     if sources is None:
         version = (_maybe(ask, "/version") or b"unknown").decode(errors="replace")[:100]
         logger.warning("vLLM says where its cache events go from 0.31 on, and the server is %s", version)
-    return read_vllm(ask("/metrics", None), sources, model, url, rank)
+    return dialect
 
 
 def server_info(ask: Ask) -> dict[str, Any] | None:

@@ -71,6 +71,8 @@ class ServerResidency:
         """Blocks that were stored and have no name of ours."""
         self.complaint: str | None = None
         """Why these events cannot be followed, once they have shown it."""
+        self.has_groups = False
+        """The layers keep different caches."""
 
     @property
     def num_copies(self) -> int:
@@ -112,6 +114,7 @@ class ServerResidency:
     def _stored(self, event: Stored) -> list[BlockStored]:
         if event.group_idx or event.block_size != self._page_size or event.lookahead_token_ids:
             self.complaint = _complaint(event, self._page_size)
+            self.has_groups |= bool(event.group_idx)
             return []
         if self._pages is not None:
             return self._joined(event, self._pages)

@@ -45,6 +45,9 @@ MOST_ANSWER_BYTES = 16 * 2**20
 """Longest answer that is no model's."""
 ERROR_SECONDS = 5.0
 
+KEY_STATUSES = (401, 403)
+KEY_ADVICE = "it wants an API key: give --join-key-file FILE, in a fleet file engine_key_file"
+
 EVENT_STREAM = "text/event-stream"
 
 HTTP_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
@@ -147,6 +150,7 @@ class Server:
             raise kind(
                 f"{self.url}{path} answers {answer.status_code}: {words}"
                 + (f" (to {answer.location})" if answer.has_redirect_location else "")
+                + (f": {KEY_ADVICE}" if answer.status_code in KEY_STATUSES else "")
             )
         return answer.content
 

@@ -20,7 +20,8 @@ from replicas.engine import EngineRequest, RequestRefused
 from replicas.errors import StartupError
 from replicas.protocol.bounds import Uint32
 from replicas.protocol.frames import FinishReason, RefusalCode, TokenLogprobs
-from replicas.remote_engine.dialect import Chunk, Delta, Reader
+from replicas.protocol.sampling_defaults import NAMES
+from replicas.remote_engine.dialect import Chunk, Delta, Reader, said_parameters
 from replicas.remote_engine.facts import (
     CacheSizes,
     EventSource,
@@ -148,6 +149,7 @@ class SglangDialect:
     rank: int | None
     is_incremental: bool
     priority_sign: int | None
+    defaults_in_file: Sequence[str]
     generate_path: ClassVar[str] = "/generate"
     look_paths: ClassVar[Sequence[str]] = ("/v1/loads?include=core", "/server_info")
     advice: ClassVar[str] = (
@@ -169,18 +171,14 @@ class SglangDialect:
         parameters: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens - num_before,
             "min_new_tokens": 0 if held else max(0, sampling.min_tokens - num_before),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
+            **said_parameters(sampling),
             "stop_token_ids": ends,
             "ignore_eos": has_no_end,
             "no_stop_trim": True,
             "skip_special_tokens": False,
         }
+        if parameters.get("top_k") == 0:
+            parameters["top_k"] = -1
         if sampling.is_seeded:
             parameters["sampling_seed"] = resumed_seed(request) % _MOST_SEED
         if bias := resumed_logit_bias(request):
@@ -269,6 +267,8 @@ def read_sglang(
             rank,
             bool(info.get("incremental_streaming_output")),
             _priority_sign(info),
+            # It applies them to the bodies of its other API only, and not at all with "openai".
+            () if info.get("sampling_defaults") == "openai" else NAMES,
         )
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise StartupError(f"the server's own description cannot be read: {error!r}") from error

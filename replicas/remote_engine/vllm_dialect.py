@@ -18,7 +18,7 @@ from replicas.engine import EngineRequest, RequestRefused
 from replicas.errors import StartupError
 from replicas.protocol.bounds import Uint32
 from replicas.protocol.frames import FinishReason, RefusalCode, TokenLogprobs
-from replicas.remote_engine.dialect import Chunk, Delta, Reader
+from replicas.remote_engine.dialect import Chunk, Delta, Reader, said_parameters
 from replicas.remote_engine.facts import (
     CacheSizes,
     EventSource,
@@ -87,6 +87,8 @@ class VllmDialect:
     rank: int
     generate_path: ClassVar[str] = "/v1/completions"
     look_paths: ClassVar[Sequence[str]] = ("/metrics",)
+    defaults_in_file: ClassVar[Sequence[str]] = ("max_new_tokens",)
+    """Its `/v1/completions` answers 16 tokens where no number is said."""
     advice: ClassVar[str] = (
         "start vLLM with --kv-events-config"
         ' \'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}\''
@@ -168,13 +170,7 @@ def body_of(
         "priority": submit.priority,
         "max_tokens": sampling.max_tokens - submit.num_output_tokens,
         "min_tokens": 0 if held else max(0, sampling.min_tokens - submit.num_output_tokens),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
+        **said_parameters(sampling),
         # As with vLLM in the process: the ends are stop tokens, so that all of them are known.
         "stop_token_ids": end_token_ids(request, eos_token_ids),
         "ignore_eos": True,
@@ -283,7 +279,10 @@ def read_cache_sizes(text: str, rank: int) -> CacheSizes:
         if sizes.block_size < 1 or sizes.num_blocks < 1:
             raise StartupError(f"the server says that its cache has {sizes}")
         return sizes
-    raise StartupError(f"the server's metrics have no {_CONFIGURATION} for rank {rank}: is it vLLM?")
+    raise StartupError(
+        f"the server's metrics have no {_CONFIGURATION} for rank {rank}: is it vLLM? Servers of"
+        " other kinds are joined with --engine openai"
+    )
 
 
 def _samples(

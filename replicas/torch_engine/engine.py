@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from replicas.checkpoints.model_config import ModelConfig
+from replicas.checkpoints.sampling_defaults import read_sampling_defaults
 from replicas.checkpoints.weights import Checkpoint, load_checkpoint, load_headers
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused, SharedKv, with_layout
@@ -72,6 +73,7 @@ class TorchEngine:
             eos_token_ids=checkpoint.eos_token_ids,
             max_batched_tokens=config.tokens_per_step,
             max_running=config.max_running,
+            sampling_defaults=read_sampling_defaults(config, checkpoint.directory),
         )
         num_ids = num_blocks + 1  # the null block has an id too
         pool = KVPool(

@@ -31,6 +31,8 @@ _OWN_SETTINGS: Mapping[str, str] = {
     "kv_cache_memory_bytes": "kv_cache_bytes",
     "max_num_batched_tokens": "max_batched_tokens",
     "max_num_seqs": "max_running",
+    "generation_config": "sampling_defaults",
+    "override_generation_config": "sampling_override",
 }
 """Arguments that have a setting of their own."""
 

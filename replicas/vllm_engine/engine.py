@@ -32,6 +32,7 @@ from vllm.platforms import current_platform
 
 from replicas.checkpoints.image_rules import served_image_rule
 from replicas.checkpoints.model_config import read_eos_token_ids
+from replicas.checkpoints.sampling_defaults import read_sampling_defaults
 from replicas.checkpoints.weights import files_fingerprint, tokenizer_bundle
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused, SharedKv, with_layout
@@ -188,6 +189,7 @@ class VllmEngine:
             peek_tokens=shape.peek_tokens,
             retention_interval=shape.retention_interval if shape.is_sparse else 0,
             state_tokens=shape.state_tokens,
+            sampling_defaults=read_sampling_defaults(config, checkpoint_directory(config.model)),
         )
 
     def _sparse_translator(self) -> SparseTranslator | None:

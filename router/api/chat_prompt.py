@@ -9,19 +9,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from replicas.protocol.blocks import pack_token_ids
 from router.answers.formats import starts_in_reasoning
 from router.answers.grammar_check import ANY_TEXT, CheckedGrammar
 from router.api.chat_request import ChatRequest, KeepThrough
+from router.api.images import content_of
 from router.api.sampling import bounded_tokens, context_exceeded
 from router.encoded import EncodedHistory, EncodedPrompt
 from router.errors import InvalidRequest, about_model
 from router.explain.outline import outline_of
 from router.history.splicing import STANDS_FOR_ANSWER
 from router.keeping import LeaseRequest
-from router.prompt.images import Shown, show
+from router.prompt.images import SentImage, Shown, is_readable, show
 from router.prompt.template import RESERVED_NAMES, TemplateError
 from router.prompt.text_model import TextModel, TextModels
+from router.prompt.unread import unread
 from router.routing.bucket import BUCKET_TOKENS
 
 LONG_HEAD_CHARACTERS = BUCKET_TOKENS * 8
@@ -42,6 +46,30 @@ class RenderedChat:
     """Its end has opened the mark: the answer's first words are reasoning."""
     write: Callable[[Sequence[Mapping[str, Any]]], str]
     """The same with other messages."""
+
+
+def as_read(model: TextModel, request: ChatRequest) -> ChatRequest:
+    """The request without the images of tools that its model cannot read: it is told of them. A user's are
+    refused later."""
+    if not request.images:
+        return request
+    rule = model.card.image_rule if model.template.shows_found_images else ""
+    sent = iter(request.images)
+    images: list[SentImage] = []
+    messages: list[dict[str, Any]] = []
+    for message in request.messages:
+        pieces: list[str | dict[str, Any]] = []
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            image = None if part["type"] == "text" else next(sent)
+            if image is None:
+                pieces.append(part["text"])
+            elif message["role"] == "tool" and not is_readable(image, rule):
+                pieces.append(unread(part))
+            else:
+                images.append(image)
+                pieces.append(part)
+        messages.append({**message, "content": content_of(pieces)} if pieces else message)
+    return msgspec.structs.replace(request, messages=messages, images=images)
 
 
 def render_chat(model: TextModel, request: ChatRequest, *, is_bounded: bool = False) -> RenderedChat:
@@ -117,6 +145,7 @@ def counted_chat(models: TextModels, request: ChatRequest, *, is_bounded: bool) 
     TooMuchWork if it is to be bounded and is not."""
     model = models.get(request.model)
     with about_model(request.model):
+        request = as_read(model, request)
         return encode_chat(model, request, render_chat(model, request, is_bounded=is_bounded))
 
 

@@ -5,9 +5,10 @@ does not matter here.
 """
 
 import importlib.metadata
+from collections.abc import Mapping
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
@@ -45,6 +46,7 @@ class Model(Struct, kw_only=True):
     root: str
     parent: str | None
     max_model_len: Count
+    sampling_defaults: Mapping[str, float] | UnsetType = UNSET
 
 
 class Models(Struct, kw_only=True):
@@ -170,4 +172,5 @@ def _model_object(model: ServedModel) -> Model:
         root=model.card.name,
         parent=None if model.adapter is None else model.card.name,
         max_model_len=model.card.told_context_length,
+        sampling_defaults=model.sampling_defaults or UNSET,
     )

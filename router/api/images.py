@@ -1,18 +1,23 @@
 """Images in bodies, whatever their dialect: from what a client sends to bytes with a size.
 
-Owns the bounds on their number and bytes, and every sentence about one that is not taken. Pure: it also runs
-in the process that prepares large bodies. An image comes inside its body: nothing is fetched from anywhere.
+Owns the bounds on their number and bytes, and every sentence about one that is not taken; in a tool's result
+and an earlier answer the model is told instead. Pure: it also runs in the process that prepares large bodies.
+An image comes inside its body: nothing is fetched from anywhere.
 """
 
 import binascii
 import itertools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from replicas.protocol.images import ImageError, media_digest, read_size
 from replicas.protocol.media import MAX_IMAGES, MAX_MEDIA_BYTES
 from router.api.json_body import read_text, unsupported
 from router.errors import InvalidRequest
 from router.prompt.images import SentImage
+from router.prompt.unread import unread
+
+Piece = TypeVar("Piece")
 
 TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
 """Media types that a client may claim. The bytes decide."""
@@ -84,6 +89,21 @@ def _decoded(data: str) -> bytes:
         if len(joined) == len(data) and not padding:
             raise
         return binascii.a2b_base64(joined + padding, strict_mode=True)
+
+
+TEXT_KINDS = ("text", "input_text", "output_text", "refusal")
+
+
+def read_or_unread(path: str, block: Any, read: Callable[[str, Any], Piece]) -> Piece | str:
+    """Read a block of a tool's result or of an earlier answer; one that cannot be read is told to the model.
+    Raises InvalidRequest for what is no block, or a text without its text."""
+    try:
+        return read(path, block)
+    except InvalidRequest:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(kind, str) or kind in TEXT_KINDS:
+            raise
+        return unread(block)
 
 
 def content_of(pieces: list[str | dict[str, Any]], between: str = "\n") -> str | list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from router.answers.grammar_check import ANY_TEXT, NO_GRAMMAR, CheckedGrammar, W
 from router.answers.grammars import grammar_for
 from router.answers.wishes import OutputFormat, ToolChoice, ToolMode
 from router.api.anthropic.body import read_message
-from router.api.chat_prompt import encoded_prompt, render_chat, shown_chat
+from router.api.chat_prompt import as_read, encoded_prompt, render_chat, shown_chat
 from router.api.chat_request import ChatRequest
 from router.api.conversation import encoded_history, encoded_tail
 from router.api.gemini.body import read_gemini
@@ -105,6 +105,7 @@ async def prepared_chat(site: Site, kind: str, body: bytes) -> PreparedChat:
     model = site.model(request.model, request.cache_salt)
     with about_model(request.model):
         check_form(model, kind)
+        request = as_read(model, request)
         chat = render_chat(model, request, is_bounded=site.is_bounded)
         token_ids = await site.encode(model, chat.text, request.messages_field, is_quoted=chat.is_quoted)
         wished = chat_grammar(model, request, starts_in_reasoning=chat.starts_in_reasoning)

@@ -11,11 +11,13 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from replicas.protocol.frames import SamplingParams
+from replicas.protocol.sampling_defaults import PARAMETERS, SamplingDefaults
 from router.answers.grammar_check import ANY_TEXT, CheckedGrammar
 from router.api.field_table import FieldTable
 from router.api.json_body import check_range, check_salt, check_timeout, invalid, unsupported
 from router.api.openai.caching import PromptCacheOptions, check_caching
 from router.errors import ContextLengthExceeded, Excess, InvalidRequest
+from router.prompt.catalog import ServedModel
 from router.prompt.text_model import TextModel
 
 MAX_STOP_STRINGS = 4
@@ -204,7 +206,7 @@ class TokenRules(NamedTuple):
 
 def sampling_params(
     request: GenerationFields,
-    model: TextModel,
+    model: ServedModel,
     rules: TokenRules,
     *,
     num_prompt_tokens: int,
@@ -215,11 +217,12 @@ def sampling_params(
     grammar: CheckedGrammar = ANY_TEXT,
 ) -> SamplingParams:
     """Raises ContextLengthExceeded if prompt and answer do not fit."""
-    max_tokens = _max_tokens(model.card.context_length, num_prompt_tokens, max_tokens, prompt_parameter)
+    defaults = model.card.sampling_defaults
+    max_tokens = _max_tokens(model, num_prompt_tokens, max_tokens, prompt_parameter)
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"{min_tokens} is above the {max_tokens} tokens allowed.")
-    return SamplingParams(
+    sampling = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         temperature=_or(request.temperature, 1.0),
@@ -238,16 +241,42 @@ def sampling_params(
         grammar_bytes=grammar.num_bytes,
         is_seeded=request.seed is not None,
     )
+    return sampling if defaults is None else _with_defaults(sampling, request, defaults)
+
+
+def _with_defaults(
+    sampling: SamplingParams, request: GenerationFields, defaults: SamplingDefaults
+) -> SamplingParams:
+    """Fill in the model's values where the client has none, and name the parameters that neither has."""
+    filled: dict[str, float] = {}
+    unsaid: list[str] = []
+    for name in PARAMETERS:
+        if getattr(request, name) is not None or (name == "top_k" and request.top_p == 0.0):
+            continue
+        value = getattr(defaults, name)
+        if value is None:
+            unsaid.append(name)
+        else:
+            filled[name] = value
+    return msgspec.structs.replace(sampling, unsaid=tuple(unsaid), **filled)
+
+
+def default_max_tokens(model: ServedModel, room: int) -> int:
+    """Return the tokens of an answer whose length its client leaves open: the model's default that has room,
+    else all the room."""
+    defaults = model.card.sampling_defaults
+    return room if defaults is None else min(room, defaults.max_new_tokens or room)
 
 
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _max_tokens(context_length: int, num_prompt_tokens: int, max_tokens: int | None, parameter: str) -> int:
+def _max_tokens(model: ServedModel, num_prompt_tokens: int, max_tokens: int | None, parameter: str) -> int:
+    context_length = model.card.context_length
     check_prompt_length(context_length, num_prompt_tokens, parameter)
     if max_tokens is None:
-        return context_length - num_prompt_tokens
+        return default_max_tokens(model, context_length - num_prompt_tokens)
     if num_prompt_tokens + max_tokens > context_length:
         raise context_exceeded(
             context_length,

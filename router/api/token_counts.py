@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from router.api.chat_prompt import encode_chat, render_chat
+from router.api.chat_prompt import as_read, encode_chat, render_chat
 from router.api.json_body import decode_body, encode_json, missing
 from router.api.openai.chat_body import read_tokenized_chat
 from router.api.sampling import bounded_tokens, check_token_ids, most_tokens, too_many_tokens
@@ -55,8 +55,9 @@ def tokenize(models: TextModels, body: bytes, *, is_bounded: bool) -> bytes:
         model = _named(models, plain.model)
         token_ids = bounded_tokens(model, plain.prompt, "prompt", add_special_tokens=plain.add_special_tokens)
     else:
-        request = read_tokenized_chat(body)
-        model = _named(models, request.model or None)
+        sent = read_tokenized_chat(body)
+        model = _named(models, sent.model or None)
+        request = as_read(model, sent)
         chat = render_chat(model, request, is_bounded=is_bounded)
         token_ids = encode_chat(model, request, chat).token_ids
     strings = model.tokenizer.token_strings(token_ids) if options.return_token_strs else None

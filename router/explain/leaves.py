@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from router.prompt.unread import LATER_TOOLS, is_silent, noun_of, unread
+
 Path = tuple[str | int, ...]
 
 LONGEST_WORD = 16
@@ -27,6 +29,14 @@ NEVER_WRITTEN = frozenset(
         "thoughtSignature",
         "thought_signature",
         "encrypted_content",
+        "executableCode",
+        "executable_code",
+        "codeExecutionResult",
+        "code_execution_result",
+        "toolCall",
+        "tool_call",
+        "toolResponse",
+        "tool_response",
         "strict",
         "annotations",
         "logprobs",
@@ -71,6 +81,7 @@ def leaves_of(body: Mapping[str, Any]) -> tuple[list[Leaf], list[Leaf]]:
     """Return the leaves of tools, and of system texts and turns: templates write one group before, or inside,
     the other."""
     tools = [leaf for name in TOOL_FIELDS if name in body for leaf in _elements((name,), body[name])]
+    tools += _later_tools(body)
     turns = [
         leaf
         for name in (*SYSTEM_FIELDS, *TURN_FIELDS)
@@ -115,6 +126,26 @@ def _elements(path: Path, value: Any) -> Iterator[Leaf]:
         yield from _walk(here, item, here, is_free=path[0] in TOOL_FIELDS and _is_chat_tool(path, item))
 
 
+def _later_tools(body: Mapping[str, Any]) -> Iterator[Leaf]:
+    """Tools that a conversation adds are written with the others."""
+    for path, item in _items(("input",), body.get("input")):
+        if item.get("type") in LATER_TOOLS:
+            yield from _elements((*path, "tools"), item.get("tools"))
+    for path, message in _items(("messages",), body.get("messages")):
+        for inner, block in _items((*path, "content"), message.get("content")):
+            change = block.get("tool")
+            if block.get("type") == "tool_addition" and isinstance(change, dict):
+                yield from _walk(
+                    (*inner, "tool", "definition"), change.get("definition"), inner, is_free=False
+                )
+
+
+def _items(path: Path, value: Any) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    for number, item in enumerate(value if isinstance(value, list) else ()):
+        if isinstance(item, dict):
+            yield (*path, number), item
+
+
 def _is_chat_tool(path: Path, item: Any) -> bool:
     """OpenAI's chats have tools as templates expect them: they are written as they came, keys and all."""
     return path[0] == "functions" or (isinstance(item, dict) and isinstance(item.get("function"), dict))
@@ -127,6 +158,13 @@ def _walk(path: Path, value: Any, element: Path, *, is_free: bool) -> Iterator[L
         elif value:
             yield Leaf(path, text_forms(value), element)
     elif isinstance(value, dict):
+        kind = None if is_free else value.get("type")
+        if not is_free and noun_of(value) is not None:
+            yield Leaf(path, (unread(value),), element)
+            if kind not in ("compaction", "document"):
+                return
+        if isinstance(kind, str) and (is_silent(kind) or kind in ("tool_addition", "tool_removal")):
+            return
         fields = list(value.items()) if is_free else sorted(value.items(), key=_rank)
         for name, item in fields:
             if is_free:

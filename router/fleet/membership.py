@@ -23,7 +23,7 @@ from replicas.process.tls import RouterTls
 from replicas.protocol.call_tokens import Audience, Caller, Role
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from replicas.protocol.keys import ReplicaRecord
-from replicas.protocol.status import Adapter, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
+from replicas.protocol.status import ModelCard, ReplicaId, ReplicaState, TokenizerBundle
 from router.fleet.fleet_health import FleetHealth
 from router.fleet.inflight import ReplicaLost
 from router.fleet.registry_source import ReplicaRecords, ReplicaSource
@@ -45,7 +45,7 @@ COMING_BACK_SECONDS = 120.0
 
 OnModel = Callable[[ModelCard, TokenizerBundle], Awaitable[None] | None]
 OnRecords = Callable[[str, Mapping[ReplicaId, ReplicaRecord]], None]
-OnAdapters = Callable[[str, Sequence[Adapter]], None]
+OnCards = Callable[[str, Sequence[ModelCard]], None]
 
 
 class _Refused(Exception):
@@ -73,11 +73,11 @@ class Member:
         return self.client is not None
 
 
-def _adapters(members: Sequence[Member]) -> list[Adapter]:
+def _cards(members: Sequence[Member]) -> list[ModelCard]:
     """In the order in which their replicas registered, which no clock decides and every router knows."""
     ready = [member for member in members if member.record.state is ReplicaState.READY]
     ready.sort(key=lambda member: (member.record.order, member.record.epoch))
-    return [adapter for member in ready if member.card is not None for adapter in member.card.adapters]
+    return [member.card for member in ready if member.card is not None]
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class Membership:
 
     `on_model` is called before a model's first replica is routed to, and again when its fingerprint changes.
     `on_records` is called with each view and each change, with the replicas in the table, and then
-    `on_adapters` with the loaded adapters of those that take requests, the newest replica's last.
+    `on_cards` with the cards of those that take requests, the newest replica's last.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Membership:
         index_stride: int,
         on_model: OnModel,
         on_records: OnRecords | None = None,
-        on_adapters: OnAdapters | None = None,
+        on_cards: OnCards | None = None,
         tls: RouterTls | None = None,
         secret: ClusterSecret | None = None,
         stall_seconds: float = 10.0,
@@ -117,7 +117,7 @@ class Membership:
         self._index_stride = index_stride
         self._on_model = on_model
         self._on_records = on_records
-        self._on_adapters = on_adapters
+        self._on_cards = on_cards
         self._tls = tls
         self._call_key = None if secret is None else secret.key(Purpose.CALLS)
         self._stall_seconds = stall_seconds
@@ -287,8 +287,8 @@ class Membership:
             known.absent_since = asyncio.get_running_loop().time()
         if self._on_records is not None:
             self._on_records(model, {member.record.replica_id: member.record for member in routed})
-        if self._on_adapters is not None:
-            self._on_adapters(model, _adapters(routed))
+        if self._on_cards is not None:
+            self._on_cards(model, _cards(routed))
 
     async def _keep(self, member: Member) -> None:
         """Stay connected to one incarnation until it is dismissed."""

@@ -33,6 +33,9 @@ STREAM = "kvasir.gateway_stream"
 MOST_PARTS = 4
 """Parts of a body that wait to be read."""
 
+MOST_AFTER_END = 16
+"""Messages that may follow the end of a request's body. Envoy repeats the end at times."""
+
 _LEFT_OUT = frozenset((b"content-length", b"connection", b"transfer-encoding"))
 """Headers that a gateway sets itself in an answer that is not a server's."""
 
@@ -83,6 +86,8 @@ class GatewayStream:
         self._head = first.part
         self._parts = deque([Body(b"", is_last=True)] if first.part.is_last else ())
         self._has_body_ended = first.part.is_last
+        self._num_after_end = 0
+        self._owed: list[bytes] = []
         self._has_room, self._news = asyncio.Event(), asyncio.Event()
         self._trailers: Message | None = None
         self._listener: Listener | None = None
@@ -159,8 +164,11 @@ class GatewayStream:
             await self._take_answer(message)
             return
         part = message.part
-        if isinstance(part, Head) or self._has_body_ended:
-            raise ValueError("a part of a request comes out of order")
+        if isinstance(part, Head):
+            raise ValueError("a request's headers come twice")
+        if self._has_body_ended:
+            await self._pass_over(message)
+            return
         if isinstance(part, Trailers):
             self._trailers, part = message, Body(b"", is_last=True)
         self._has_body_ended = part.is_last
@@ -169,6 +177,18 @@ class GatewayStream:
             await self._has_room.wait()
         self._parts.append(part)
         self._news.set()
+
+    async def _pass_over(self, message: Message) -> None:
+        """A gateway that sends whole bodies waits for a reply to each; in full duplex a reply after the one
+        to the end would be an error."""
+        self._num_after_end += 1
+        if self._num_after_end > MOST_AFTER_END:
+            raise ValueError(f"more than {MOST_AFTER_END} messages follow the end of a request's body")
+        if self._modes[0] is BodyMode.BUFFERED:
+            if self.was_forwarded:
+                await self._write(go_on(message))
+            else:
+                self._owed.append(go_on(message))
 
     async def _take_answer(self, message: Message) -> None:
         part = message.part
@@ -207,7 +227,8 @@ class GatewayStream:
         self.tally.num_forwarded += 1
         headers = [*headers, (b"content-length", b"%d" % len(body))]
         if self._modes[0] is BodyMode.BUFFERED:
-            await self._write(destined_buffered(endpoint, headers, body))
+            for reply in (destined_buffered(endpoint, headers, body), *self._owed):
+                await self._write(reply)
             return
         for message in destined(endpoint, headers, body, ends=self._trailers is None):
             await self._write(message)

@@ -19,6 +19,7 @@ from replicas.protocol.blocks import (
     namespace_root,
 )
 from replicas.protocol.frames import NO_USER, UserTag
+from replicas.protocol.sampling_defaults import SamplingDefaults
 from replicas.protocol.status import Adapter, ModelCard, TokenizerBundle
 from router.answers.formats import answer_format
 from router.caller import DEFAULT_TENANT
@@ -106,6 +107,12 @@ class ServedModel:
         self.root = root
         """The root of every chain of a namespace and salt; it takes the secret to compute it."""
         self._tenant_label = tenant_label
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """The defaults that are known, by name."""
+        defaults = self.card.sampling_defaults
+        return {} if defaults is None else defaults.given()
 
     def with_adapter(self, adapter: Adapter) -> "ServedModel":
         """The same one each time: it remembers its roots."""
@@ -201,6 +208,22 @@ class ModelCatalog:
         model = ServedModel(card, known.tokenizer, known.template, self._secret, created, self.chains)
         self._text_sides[card.name] = known
         self._models[card.name] = model
+
+    def set_cards(self, model_name: str, cards: Sequence[ModelCard]) -> None:
+        """Set what may differ among a model's replicas, by the cards of those that take requests. Of two that
+        differ the last, which is the newest, is right."""
+        self.set_adapters(model_name, [adapter for card in cards for adapter in card.adapters])
+        if cards:
+            self._set_sampling(model_name, cards[-1].sampling_defaults)
+
+    def _set_sampling(self, model_name: str, defaults: SamplingDefaults | None) -> None:
+        model = self._models[model_name]
+        if model.card.sampling_defaults != defaults:
+            logger.info("sampling model=%s by the defaults of its newest replica: %s", model_name, defaults)
+            card = replace(model.card, sampling_defaults=defaults)
+            self._models[model_name] = ServedModel(
+                card, model.tokenizer, model.template, self._secret, model.created, self.chains
+            )
 
     def set_adapters(self, model_name: str, adapters: Sequence[Adapter]) -> None:
         """Set the adapters that the model's replicas have loaded, newest replica last: of two with one name

@@ -16,7 +16,11 @@ import msgspec
 Messages = Sequence[Mapping[str, Any]]
 
 _SAID = ("kvasir-one", "kvasir-two", "kvasir-three")
-_ROLES = ("user", "assistant", "user")
+
+_TURNS: Sequence[tuple[str, ...]] = ((), ("user", "assistant"), ("user",), ("assistant",))
+"""Roles that take turns and may be read as parts alone, the most usual first."""
+
+_IMAGE = {"type": "image", "digest": "0123456789abcdef"}
 
 ARGUMENTS_TEXT = "arguments"
 """The parameter under which a template that walks over arguments shows a text of them."""
@@ -25,17 +29,20 @@ ARGUMENTS_TEXT = "arguments"
 class ContentForm(msgspec.Struct, frozen=True):
     """Form of content that a template reads. Content with images is always parts."""
 
-    reads_text: bool = True
+    in_parts: tuple[str, ...] = ()
+    """Roles whose texts it reads only as parts."""
     reads_parts: bool = False
     walks_arguments: bool = False
     """It iterates over the arguments of calls, and ignores arguments that are a text."""
+    shows_found_images: bool = False
+    """It writes images in the results of tools."""
 
     def of_messages(self, messages: Messages) -> Messages:
         """The same, as this template reads them."""
-        if not self.reads_text:
+        if self.in_parts:
             messages = [
                 {**message, "content": _parts(message["content"])}
-                if isinstance(message.get("content"), str)
+                if message.get("role") in self.in_parts and isinstance(message.get("content"), str)
                 else message
                 for message in messages
             ]
@@ -45,16 +52,40 @@ class ContentForm(msgspec.Struct, frozen=True):
 
 
 def find_content_form(show: Callable[[Messages], str]) -> ContentForm:
-    """Find the form; `show` renders a conversation, or returns nothing if the template refuses it."""
-    as_text = show([{"role": role, "content": said} for role, said in zip(_ROLES, _SAID, strict=True)])
-    as_parts = show(
-        [{"role": role, "content": _parts(said)} for role, said in zip(_ROLES, _SAID, strict=True)]
+    """Find the form; `show` renders a conversation, or returns nothing if the template refuses it. Each role
+    is tried, since templates read some as parts and others as text. A tool's result is text unless the
+    template shows parts alone, as in vLLM."""
+
+    def num_shown(in_parts: tuple[str, ...], *conversations: Messages) -> int:
+        form = ContentForm(in_parts)
+        shown = [show(form.of_messages(messages)) for messages in conversations]
+        return max(0 if in_parts and _is_data(each) else _num_said(each) for each in shown)
+
+    turns = _saying("user", "assistant", "user")
+    in_parts = max(_TURNS, key=lambda roles: num_shown(roles, turns))
+    results = [_calling(arguments, _SAID[2]) for arguments in ({"said": "it"}, "it")]
+    for role, conversations in (
+        ("system", [_saying("system", "user")]),
+        ("developer", [_saying("developer", "user")]),
+        ("tool", results),
+    ):
+        num_as_text, num_as_parts = (
+            num_shown(roles, *conversations) for roles in (in_parts, (*in_parts, role))
+        )
+        is_as_users = role != "tool" and "user" in in_parts
+        if num_as_parts > num_as_text or (is_as_users and num_as_parts == num_as_text):
+            in_parts = (*in_parts, role)
+    reads_parts = any(num_shown(roles, turns) for roles in _TURNS if "user" in roles)
+    form = ContentForm(in_parts, reads_parts=reads_parts)
+    return msgspec.structs.replace(
+        form,
+        walks_arguments=_walks_arguments(show, form),
+        shows_found_images=reads_parts and _shows_found_images(show),
     )
-    reads_parts = bool(_num_said(as_parts)) and not _is_data(as_parts)
-    form = ContentForm(
-        reads_text=not reads_parts or _num_said(as_text) >= _num_said(as_parts), reads_parts=reads_parts
-    )
-    return msgspec.structs.replace(form, walks_arguments=_walks_arguments(show, form))
+
+
+def _saying(*roles: str) -> Messages:
+    return [{"role": role, "content": said} for role, said in zip(roles, _SAID, strict=False)]
 
 
 def _walks_arguments(show: Callable[[Messages], str], form: ContentForm) -> bool:
@@ -63,14 +94,19 @@ def _walks_arguments(show: Callable[[Messages], str], form: ContentForm) -> bool
     return said in as_object and said not in as_text
 
 
-def _calling(arguments: Any) -> Messages:
+def _shows_found_images(show: Callable[[Messages], str]) -> bool:
+    text = _parts("Said.")
+    return show(_calling({}, [_IMAGE, *text])) != show(_calling({}, text))
+
+
+def _calling(arguments: Any, result: Any = "Said.") -> Messages:
     """A conversation whose answer calls a tool. Its id has a form that every template takes."""
     function = {"name": "say", "arguments": arguments}
     call = {"id": "call00001", "type": "function", "function": function}
     return [
         {"role": "user", "content": "Hello."},
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call00001", "name": "say", "content": "Said."},
+        {"role": "tool", "tool_call_id": "call00001", "name": "say", "content": result},
         {"role": "user", "content": "Thanks."},
     ]
 

@@ -97,6 +97,14 @@ def rule_of(image_rule: str) -> ImageRule | None:
         return None
 
 
+def is_readable(image: SentImage, image_rule: str) -> bool:
+    rule = rule_of(image_rule)
+    try:
+        return rule is not None and rule.num_tokens(image.size) > 0
+    except ImageError:
+        return False
+
+
 def show(token_ids: list[int], images: Sequence[SentImage], image_rule: str, parameter: str) -> Shown:
     """The prompt as an engine computes it. Raises InvalidRequest."""
     if not images:

@@ -122,6 +122,11 @@ class ChatTemplate:
         """Return the engine: minijinja or jinja2; None without a template."""
         return None if self.is_missing else self._choose(has_tools=False).trial.engine
 
+    @property
+    def shows_found_images(self) -> bool:
+        """Whether prompts have the images in the results of tools."""
+        return all(each.trial.content_form.shows_found_images for each in self._templates.values())
+
     def render(
         self,
         messages: Sequence[Message],

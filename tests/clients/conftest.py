@@ -55,10 +55,10 @@ def client_environment(name: str) -> Path:
     return folder
 
 
-def act(environment: str, script: str, stack: LocalStack) -> Seen:
-    """What the script saw in that environment of Python."""
+def act(environment: str, script: str, stack: LocalStack | None = None) -> Seen:
+    """What the script saw in that environment of Python, of a cluster or of its library alone."""
     python = client_environment(environment) / "bin" / "python"
-    return _run([str(python), str(SCRIPTS / script), stack.url], {})
+    return _run([str(python), str(SCRIPTS / script), *([] if stack is None else [stack.url])], {})
 
 
 def act_in_node(script: str, stack: LocalStack) -> Seen:

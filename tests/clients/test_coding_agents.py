@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from loadtests.stacks.local_stack import LocalStack
+from replicas.media.probes import probe_png
 from tests.clients.conftest import client_environment
 from tests.clients.words import NOTES
 from tests.tools import needed_tool
@@ -69,20 +70,33 @@ def check_caching(turns: Sequence[Turn]) -> None:
         assert turn.num_prompt_tokens > before.num_prompt_tokens
 
 
-def test_codex_reads_five_notes_and_its_later_turns_are_cached(
-    talking_cluster: LocalStack, tmp_path: Path
-) -> None:
-    folder = notes_in(tmp_path)
-    codex = str(client_environment("node") / "node_modules/.bin/codex")
+def codex_at(cluster: LocalStack, folder: Path) -> tuple[str, Mapping[str, str]]:
+    """The command, and its environment."""
     settings = folder / "home" / ".codex" / "config.toml"
     settings.parent.mkdir(parents=True)
     settings.write_text(
         'model = "talking"\nmodel_provider = "kvasir"\nsandbox_mode = "danger-full-access"\n'
-        f'[model_providers.kvasir]\nname = "Kvasir"\nbase_url = "{talking_cluster.url}/v1"\n'
+        f'[model_providers.kvasir]\nname = "Kvasir"\nbase_url = "{cluster.url}/v1"\n'
         'wire_api = "responses"\nenv_key = "KVASIR_KEY"\n',
         "utf-8",
     )
+    return str(client_environment("node") / "node_modules/.bin/codex"), {"KVASIR_KEY": "none"}
 
+
+def claude_at(cluster: LocalStack) -> tuple[str, Mapping[str, str]]:
+    environment = {
+        "ANTHROPIC_BASE_URL": cluster.url,
+        "ANTHROPIC_API_KEY": "none",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    return str(client_environment("node") / "node_modules/.bin/claude"), environment
+
+
+def test_codex_reads_five_notes_and_its_later_turns_are_cached(
+    talking_cluster: LocalStack, tmp_path: Path
+) -> None:
+    folder = notes_in(tmp_path)
+    codex, environment = codex_at(talking_cluster, folder)
     counted = Counter[str]()
 
     def ask(number: int) -> Turn:
@@ -92,7 +106,7 @@ def test_codex_reads_five_notes_and_its_later_turns_are_cached(
         command = [codex, "exec", *resume, *options, f"Codex, read note {number}."]
         events = [
             json.loads(line)
-            for line in run(command, folder, {"KVASIR_KEY": "none"}).splitlines()
+            for line in run(command, folder, environment).splitlines()
             if line.startswith("{")
         ]
         items = [event["item"] for event in events if event["type"] == "item.completed"]
@@ -111,12 +125,7 @@ def test_claude_code_reads_five_notes_and_its_later_turns_are_cached(
     talking_cluster: LocalStack, tmp_path: Path
 ) -> None:
     folder = notes_in(tmp_path)
-    claude = str(client_environment("node") / "node_modules/.bin/claude")
-    environment = {
-        "ANTHROPIC_BASE_URL": talking_cluster.url,
-        "ANTHROPIC_API_KEY": "none",
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-    }
+    claude, environment = claude_at(talking_cluster)
 
     def ask(number: int) -> Turn:
         resume = ["--continue"] if number > 1 else []
@@ -130,3 +139,26 @@ def test_claude_code_reads_five_notes_and_its_later_turns_are_cached(
         return Turn(answer["result"], num_prompt_tokens, num_cached_tokens)
 
     check_caching(conversation(ask))
+
+
+@pytest.mark.parametrize("agent", ["Codex", "Claude"])
+def test_an_agent_goes_on_after_its_tool_has_shown_a_picture(
+    talking_cluster: LocalStack, tmp_path: Path, agent: str
+) -> None:
+    (tmp_path / "picture.png").write_bytes(probe_png(32, 16, b"\xff\0\0"))
+    look = f"{agent}, look at the picture."
+    if agent == "Codex":
+        command, environment = codex_at(talking_cluster, tmp_path)
+        first, later = (
+            ["exec", "--skip-git-repo-check"],
+            ["exec", "resume", "--last", "--skip-git-repo-check"],
+        )
+    else:
+        command, environment = claude_at(talking_cluster)
+        first, later = ["-p", "--model", "talking"], ["--continue", "-p", "--model", "talking"]
+    said = [
+        run([command, *first, look], tmp_path, environment),
+        run([command, *later, "Say hello."], tmp_path, environment),
+    ]
+    assert "It cannot be seen." in said[0]
+    assert "Hello there, my friend!" in said[1]

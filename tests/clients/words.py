@@ -38,5 +38,8 @@ RULES: Mapping[str, str] = {
     "Which author is final?": call("final_result", name="Ada", age=36),
     **reading_notes("Codex", "exec_command", "cmd"),
     **reading_notes("Claude", "Bash", "command"),
+    "Codex, look at the picture.": call("view_image", path="picture.png"),
+    "Claude, look at the picture.": call("Read", file_path="picture.png"),
+    "an image, which cannot be read here": "It cannot be seen.",
     **{f"the word is {word}": f"The note says {word}." for word in NOTES},
 }

@@ -1,5 +1,6 @@
 """`kvasir up --join` in front of two servers: prompts meet their cache, and one may die and come back."""
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,11 @@ import httpx
 import pytest
 
 from replicas.toy_model import checkpoint_directory
+from replicas.toy_model.make_hybrid_model import write_hybrid_model
 from tests.cluster.kvasir_command import KvasirCommand, wait_until
 from tests.llama_server import LlamaServer
 from tests.replicas.remote_engine.stand_in import StandIn
+from tests.replicas.remote_engine.test_vllm_server import serving
 from tests.toy_gguf import write_toy_gguf
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -31,7 +34,8 @@ def ask(url: str, text: str) -> dict[str, Any]:
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     usage: dict[str, Any] = answer.json()["usage"]
-    return {"replica": answer.headers["x-kvasir-replica"], **usage["prompt_tokens_details"]}
+    headers = {name: answer.headers[f"x-kvasir-{name}"] for name in ("replica", "cache")}
+    return {**headers, **usage["prompt_tokens_details"]}
 
 
 def foretold(url: str, text: str) -> int:
@@ -56,6 +60,9 @@ def test_two_servers_behind_one_router(servers: list[StandIn], tmp_path: Path) -
         assert first["cached_tokens"] == 0
         wait_until(lambda: ask(url, LONG)["cached_tokens"] > 100, lambda: "the prompt is not found again")
         assert ask(url, LONG)["replica"] == first["replica"]
+        other = KvasirCommand(tmp_path / "other").run("up", "--join", url)
+        assert f"kvasir: {url} cannot be joined: it is a router of Kvasir" in other.stderr
+        assert other.stderr.count("\n") == 1
         shown = kvasir.run("status")
         for server in servers:
             assert f"127.0.0.1-{server.port}-0" in shown.stdout
@@ -87,6 +94,36 @@ def test_servers_that_differ_are_not_joined(servers: list[StandIn], tmp_path: Pa
     assert "they cannot share a name" in ended.stderr
     alone = kvasir.run("up", "--join", servers[0].url)
     assert "give --model DIR" in alone.stderr
+    servers[0].key = "sesame"
+    locked = kvasir.run("up", "--join", servers[0].url)
+    assert locked.stderr.startswith(f"kvasir: {servers[0].url} cannot be joined: ")
+    assert "answers 401: Unauthorized: it wants an API key: give --join-key-file FILE" in locked.stderr
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed: ./kvasir test --all installs it",
+)
+def test_a_real_server_of_a_model_that_the_torch_engine_does_not_have(tmp_path: Path) -> None:
+    write_hybrid_model("gpt_oss", model := tmp_path / "model")
+    kvasir = KvasirCommand(tmp_path / "run")
+    options = ("--served-model-name", "served", "--num-gpu-blocks-override", "512")
+    with serving(tmp_path / "log", *options, model=model) as (joined, server):
+        wait_until(lambda: server.poll() is not None or is_up(joined), (tmp_path / "log").read_text, 500.0)
+        with kvasir.up("--join", joined):
+            url = kvasir.state().router_url
+            causes = [ask(url, LONG + f"and {word} " * 60)["cache"] for word in ("one", "two", "three")]
+    assert [cause.split("; ")[0] for cause in causes] == ["miss", "miss", "partial"]
+    assert causes[1].endswith("cause=not_resumable")
+
+
+def is_up(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def test_servers_that_take_no_tokens(tmp_path: Path) -> None:

@@ -83,6 +83,14 @@ def test_settings_key_and_model_reach_the_replicas() -> None:
     assert (pool.replica.tls_client_ca, pool.replica.model) == ("/etc/kvasir/tls/ca.crt", None)
 
 
+@pytest.mark.parametrize("engine", ["", "remote", "openai"])
+def test_the_engine_of_a_pool_that_finds_servers_is_that_of_its_replicas(engine: str) -> None:
+    pools = {"run": {"engine": engine, "engines": {"urls": ["http://a:8080"]}}}
+    text = named("ConfigMap", NAME, tuple(render({"pools": pools})))["data"]["fleet.yaml"]
+    (pool,) = parse_fleet(text, "redis://redis").pools
+    assert (pool.replica.engine, pool.replica.model) == (engine or "remote", None)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_one_pod_listens_where_its_ports_say_and_another_never_runs_beside_it(case: str) -> None:
     arguments, deployment = arguments_of(case), named("Deployment", NAME, rendered(case))["spec"]
@@ -176,6 +184,12 @@ def test_there_is_a_value_for_every_way_but_the_file() -> None:
         ({"engines": {"service": "a", "dns": "http://a:1"}}, "found by one of"),
         ({"engines": {"service": "a"}, "kv": {"memory": "1Gi"}}, "kv and autoscaling are for replicas"),
         ({"engines": {"service": "a"}, "model": {"source": "hub"}}, "model.repository must be"),
+        (
+            {"engines": {"service": "a"}, "engine": "torch"},
+            "engine is remote .or empty. or openai, not torch",
+        ),
+        ({"engine": "openai"}, "engine openai is for servers that run already, so engines must say how"),
+        ({"engine": "remote"}, "engine remote is for servers that run already"),
         ({"engines": {"dns": "https://a:1"}}, "engines/dns"),
         ({"engines": {"url": ["http://a:1"]}}, "url"),
     ],

@@ -134,18 +134,29 @@ def test_it_grows_and_shrinks_as_slowly_as_the_values_say_and_one_cache_goes_at_
     assert c["scaleDown"]["stabilizationWindowSeconds"] == 3600, "Kubernetes allows no more"
 
 
-def test_a_pool_that_begins_to_scale_keeps_its_size_until_the_autoscaler_changes_it() -> None:
-    fixed: dict[str, Any] = with_keys({"fleet": {"mode": "statefulset"}, "pools": {"a": {"replicas": 5}}})
+def test_what_begins_to_scale_keeps_its_size_until_the_autoscaler_changes_it() -> None:
+    fixed: dict[str, Any] = with_keys(
+        {
+            "fleet": {"mode": "statefulset"},
+            "router": {"replicas": 5},
+            "pools": {"a": {"replicas": 5}},
+        }
+    )
     scaling = copy.deepcopy(fixed)
+    scaling["router"]["autoscaling"] = {"enabled": True}
     scaling["pools"]["a"]["autoscaling"] = {"enabled": True, "by": "hpa", **EVERY_TARGET}
     with api_server() as server, helm_at(server, "llm") as helm:
         helm.install(chart(), "demo", fixed, namespace="llm")
-        spec = server.installed()["StatefulSet", "demo-kvasir-pool-a"]["spec"]
+
+        def specs() -> list[Object]:
+            names = ("StatefulSet", "demo-kvasir-pool-a"), ("Deployment", "demo-kvasir-router")
+            return [server.installed()[name]["spec"] for name in names]
+
         for size in (5, 0, 7):
-            spec["replicas"] = size
+            for spec in specs():
+                spec["replicas"] = size
             helm.upgrade(chart(), "demo", scaling, namespace="llm")
-            spec = server.installed()["StatefulSet", "demo-kvasir-pool-a"]["spec"]
-            assert spec["replicas"] == size
+            assert [spec["replicas"] for spec in specs()] == [size, size]
 
 
 def test_where_a_pool_scales_by_hpa_or_keda_auto_takes_statefulsets() -> None:

@@ -17,6 +17,7 @@ from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.frames import LoadSnapshot, Submit
 from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, encode_record, replica_key, replicas_key
 from replicas.protocol.lease_seal import LeaseSeal
+from replicas.protocol.sampling_defaults import SamplingDefaults
 from replicas.protocol.status import Adapter, ReplicaState
 from router.assembly import Router
 from router.config import RouterConfig
@@ -98,6 +99,7 @@ async def world(redis_url: str) -> AsyncIterator[World]:
         for name, adapters in loaded.items():
             # As large a vocabulary as the tokens come from that such replicas make up.
             card = replace(tiny_model.card(), adapters=adapters, vocab_size=CARD.vocab_size)
+            card = replace(card, sampling_defaults=SamplingDefaults(top_k=len(replicas) + 1))
             replica = ScriptedReplica(name, f"epoch-{name}", card)
             replica.files = dict(tiny_model.bundle().files)
             await replica.start()
@@ -147,3 +149,16 @@ async def test_replicas_tell_users_apart_and_learn_no_names(world: World) -> Non
     assert users[2] == b""
     assert (await world.ask(tiny_model.MODEL, safety_identifier="ada"))[1].user == users[0]
     assert all(b"ada" not in user and b"bob" not in user for user in users)
+
+
+async def test_the_newest_replica_that_is_there_says_how_all_of_them_sample(world: World) -> None:
+    for name in ("r2", "r1"):
+        async with asyncio.timeout(30):
+            wanted = world.replicas[name].card.sampling_defaults
+            assert wanted is not None
+            while (await world.ask("sql"))[1].sampling.top_k != wanted.top_k:  # noqa: ASYNC110 - tells nobody
+                await asyncio.sleep(0.02)
+        assert (await world.ask("sql", extra_body={"top_k": 9}))[1].sampling.top_k == 9
+        if name == "r2":
+            await world.replicas[name].kill()
+    await world.replicas["r2"].start()

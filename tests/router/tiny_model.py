@@ -78,8 +78,19 @@ def card(name: str = MODEL, context_length: int = CONTEXT_LENGTH) -> ModelCard:
 
 @functools.cache
 def catalog() -> ModelCatalog:
+    """All tests share it, so it refuses changes."""
+    made = new_catalog()
+    made.add = made.set_adapters = _refuse  # type: ignore[method-assign, assignment]
+    return made
+
+
+def new_catalog() -> ModelCatalog:
     made = ModelCatalog(SECRET)
     made.add(card(), bundle())
     made.add(card("untemplated"), bundle(None))
     made.set_adapters(MODEL, [ADAPTER])
     return made
+
+
+def _refuse(*_: object) -> None:
+    raise AssertionError("other tests share this catalog: take new_catalog()")

@@ -63,7 +63,10 @@ class World:
     membership: Membership
     models: list[tuple[ModelCard, TokenizerBundle]] = field(default_factory=list)
     records: dict[str, Mapping[ReplicaId, ReplicaRecord]] = field(default_factory=dict)
-    adapters: dict[str, Sequence[Adapter]] = field(default_factory=dict)
+    cards: dict[str, Sequence[ModelCard]] = field(default_factory=dict)
+
+    def adapters(self, model: str) -> list[Adapter]:
+        return [adapter for card in self.cards[model] for adapter in card.adapters]
 
     def routed(self, model: str = "toy") -> set[str]:
         """Whom a request could go to: the routing table's own word."""
@@ -93,14 +96,14 @@ async def watching(
     table = RoutingTable("kvasir", CostParameters(), random.Random(0))
     models: list[tuple[ModelCard, TokenizerBundle]] = []
     records: dict[str, Mapping[ReplicaId, ReplicaRecord]] = {}
-    adapters: dict[str, Sequence[Adapter]] = {}
+    cards: dict[str, Sequence[ModelCard]] = {}
     membership = Membership(
         source,
         table,
         index_stride=16,
         on_model=on_model or (lambda card, bundle: models.append((card, bundle))),
         on_records=records.__setitem__,
-        on_adapters=adapters.__setitem__,
+        on_cards=cards.__setitem__,
         stall_seconds=stall_seconds,
         proof_seconds=proof_seconds,
         tls=tls,
@@ -108,7 +111,7 @@ async def watching(
     )
     task = asyncio.create_task(membership.run())
     try:
-        yield World(table, membership, models, records, adapters)
+        yield World(table, membership, models, records, cards)
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -138,6 +138,7 @@ def _request(asked: MessagesBody, unknown: list[str]) -> ChatRequest:
     for position, message in enumerate(asked.messages):
         turns.message(position, message)
     turns.finish()
+    tools = _changed(tools, turns.tool_changes, unknown)
     if turns.messages and _is_empty(turns.messages[-1]):
         turns.messages.pop()
     if not asked.messages or not turns.messages:
@@ -207,28 +208,70 @@ def _tools(asked: Sequence[dict[str, Any]], marks: Marks, unknown: list[str]) ->
     for position, tool in enumerate(asked):
         path = f"tools[{position}]"
         marks.block(path, tool, MarkPosition(-1))
-        if not _is_own(tool, path, unknown):
+        read = _tool(path, tool, unknown)
+        if read is None:
             continue
-        name, schema, description = tool.get("name"), tool.get("input_schema"), tool.get("description")
-        for field, value in (("name", name), ("input_schema", schema)):
-            if value is None:
-                raise missing(f"{path}.{field}")
-        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-            raise InvalidRequest(
-                f"String should match pattern '^{_TOOL_NAME.pattern}$'", parameter=f"{path}.name"
-            )
-        if not isinstance(schema, dict):
-            raise InvalidRequest("Input should be an object", parameter=f"{path}.input_schema")
-        if description is not None and not isinstance(description, str):
-            raise InvalidRequest("Input should be text", parameter=f"{path}.description")
-        if name in names:
+        if read["function"]["name"] in names:
             raise InvalidRequest("Tool names must be unique.", parameter="tools")
-        names.add(name)
-        function: dict[str, Any] = {} if description is None else {"description": description}
-        if tool.get("strict") is True:
-            function["strict"] = True
-        tools.append({"type": "function", "function": {"name": name, **function, "parameters": schema}})
+        names.add(read["function"]["name"])
+        tools.append(read)
     return tools
+
+
+def _changed(
+    tools: list[dict[str, Any]], changes: Sequence[tuple[str, Any]], unknown: list[str]
+) -> list[dict[str, Any]]:
+    """Return the tools after those that the conversation has added and removed. A reference to a tool of
+    Anthropic's, or to none, changes nothing."""
+    if not changes:
+        return tools
+    offered = {tool["function"]["name"]: tool for tool in tools}
+    removed: set[str] = set()
+    for path, block in changes:
+        match block:
+            case {
+                "type": "tool_addition",
+                "tool": {"type": "tool_definition", "definition": dict(definition)},
+            }:
+                tool = _tool(f"{path}.tool.definition", definition, unknown)
+                if tool is not None:
+                    name = tool["function"]["name"]
+                    offered[name] = tool
+                    removed.discard(name)
+            case {"type": "tool_addition", "tool": {"type": "tool_reference", "name": str(name)}}:
+                removed.discard(name)
+            case {"type": "tool_removal", "tool": {"type": "tool_reference", "name": str(name)}}:
+                removed.add(name)
+            case {"tool": {"type": "mcp_tool_reference" | "mcp_toolset_reference"}}:
+                pass
+            case _:
+                raise InvalidRequest(
+                    "Input should be a 'tool_reference' with a name or a 'tool_definition'",
+                    parameter=f"{path}.tool",
+                )
+    return [tool for name, tool in offered.items() if name not in removed]
+
+
+def _tool(path: str, tool: dict[str, Any], unknown: list[str]) -> dict[str, Any] | None:
+    """Read a tool of the client's own. None for others, whose unknown types go to `unknown`."""
+    if not _is_own(tool, path, unknown):
+        return None
+    name, schema, description = tool.get("name"), tool.get("input_schema"), tool.get("description")
+    for field, value in (("name", name), ("input_schema", schema)):
+        if value is None:
+            raise missing(f"{path}.{field}")
+    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"String should match pattern '^{_TOOL_NAME.pattern}$'", parameter=f"{path}.name"
+        )
+    if not isinstance(schema, dict):
+        raise InvalidRequest("Input should be an object", parameter=f"{path}.input_schema")
+    if description is not None and not isinstance(description, str):
+        raise InvalidRequest("Input should be text", parameter=f"{path}.description")
+    function: dict[str, Any] = {} if description is None else {"description": description}
+    if tool.get("strict") is True:
+        function["strict"] = True
+    return {"type": "function", "function": {"name": name, **function, "parameters": schema}}
 
 
 def _is_own(tool: dict[str, Any], path: str, unknown: list[str]) -> bool:

@@ -2,16 +2,18 @@
 
 Owns the kinds of content blocks, which of them a text model can read, and the rule that each call of a tool
 is followed by its result. Consecutive messages of one role become one, as at Anthropic. Every error names the
-block.
+block. No block of a tool's result or of an earlier answer is refused for its kind.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from router.api.anthropic.caching import MarkPosition, Marks, mark_seconds
-from router.api.images import Images, content_of
+from router.api.images import Images, content_of, read_or_unread
 from router.api.json_body import missing, read_arguments
 from router.errors import InvalidRequest
+from router.prompt.unread import is_silent, noun_of
 
 Piece = TypeVar("Piece")
 
@@ -20,6 +22,9 @@ BILLING_HEADER = "x-anthropic-billing-header"
 request, and stands before all else: a prompt that had it would never be found in a cache."""
 
 _ROLES = ("user", "assistant", "system")
+_CHANGES = ("tool_addition", "tool_removal")
+_READ = ("text", "search_result", "tool_reference", "mcp_tool_result")
+"""Kinds of an answer that are read, besides those that words may stand for."""
 
 
 class Turns:
@@ -28,6 +33,8 @@ class Turns:
 
     def __init__(self, marks: Marks) -> None:
         self.messages: list[dict[str, Any]] = []
+        self.tool_changes: list[tuple[str, Mapping[str, Any]]] = []
+        """Blocks that add or remove a tool, with their paths."""
         self._marks = marks
         self._role = ""
         self.images = Images()
@@ -79,9 +86,10 @@ class Turns:
             self._turn("user")
         for number, block in enumerate(content):
             here = f"{path}.content[{number}]"
-            if _kind(here, block) == "tool_result":
+            kind = _kind(here, block)
+            if kind == "tool_result":
                 self._result(here, block)
-            else:
+            elif not self._passes_over(here, block, is_silent(kind)):
                 self._turn("user")
                 piece = self._piece(here, block)
                 if isinstance(piece, str):
@@ -107,7 +115,8 @@ class Turns:
                 parameter=path,
             )
         del self._unanswered[call_id]
-        pieces = _pieces(f"{path}.content", block.get("content"), self._piece)
+        read = partial(read_or_unread, read=self._piece)
+        pieces = _pieces(f"{path}.content", block.get("content"), read)
         if block.get("is_error"):
             first, *others = pieces or [""]
             pieces = [f"Error: {first}", *others] if isinstance(first, str) else ["Error:", first, *others]
@@ -150,9 +159,24 @@ class Turns:
                 case "tool_use":
                     self._call(path, here, block)
                     self._mark(here, block, MarkPosition(len(self.messages) - 1))
-                case _:
-                    self._say(_read_text(here, block))
+                case kind:
+                    if self._passes_over(here, block, kind not in _READ and noun_of(block) is None):
+                        continue
+                    text = read_or_unread(here, block, _read_text)
+                    self._say(text if kind == "text" or not text else f"{text}\n")
                     self._mark(here, block)
+
+    def _passes_over(self, path: str, block: Mapping[str, Any], says_nothing: bool) -> bool:
+        """Note a block's changes of tools. Return whether no prompt has it: then its mark is noted, too."""
+        changes = block.get("tool_changes") if block["type"] == "compaction" else None
+        for number, change in enumerate(changes if isinstance(changes, list) else ()):
+            self.tool_changes.append((f"{path}.tool_changes[{number}]", change))
+        if block["type"] in _CHANGES:
+            self.tool_changes.append((path, block))
+        elif not says_nothing:
+            return False
+        self._marks.block(path, block, MarkPosition(len(self.messages) - 1, self._num_characters or None))
+        return True
 
     def _call(self, path: str, here: str, block: Mapping[str, Any]) -> None:
         call_id, name, arguments = block.get("id"), block.get("name"), read_arguments(block.get("input", 0))
@@ -179,6 +203,8 @@ class Turns:
         self._close()
 
     def _system_text(self, path: str, block: Any, place: MarkPosition | None) -> None:
+        if _kind(path, block) in _CHANGES and self._passes_over(path, block, True):
+            return
         text = _text(path, block)
         if text.startswith(BILLING_HEADER):
             return
@@ -257,6 +283,10 @@ def _read_text(path: str, block: Any) -> str:
             return "\n".join([*_filled(block, "title", "source"), found])
         case "tool_reference":
             return "\n".join(_filled(block, "tool_name"))
+        case "compaction" if block.get("content") is None:
+            return ""
+        case "compaction" | "mcp_tool_result":
+            return _joined(f"{path}.content", block.get("content"), partial(read_or_unread, read=_read_text))
         case "image" | "container_upload" | "browser_state" as kind:
             raise InvalidRequest(f"'{kind}' blocks are not supported here.", parameter=path)
         case kind:

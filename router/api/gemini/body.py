@@ -41,6 +41,7 @@ from router.api.json_body import (
 from router.api.openai.caching import keep_seconds
 from router.api.sampling import MAX_INTEGER, check_stop_strings
 from router.errors import InvalidRequest, about_model
+from router.prompt.unread import unread
 
 CONTENTS = "contents"
 MODELS = "models/"
@@ -54,7 +55,9 @@ ANY_JSON = {"type": ["object", "array"]}
 _ROLES = ("user", "model", "function")
 _FUNCTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.:\-]{0,127}")
 _OTHER_ALPHABET = str.maketrans("-_", "+/")
-_MEDIA = ("inline_data", "file_data", "executable_code", "code_execution_result", "tool_response")
+_SILENT = ("executable_code", "code_execution_result", "tool_call", "tool_response")
+"""Parts of tools that run at Google, which say nothing to a model here."""
+_MEDIA = ("inline_data", "file_data", *_SILENT)
 _MODES = {
     None: ToolMode.AUTO,
     "MODE_UNSPECIFIED": ToolMode.AUTO,
@@ -214,6 +217,10 @@ class _Messages:
         for number, part in enumerate(parts):
             if part.function_call is not None:
                 last.setdefault("tool_calls", []).append(self._call(part.function_call, f"{path}[{number}]"))
+            elif part.inline_data is not None or part.file_data is not None:
+                last["content"] += _transcript(part) or unread(part.inline_data or part.file_data)
+            elif _is_silent(part):
+                continue
             elif part.thought:
                 text = _text(part, f"{path}[{number}]")
                 last["reasoning_content"] = last.get("reasoning_content", "") + text
@@ -234,12 +241,13 @@ class _Messages:
         results: list[tuple[Part, str]] = []
         words: list[tuple[Part, str]] = []
         for number, part in enumerate(parts):
-            (words if part.function_response is None else results).append((part, f"{path}[{number}]"))
+            if not _is_silent(part):
+                (words if part.function_response is None else results).append((part, f"{path}[{number}]"))
         for part, place in results:  # the prompt has them first, and images are in its order
             assert part.function_response is not None
             self._messages.append(self._result(part.function_response, place))
         pieces = [self._piece(part, place) for part, place in words]
-        if pieces or not results:
+        if pieces or not parts:
             self._messages.append({"role": "user", "content": content_of(pieces)})
 
     def _piece(self, part: Part, path: str) -> str | dict[str, Any]:
@@ -265,17 +273,33 @@ class _Messages:
         text = _result_text(result.response)
         pieces: list[str | dict[str, Any]] = [text] if text or not result.parts else []
         for number, part in enumerate(result.parts or ()):
-            place = f"{path}.functionResponse.parts[{number}]"
-            inline_data = _inline_data(part)
-            if inline_data is None:
-                raise unsupported(place, f"Of results, text and images are read; '{place}' is neither.")
-            pieces.append(self._image(inline_data, f"{place}.inlineData"))
+            pieces.append(self._found(part, f"{path}.functionResponse.parts[{number}]"))
         message = {"role": "tool", "name": result.name, "content": content_of(pieces)}
         return message if call_id is None else {**message, "tool_call_id": call_id}
 
+    def _found(self, part: Any, path: str) -> str | dict[str, Any]:
+        """A text or an image of a result, or words for what else it has, which is written in either
+        spelling."""
+        given = part if isinstance(part, dict) else {}
+        if isinstance(given.get("text"), str):
+            return str(given["text"])
+        names = ("inlineData", "inline_data", "fileData", "file_data")
+        media = next((given[name] for name in names if given.get(name) is not None), part)
+        try:
+            return self._image(media, f"{path}.inlineData")
+        except InvalidRequest:
+            return unread(media)
 
-def _inline_data(part: Any) -> Any:
-    return part.get("inlineData", part.get("inline_data")) if isinstance(part, dict) else None
+
+def _is_silent(part: Part) -> bool:
+    return any(getattr(part, name) is not None for name in _SILENT)
+
+
+def _transcript(part: Part) -> str:
+    match part.audio_transcription:
+        case {"text": str(text)}:
+            return text
+    return ""
 
 
 def _result_text(response: Any) -> str:
@@ -297,7 +321,7 @@ def _text(part: Part, path: str) -> str:
             f"Invalid '{path}': calls stand in contents of the model, their results in those of the user.",
             parameter=path,
         )
-    return part.text or ""
+    return part.text or _transcript(part)
 
 
 def _tools(asked: GenerateContent) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ class FunctionResponse(Struct, rename="camel", kw_only=True):
 
 
 class Part(Struct, rename="camel", kw_only=True):
-    """One of these; `thought` says that the text is reasoning. The last five are what text models lack."""
+    """One of these; `thought` says that the text is reasoning."""
 
     text: str | None = None
     thought: bool | None = None
@@ -34,7 +34,9 @@ class Part(Struct, rename="camel", kw_only=True):
     file_data: Any = None
     executable_code: Any = None
     code_execution_result: Any = None
+    tool_call: Any = None
     tool_response: Any = None
+    audio_transcription: Any = None
 
 
 class Content(Struct, rename="camel", kw_only=True):

@@ -4,7 +4,7 @@ Owns the shape of a model in Gemini's words. `/v1/models` is also other dialects
 of them stands in one answer.
 """
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -27,6 +27,9 @@ class GeminiModel(Struct, rename="camel"):
     input_token_limit: Count
     output_token_limit: Count
     supported_generation_methods: list[str]
+    temperature: float | UnsetType = UNSET
+    top_p: float | UnsetType = UNSET
+    top_k: float | UnsetType = UNSET
 
 
 class GeminiModels(Struct):
@@ -37,7 +40,10 @@ def gemini_model(model: ServedModel) -> GeminiModel:
     card = model.card
     lengths = card.told_context_length, card.told_context_length
     methods = [GENERATE, STREAM, COUNT]
-    return GeminiModel(MODELS + model.name, card.name, card.fingerprint[:12], model.name, *lengths, methods)
+    given = model.sampling_defaults
+    defaults = [given.get(name, UNSET) for name in ("temperature", "top_p", "top_k")]
+    version = card.fingerprint[:12]
+    return GeminiModel(MODELS + model.name, card.name, version, model.name, *lengths, methods, *defaults)
 
 
 class GeminiRoutes:

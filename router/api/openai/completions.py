@@ -28,7 +28,7 @@ from router.api.prepare import PreparedCompletion, prepared_completion
 from router.api.prepare_in_worker import received_completion
 from router.api.prepare_on_loop import OnLoop
 from router.api.relayed import relay
-from router.api.sampling import TokenRules, sampling_params
+from router.api.sampling import TokenRules, default_max_tokens, sampling_params
 from router.api.sse import COMMENT, DONE, ChunkWriter
 from router.caller import Caller
 from router.errors import about_model
@@ -117,7 +117,7 @@ def _max_tokens(request: CompletionRequest, model: ServedModel, num_prompt_token
     if request.max_tokens is not None:
         return request.max_tokens
     room = model.card.context_length - num_prompt_tokens
-    return min(DEFAULT_MAX_TOKENS, room) if room > 0 else None
+    return min(DEFAULT_MAX_TOKENS, default_max_tokens(model, room)) if room > 0 else None
 
 
 class CompletionLogprobs(Struct):

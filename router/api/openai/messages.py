@@ -5,9 +5,10 @@ through which a prompt is to stay cached. Pure.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from router.api.images import Images, content_of
+from router.api.images import TEXT_KINDS, Images, content_of, read_or_unread
 from router.api.json_body import (
     invalid,
     missing,
@@ -20,14 +21,16 @@ from router.api.json_body import (
 from router.api.openai.caching import check_breakpoint
 from router.errors import InvalidRequest
 from router.prompt.images import SentImage
+from router.prompt.unread import unread
 
 ROLES = frozenset({"developer", "system", "user", "assistant", "tool", "function"})
 PLAIN_ROLES = ("user", "system", "developer")
 """Roles of messages that are plain text and stay unchanged."""
 
-TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-IMAGE_PARTS = ("image_url", "input_image")
+IMAGE_PARTS = ("image_url", "input_image", "computer_screenshot")
 ROLES_WITH_IMAGES = ("user", "tool", "function")
+ROLES_TOLD = ("assistant", "tool", "function")
+"""Roles whose parts are never refused: their conversation has to go on."""
 _LEGACY_CALL_ID = "call_{}"
 _CONVERTED = ("content", "refusal", "audio", "tool_calls", "function_call", "reasoning", "reasoning_content")
 
@@ -84,18 +87,22 @@ def _content(path: str, message: dict[str, Any], images: Images) -> str | list[d
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        takes_images = message["role"] in ROLES_WITH_IMAGES
-        return content_of(pieces_of(path, content, images if takes_images else None))
+        return content_of(pieces_of(path, content, images, message["role"]))
     if content is not None:
         raise wrong_type(path, "text or a list of parts")
-    if message["role"] != "assistant":
+    if message["role"] not in ROLES_TOLD:
         raise missing(path)
+    if message.get("audio") is not None:
+        return unread({"type": "audio"})
     return _text_of(path.replace(".content", ".refusal"), message.get("refusal"))
 
 
-def pieces_of(path: str, parts: list[Any], images: Images | None) -> list[str | dict[str, Any]]:
-    """Texts, and images as parts where there may be any."""
-    return [_piece(f"{path}[{number}]", part, images) for number, part in enumerate(parts)]
+def pieces_of(path: str, parts: list[Any], images: Images, role: str) -> list[str | dict[str, Any]]:
+    """Texts, and images as parts where there may be any; words for what a tool or an answer has besides."""
+    read = partial(_piece, images=images if role in ROLES_WITH_IMAGES else None)
+    is_told = role in ROLES_TOLD
+    places = [(f"{path}[{number}]", part) for number, part in enumerate(parts)]
+    return [read_or_unread(place, part, read) if is_told else read(place, part) for place, part in places]
 
 
 def _piece(path: str, part: Any, images: Images | None) -> str | dict[str, Any]:
@@ -106,7 +113,7 @@ def _piece(path: str, part: Any, images: Images | None) -> str | dict[str, Any]:
     kind = part.get("type")
     if kind in IMAGE_PARTS and images is not None:
         return images.add_url(f"{path}.image_url", _url(f"{path}.image_url", part))
-    if kind not in TEXT_PARTS:
+    if kind not in TEXT_KINDS:
         read = "Text is" if images is None else "Text and images are"
         raise unsupported(f"{path}.type", f"{read} read here; '{path}' is '{kind!s:.40}'.")
     text = part.get("refusal" if kind == "refusal" else "text")
@@ -176,11 +183,14 @@ def _tool_calls(path: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _tool_call(path: str, call: Any) -> dict[str, Any]:
-    kind = read_object(path, call).get("type", "function")
-    if kind != "function":
-        raise unsupported(f"{path}.type", f"Only calls of type 'function' are supported, not '{kind!s:.40}'.")
+    """Read a call. Of other kinds the arguments are all but the name, such as a custom tool's `input`."""
+    kind = read_text(f"{path}.type", read_object(path, call).get("type", "function"))
     call_id = read_text(f"{path}.id", call.get("id"))
-    function = _function(f"{path}.function", call.get("function"))
+    function = call.get(kind)
+    if kind != "function" and isinstance(function, dict):
+        arguments = {name: value for name, value in function.items() if name != "name"}
+        function = {"name": function.get("name", kind), "arguments": arguments}
+    function = _function(f"{path}.{kind[:40]}", function)
     return {"id": call_id, "type": "function", "function": function}
 
 

@@ -76,6 +76,8 @@ class Response(Struct, kw_only=True):
     output: list[OutputItem]
     previous_response_id: str | None
     store: bool
+    temperature: float | None
+    top_p: float | None
     usage: ResponseUsage | None
     prompt_cache_diagnostics: CacheDiagnostics | UnsetType = UNSET
 
@@ -88,7 +90,7 @@ class ResponseWriter:
         self._echo = answers if isinstance(answers, Echo) else msgspec.convert(answers, Echo)
         self._context = context
         self._prompt = prompt
-        self._only_prompt = request.only_prompt
+        self._request = request
         self._created = int(context.wall_clock())
         self.answer_id = context.new_id("resp_")
         tokenizer = model.tokenizer
@@ -158,14 +160,14 @@ class ResponseWriter:
         )
 
     def _ended(self, output: ChoiceOutput) -> list[Event]:
-        if self._only_prompt:
+        if self._request.only_prompt:
             return []
         cut = output.finish_reason == FinishReason.LENGTH.value
         return self._items.end(INCOMPLETE if cut else COMPLETED)
 
     def _status(self) -> Status:
         (output,) = self._prompt.outputs
-        cut = output.finish_reason == FinishReason.LENGTH.value and not self._only_prompt
+        cut = output.finish_reason == FinishReason.LENGTH.value and not self._request.only_prompt
         return INCOMPLETE if cut else COMPLETED
 
     def _last_response(self, status: Status, usage: AnswerUsage) -> bytes:
@@ -192,10 +194,20 @@ class ResponseWriter:
             output=self._items.done,
             previous_response_id=self.previous_response_id,
             store=self.keep is not None,
+            temperature=self._sampled("temperature"),
+            top_p=self._sampled("top_p"),
             usage=None if usage is None else _usage(usage),
             prompt_cache_diagnostics=openai_diagnostics(self._prompt.diagnosis) if compares else UNSET,
         )
         return encode_json(response)[:-1] + b"," + self._echo.fields + b"}"
+
+    def _sampled(self, name: str) -> float | None:
+        """Return a parameter as the client set it, or as it is; None for a server's own default."""
+        asked: float | None = getattr(self._request, name)
+        sampling = self._prompt.generation.submit.sampling
+        if asked is not None or name in sampling.unsaid:
+            return asked
+        return float(getattr(sampling, name))
 
     def _written(self, events: Sequence[Event]) -> bytes:
         return b"".join([self._event(event) for event in events])

@@ -101,12 +101,10 @@ class Repeated(msgspec.Struct, kw_only=True):
     reasoning: dict[str, str | None]
     safety_identifier: str | None
     service_tier: str = "default"
-    temperature: float
     text: dict[str, Any]
     tool_choice: Any
     tools: Annotated[Any, msgspec.Meta(extra_json_schema={"type": "array"})]
     top_logprobs: int
-    top_p: float
     truncation: str
     user: str | None
 
@@ -168,16 +166,16 @@ def read_response(body: bytes, max_choices: int) -> ChatRequest:
 
 
 def _request(asked: ResponsesBody, unknown: list[str]) -> ChatRequest:
-    offered = offered_tools(asked.tools or [])
+    items = asked.input if isinstance(asked.input, list) else ()
+    offered = offered_tools(asked.tools or [], items)
     parallel = asked.parallel_tool_calls is not False
     conversation = Conversation(offered.names)
     if asked.instructions:
         conversation.add("instructions", {"role": "system", "content": asked.instructions})
     if isinstance(asked.input, str):
         conversation.add("input", {"role": "user", "content": asked.input})
-    else:
-        for position, item in enumerate(asked.input or ()):
-            conversation.add(f"input[{position}]", item)
+    for position, item in enumerate(items):
+        conversation.add(f"input[{position}]", item)
     options = asked.prompt_cache_options
     keeps = keeps_of(asked.prompt_cache_retention, options, conversation.breakpoints)
     effort = asked.reasoning.effort if asked.reasoning is not None else None
@@ -319,12 +317,10 @@ def _repeated(asked: ResponsesBody) -> Repeated:
         prompt_cache_retention=asked.prompt_cache_retention,
         reasoning={"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
         safety_identifier=asked.safety_identifier,
-        temperature=1.0 if asked.temperature is None else asked.temperature,
         text=text,
         tool_choice="auto" if asked.tool_choice is None else _small_enough(asked.tool_choice, "auto"),
         tools=_small_enough(asked.tools or [], []),
         top_logprobs=asked.top_logprobs or 0,
-        top_p=1.0 if asked.top_p is None else asked.top_p,
         truncation=asked.truncation or "disabled",
         user=asked.user,
     )

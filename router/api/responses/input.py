@@ -6,6 +6,7 @@ message of the assistant again. Pure.
 
 import base64
 import binascii
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,25 +21,21 @@ from router.api.json_body import (
     wrong_type,
 )
 from router.api.openai.caching import check_breakpoint
-from router.api.openai.messages import ROLES_WITH_IMAGES, pieces_of
+from router.api.openai.messages import pieces_of
 from router.errors import InvalidRequest
 from router.large_bodies.body_weight import MOST_BYTES
+from router.prompt.unread import is_silent, unread
 
-ROLES = ("user", "assistant", "system", "developer")
+USER_ROLES = ("user", "system", "developer")
+ROLES = (*USER_ROLES, "assistant")
 
-CALLS = {"function_call": "function_call_output", "custom_tool_call": "custom_tool_call_output"}
-OUTPUTS = frozenset(CALLS.values())
+_NAMED = ("function_call", "custom_tool_call", "mcp_call")
+CALLS = (*_NAMED, "apply_patch_call", "computer_call", "local_shell_call", "shell_call")
+"""Calls of tools that run at the client, and those that have their output with them. `_NAMED` have a name."""
+OUTPUTS = frozenset(f"{kind}_output" for kind in CALLS)
 
-WITHOUT_MEANING = frozenset(
-    {
-        "configuration_update",
-        "mcp_approval_request",
-        "mcp_approval_response",
-        "mcp_list_tools",
-        "web_search_call",
-    }
-)
-"""Items that say nothing to the model: its answers that follow them stand for themselves."""
+_ASKED_IN = ("input", "action", "actions", "operation")
+"""Fields with what a call asks for."""
 
 PACKED = "kvasir-reasoning-1:"
 """Prefix of our `encrypted_content`. It holds the reasoning's text, which the item also has in the clear: it
@@ -69,13 +66,16 @@ class Conversation:
         elif kind == "reasoning":
             self._add_reasoning(path, item)
         elif kind in CALLS:
-            self._add_call(path, item, is_custom=kind == "custom_tool_call")
+            self._add_call(path, item, kind)
+            if kind == "mcp_call":
+                self._add_output(path, item, kind)
         elif kind in OUTPUTS:
-            message = {"role": "tool", "tool_call_id": read_text(f"{path}.call_id", item.get("call_id"))}
-            self._add(f"{path}.output", message, item.get("output"))
+            self._add_output(path, item, kind)
+        elif kind in ("compaction", "image_generation_call"):
+            self._add_message(path, {"role": "assistant", "content": unread(item)})
         elif kind == "item_reference":
             raise _unknown_item(path, item)
-        elif kind not in WITHOUT_MEANING:
+        elif not is_silent(kind) and (item.get("role") in USER_ROLES or item.get("id") is None):
             raise unsupported(f"{path}.type", f"Items of type '{kind[:40]}' are not supported.")
 
     def _add_message(self, path: str, item: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class Conversation:
         if role != "assistant":
             self._add(f"{path}.content", {"role": role}, content)
             return
-        text = _content(f"{path}.content", content, None)
+        text = self._content(f"{path}.content", content, role)
         answer = self._answer
         if answer is None or (answer["content"] and "tool_calls" not in answer):
             answer = self._begin_answer()
@@ -96,9 +96,34 @@ class Conversation:
     def _add(self, path: str, message: dict[str, Any], content: Any) -> None:
         """A message that is not the assistant's."""
         self._answer = None
-        images = self.images if message["role"] in ROLES_WITH_IMAGES else None
-        self.messages.append({**message, "content": _content(path, content, images)})
+        self.messages.append({**message, "content": self._content(path, content, message["role"])})
         self._note_breakpoint(path, content)
+
+    def _add_output(self, path: str, item: dict[str, Any], kind: str) -> None:
+        """Some say only whether they went well, and some have parts that are no blocks."""
+        output = item.get("output")
+        if output is None:
+            output = item.get("error") or item.get("status") or ""
+        parts = [output] if isinstance(output, dict) else output
+        if isinstance(parts, list):
+            output = [
+                json.dumps(part, ensure_ascii=False)
+                if isinstance(part, dict) and "type" not in part
+                else part
+                for part in parts
+            ]
+        call_id = _call_id(path, item, kind)
+        self._add(f"{path}.output", {"role": "tool"} | ({"tool_call_id": call_id} if call_id else {}), output)
+
+    def _content(self, path: str, content: Any, role: str) -> Any:
+        """Parts where there are images, else text: of the assistant always text."""
+        if isinstance(content, str):
+            return content
+        if content is None:
+            raise missing(path)
+        if not isinstance(content, list):
+            raise wrong_type(path, "text or a list of parts")
+        return content_of(pieces_of(path, content, self.images, role))
 
     def _add_reasoning(self, path: str, item: dict[str, Any]) -> None:
         answer = self._answer
@@ -108,15 +133,16 @@ class Conversation:
         if text:
             answer["reasoning_content"] = answer.get("reasoning_content", "") + text
 
-    def _add_call(self, path: str, item: dict[str, Any], *, is_custom: bool) -> None:
-        call_id = read_text(f"{path}.call_id", item.get("call_id"))
-        name = read_text(f"{path}.name", item.get("name"))
+    def _add_call(self, path: str, item: dict[str, Any], kind: str) -> None:
+        call_id = read_text(f"{path}.call_id", _call_id(path, item, kind))
+        name = kind.removesuffix("_call")
+        if kind in _NAMED:
+            name = read_text(f"{path}.name", item.get("name"))
         space = item.get("namespace")
         if isinstance(space, str):
             name = self._names.get((space, name), name)
-        if is_custom:
-            arguments: Any = {"input": read_text(f"{path}.input", item.get("input"))}
-        else:
+        arguments: Any = {field: item[field] for field in _ASKED_IN if item.get(field) is not None}
+        if kind in ("function_call", "mcp_call"):
             if "arguments" not in item:
                 raise missing(f"{path}.arguments")
             arguments = read_arguments(item["arguments"])
@@ -139,14 +165,11 @@ class Conversation:
                 self.breakpoints.append(len(self.messages) - 1)
 
 
-def _content(path: str, content: Any, images: Images | None) -> str | list[dict[str, Any]]:
-    if isinstance(content, str):
-        return content
-    if content is None:
-        raise missing(path)
-    if not isinstance(content, list):
-        raise wrong_type(path, "text or a list of parts")
-    return content_of(pieces_of(path, content, images))
+def _call_id(path: str, item: dict[str, Any], kind: str) -> str | None:
+    call_id = item.get("call_id")
+    if call_id is None and kind in ("local_shell_call_output", "mcp_call"):
+        call_id = item.get("id")
+    return None if call_id is None else read_text(f"{path}.call_id", call_id)
 
 
 def _reasoning(path: str, item: dict[str, Any]) -> str:

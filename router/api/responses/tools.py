@@ -19,6 +19,7 @@ from router.api.openai.tools import (
     wrong_choice,
 )
 from router.api.responses.input import SpacedName
+from router.prompt.unread import LATER_TOOLS
 
 SERVED_BY_OTHERS = frozenset(
     {
@@ -55,11 +56,17 @@ class OfferedTools(NamedTuple):
     unknown_kinds: list[str]
 
 
-def offered_tools(sent: Sequence[Any]) -> OfferedTools:
-    """Return the functions, which a model can call. Other kinds run at their server, and there is none here.
-    Raises InvalidRequest for what is no tool, and for a function whose kind is misspelt."""
+def offered_tools(sent: Sequence[Any], items: Sequence[Any] = ()) -> OfferedTools:
+    """Return the functions, which a model can call: those sent, and those that `items` of the input have
+    added or changed. Other kinds run at their server, and there is none here. Raises InvalidRequest for what
+    is no tool, and for a function whose kind is misspelt."""
     unknown: list[str] = []
-    found = list(_functions(sent, unknown))
+    found = list(_functions("tools", sent, unknown))
+    later = list(_later(items, unknown))
+    if later:
+        found = list(
+            {(space, function["name"]): (space, function) for space, function in found + later}.values()
+        )
     check_number("tools", found)
     counts = Counter(function["name"] for _, function in found)
     tools: list[dict[str, Any]] = []
@@ -75,10 +82,16 @@ def offered_tools(sent: Sequence[Any]) -> OfferedTools:
     return OfferedTools(tools, names, unknown)
 
 
-def _functions(sent: Sequence[Any], unknown: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _later(items: Sequence[Any], unknown: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for position, item in enumerate(items):
+        if isinstance(item, dict) and item.get("type") in LATER_TOOLS and isinstance(item.get("tools"), list):
+            yield from _functions(f"input[{position}].tools", item["tools"], unknown)
+
+
+def _functions(field: str, sent: Sequence[Any], unknown: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each with the namespace that it is in, if it is in one."""
     for number, tool in enumerate(sent):
-        path = f"tools[{number}]"
+        path = f"{field}[{number}]"
         kind = _kind(path, tool, unknown)
         if kind == "function":
             check_function(path, tool)

@@ -12,6 +12,7 @@ class NamedServer:
     def __init__(self, port: int, answer: str | None) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.answer = answer
+        self.status = 200
         self.lacks = ""
         """A path that it does not know."""
         self.num_asked = 0
@@ -39,7 +40,7 @@ async def named_server(answer: str | None = "{}") -> AsyncIterator[NamedServer]:
             writer.write(b"HTTP/1.1 404 Not Found\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
         elif named.answer is not None:
             body = named.answer.encode()
-            head = f"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+            head = f"HTTP/1.1 {named.status} OK\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
             writer.write(head.encode() + body)
         writer.close()
 

@@ -28,6 +28,16 @@ async def test_each_rank_of_a_server_is_one_found_server(tmp_path: Path) -> None
         await asker.close()
 
 
+@pytest.mark.parametrize("status", [401, 403])
+async def test_a_server_that_wants_a_key_is_told_with_the_option_that_gives_one(status: int) -> None:
+    async with named_server() as locked:
+        locked.status = status
+        asker = Asker(None, takes_bodies=True)
+        assert await asker.ask([locked.url]) == []
+        assert f"answers {status}: it wants an API key: give --join-key-file" in str(asker.complaint)
+        await asker.close()
+
+
 async def test_sglang_names_its_ranks_in_its_own_description() -> None:
     async with named_server('{"dp_size": 2}') as two, named_server('{"dp_size": 2000}') as many:
         two.lacks = many.lacks = "/kv_event_sources"

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from loadtests.load.locust_run import HeadlessRun, LoadTestFailed, run_headless
+from loadtests.load.locust_run import LOCUSTFILE, HeadlessRun, LoadTestFailed, run_headless
 from loadtests.reports.report import make_report
 from loadtests.reports.run_file import Run, read_run
 from tests.loadtests.delay_server import MODEL, DelayServer, num_words, running
@@ -171,9 +171,20 @@ def test_replicas_that_are_slow_to_tell_their_metrics_do_not_begin_a_closed_loop
     assert not any("stopped before the last answer" in line for line in lines)
 
 
+SLOW_TO_STOP = """
+import gevent
+from loadtests.load.worker import LoadWorker
+stop = LoadWorker._stop
+LoadWorker._stop = lambda self, **_: (gevent.sleep(5.0), stop(self))
+from loadtests.locustfile import *
+"""
+
+
 def test_a_run_that_is_stopped_by_hand_keeps_what_it_has(tmp_path: Path) -> None:
-    output = tmp_path / "run.json"
-    with running(DelayServer(first_seconds=30.0)) as server:
+    """However long its processes take to say what was on its way, up to the leader's patience."""
+    output, locustfile = tmp_path / "run.json", tmp_path / "slow_to_stop.py"
+    locustfile.write_text(SLOW_TO_STOP)
+    with running(DelayServer(first_seconds=200.0)) as server:
         run = HeadlessRun(
             base_url=server.url,
             model=MODEL,
@@ -184,9 +195,9 @@ def test_a_run_that_is_stopped_by_hand_keeps_what_it_has(tmp_path: Path) -> None
             output=output,
             processes=2,
         )
-        with subprocess.Popen(run.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
-            deadline = time.monotonic() + 60
-            while len(server.bodies) < 6 and time.monotonic() < deadline:
+        command = [str(locustfile) if word == str(LOCUSTFILE) else word for word in run.command()]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
+            while len(server.bodies) < 6 and child.poll() is None:
                 time.sleep(0.05)
             child.send_signal(signal.SIGINT)
             child.wait(60)

@@ -52,6 +52,17 @@ def test_a_sweep_says_how_many_are_needed(capsys: pytest.CaptureFixture[str]) ->
     assert main(["simulate", *SMALL, "--sweep", "rate", "--values", "1,2"]) == 0
 
 
+def test_goodput_within_both_limits_heeds_the_time_between_tokens(tmp_path: Path) -> None:
+    found = []
+    for limit in ("1e-6", "1000"):
+        file = tmp_path / "figures.json"
+        assert main(["simulate", *SMALL, "--slo-tpot", limit, "--json", str(file)]) == 0
+        (result,) = json.loads(file.read_text())["results"]
+        found.append((result["figures"]["goodput_arriving"], result["figures"]["goodput_both"]))
+    (by_ttft, none), (same, both) = found
+    assert by_ttft == same == both > 0 and none == 0
+
+
 def test_hits_over_time_follow_the_table_and_say_when_they_were_back(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

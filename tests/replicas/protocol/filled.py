@@ -63,7 +63,7 @@ def _fields(kind: Any) -> dict[str, tuple[Any, Any]] | None:
     if not isinstance(kind, type):
         return None
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
+        hints = typing.get_type_hints(kind, include_extras=True)
         return {
             each.name: (
                 hints[each.name],

@@ -175,7 +175,7 @@ class StandIn:
     async def _metrics(self, request: Request) -> Response:
         self.headers.append(dict(request.headers))
         if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
-            return JSONResponse({"error": {"message": "Unauthorized"}}, 401)
+            return JSONResponse({"error": "Unauthorized"}, 401)
         if self.fault == "hangs":
             await asyncio.sleep(60)
         if self.fault == "drips":

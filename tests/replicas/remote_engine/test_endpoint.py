@@ -43,6 +43,16 @@ def test_a_card_has_the_address_and_the_rank(server: StandIn) -> None:
     engine.close()
 
 
+def test_a_server_without_an_address_for_gateways_is_named_in_the_log(
+    server: StandIn, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    engine = RemoteEngine(ReplicaConfig(engine="remote", engine_url=server.url))
+    assert engine.card.endpoint == ""
+    assert f"gateways cannot send requests to the server: {server.url} is on loopback" in caplog.text
+    engine.close()
+
+
 def test_a_server_that_has_the_model_under_another_name_gets_no_requests_of_gateways(
     server: StandIn, caplog: pytest.LogCaptureFixture
 ) -> None:

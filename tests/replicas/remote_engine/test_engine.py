@@ -1,8 +1,10 @@
 """A server as an engine: what it serves, and what becomes of each of its faults."""
 
+import json
 import math
 import queue
 import random
+import shutil
 import socket
 import threading
 import time
@@ -33,10 +35,12 @@ from replicas.protocol.frames import (
     UserTag,
 )
 from replicas.protocol.prefix_leases import PrefixLease
+from replicas.protocol.sampling_defaults import PARAMETERS, SamplingDefaults
 from replicas.remote_engine.believed import SHARE_BELIEVED
 from replicas.remote_engine.engine import RemoteEngine
 from replicas.remote_engine.facts import MOST_REQUESTS
 from replicas.remote_engine.server import Server, Unreachable
+from replicas.toy_model import checkpoint_directory
 from tests.certificates import Authority
 from tests.replicas.builders import ROOT, EventBalance, engine_request
 from tests.replicas.remote_engine.stand_in import BLOCK_SIZE, NUM_BLOCKS, StandIn, token_of
@@ -117,6 +121,27 @@ def test_the_card_is_what_the_server_says(driven: Driven) -> None:
     assert (card.name, card.engine, card.block_size, card.num_blocks) == ("served", "remote", 16, NUM_BLOCKS)
     assert (card.context_length, card.takes_published, card.image_rule) == (512, False, "")
     assert [adapter.name for adapter in card.adapters] == ["tuned"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, SamplingDefaults(max_new_tokens=9)),
+        ({"sampling_override": {"top_k": 3, "max_new_tokens": None}}, SamplingDefaults(top_k=3)),
+        ({"sampling_defaults": "neutral"}, None),
+    ],
+)
+def test_the_card_leaves_open_what_the_server_decides(
+    server: StandIn, model_that_says: Path, settings: dict[str, Any], expected: SamplingDefaults | None
+) -> None:
+    engine = RemoteEngine(config(server, model=str(model_that_says), **settings))
+    assert engine.card.sampling_defaults == expected
+    engine.close()
+
+
+def test_a_server_gets_no_parameter_that_nobody_said(driven: Driven, server: StandIn) -> None:
+    driven.finish(driven.add(PROMPT, temperature=1.0, unsaid=PARAMETERS[1:], max_tokens=2))
+    assert {*PARAMETERS} & {*server.bodies[-1]} == {"temperature"}
 
 
 def test_a_prompt_is_served_and_found_again(driven: Driven, server: StandIn) -> None:
@@ -369,7 +394,7 @@ def test_events_that_never_come_are_predicted(
 
 def test_the_key_goes_with_every_request(server: StandIn, tmp_path: Path) -> None:
     server.key = "sesame"
-    with pytest.raises(StartupError, match="answers 401: Unauthorized"):
+    with pytest.raises(StartupError, match=r"answers 401: Unauthorized: .* give --join-key-file FILE"):
         RemoteEngine(config(server))
     file = tmp_path / "key"
     file.write_text("sesame\n")
@@ -392,7 +417,7 @@ def test_another_tokenizer_is_refused_with_the_first_difference(server: StandIn)
     [
         ({"engine_model": "another"}, "no model another; it has served"),
         ({"block_size": 32}, "blocks have 16 tokens, and setting block_size is 32"),
-        ({"engine_rank": 3}, "no vllm:cache_config_info for rank 3"),
+        ({"engine_rank": 3}, "no vllm:cache_config_info for rank 3: is it vLLM.* --engine openai"),
     ],
 )
 def test_settings_that_the_server_contradicts(server: StandIn, settings: Any, sentence: str) -> None:
@@ -442,6 +467,34 @@ def test_a_shorter_hit_than_believed_corrects_it(silent: Driven, server: StandIn
     server.forget()
     silent.finish(silent.add(PROMPT, max_tokens=1))
     assert +silent.balance.held == Counter(hash_blocks(ROOT, PROMPT, BLOCK_SIZE))
+
+
+@pytest.mark.parametrize("told_by", ["config.json", "events"])
+def test_what_a_model_with_windows_did_not_keep_is_not_taken_for_evicted(
+    told_by: str, server: StandIn, tmp_path: Path
+) -> None:
+    """Its hit is shorter than believed, and nothing has left the cache."""
+    model = checkpoint_directory(None)
+    if told_by == "config.json":
+        server.has_events = False
+        model = Path(shutil.copytree(model, tmp_path / "model"))
+        sparse = {"architectures": ["GptOssForCausalLM"], "vocab_size": 2048, "sliding_window": 16}
+        (model / "config.json").write_text(json.dumps(sparse))
+    else:
+        server.publish(GROUP)
+    engine = RemoteEngine(config(server, model=str(model)))
+    prove_hashes(engine, random.Random(1))
+    engine.begin(lambda: None)
+    driven = Driven(engine)
+    usages = []
+    for prompt in (PROMPT, [*PROMPT[: 2 * BLOCK_SIZE], *range(300, 300 + BLOCK_SIZE)]):
+        server.says_cached = lambda _: 0
+        usage = driven.finish(driven.add(prompt, max_tokens=1)).usage
+        assert usage is not None
+        usages.append((usage.num_cached_tokens, usage.num_unresumable_tokens))
+    assert usages == [(0, 0), (0, 2 * BLOCK_SIZE)]
+    assert driven.balance.held.total() == 4, "what other prompts hold is believed as before"
+    engine.close()
 
 
 def test_a_longer_hit_than_believed_is_of_no_known_user(silent: Driven) -> None:

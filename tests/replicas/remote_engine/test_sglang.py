@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from replicas.proof import prove_hashes
 from replicas.protocol.blocks import hash_blocks
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored
 from replicas.protocol.frames import FinishReason, RefusalCode, UserTag
+from replicas.protocol.sampling_defaults import PARAMETERS, SamplingDefaults
 from replicas.remote_engine.dialect import Chunk, Delta
 from replicas.remote_engine.engine import RemoteEngine
 from replicas.remote_engine.facts import CacheSizes, EventSource, ServerModel
@@ -135,6 +137,15 @@ def test_every_parameter_reaches_the_server() -> None:
     low_first = dialect(enable_priority_scheduling=True, schedule_low_priority_values_first=True)
     assert low_first.body(request, "4-0", ())["priority"] == -3
     assert "priority" not in dialect().body(request, "4-0", ())
+
+
+def test_what_nobody_said_is_left_to_the_server() -> None:
+    body = dialect().body(engine_request([7], top_k=0, unsaid=("temperature", "top_p")), "4-0", ())
+    parameters = body["sampling_params"]
+    assert not {"temperature", "top_p"} & {*parameters}
+    assert (parameters["top_k"], parameters["min_p"]) == (-1, 0.0)
+    left = dialect().body(engine_request([7], unsaid=PARAMETERS), "4-0", ())["sampling_params"]
+    assert not {*PARAMETERS} & {*left} and left["max_new_tokens"] == engine_request([7]).sampling.max_tokens
 
 
 def test_what_it_does_not_take_is_refused() -> None:
@@ -276,4 +287,15 @@ def test_without_events_it_is_predicted(sglang: SglangStandIn, caplog: pytest.Lo
     driven = Driven(engine)
     driven.finish(driven.add(list(range(100, 150)), max_tokens=1))
     assert driven.balance.held.total() == 3 and driven.frame.load.is_predicted
+    engine.close()
+
+
+@pytest.mark.parametrize("told", ["model", "openai"])
+def test_a_models_file_counts_unless_the_server_has_turned_it_off(
+    sglang: SglangStandIn, model_that_says: Path, told: str
+) -> None:
+    sglang.info["sampling_defaults"] = told
+    engine = RemoteEngine(config(sglang, model=str(model_that_says)))
+    expected = SamplingDefaults(temperature=0.25, max_new_tokens=9)
+    assert engine.card.sampling_defaults == (expected if told == "model" else SamplingDefaults())
     engine.close()

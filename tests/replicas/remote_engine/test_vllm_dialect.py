@@ -8,6 +8,7 @@ from llguidance import LLMatcher
 from replicas.engine import RequestRefused
 from replicas.protocol.blocks import PublishedBeginning
 from replicas.protocol.frames import TokenLogprobs
+from replicas.protocol.sampling_defaults import PARAMETERS
 from replicas.remote_engine.dialect import Chunk, Delta
 from replicas.remote_engine.vllm_dialect import Logprobs, as_lark, body_of, logprobs_of, read_chunk
 from tests.replicas.builders import ANOTHER_ROOT, ROOT, engine_request
@@ -129,3 +130,12 @@ def test_a_chunk_is_read_with_what_it_does_not_need() -> None:
     assert chunk == Chunk([Delta((4,))])
     usage = read_chunk(None, b'{"choices": [], "usage": {"prompt_tokens": 3, "prompt_tokens_details": null}}')
     assert usage == Chunk([])
+
+
+def test_what_nobody_said_is_left_to_the_server() -> None:
+    said = body_of(engine_request([7], temperature=1.0), "4-0", "served", EOS)
+    unsaid = body_of(engine_request([7], temperature=1.0, unsaid=PARAMETERS[1:]), "4-0", "served", EOS)
+    assert {name for name in said if name not in unsaid} == {*PARAMETERS[1:]}
+    assert unsaid["temperature"] == 1.0
+    hostile = engine_request([7], unsaid=("cache_salt", "prompt", "max_tokens"))
+    assert body_of(hostile, "4-0", "served", EOS) == body_of(engine_request([7]), "4-0", "served", EOS)

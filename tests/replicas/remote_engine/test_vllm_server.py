@@ -20,10 +20,13 @@ from replicas.config import ReplicaConfig
 from replicas.proof import prove_hashes
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.frames import FinishReason, UserTag
+from replicas.protocol.sampling_defaults import PARAMETERS, SamplingDefaults
 from replicas.remote_engine.engine import RemoteEngine
 from replicas.toy_model import checkpoint_directory
+from replicas.toy_model.make_hybrid_model import write_hybrid_model
 from tests.replicas.builders import OTHER_ROOT, ROOT
 from tests.replicas.remote_engine.test_engine import Driven
+from tests.replicas.vllm_engine.variants import write_quantized
 
 pytestmark = [
     pytest.mark.vllm,
@@ -56,10 +59,19 @@ def _free_ports(number: int) -> list[int]:
 
 
 @contextmanager
-def _serving(log: Path, *options: str) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+def serving(
+    log: Path, *options: str, model: Path | None = None
+) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
     (port,) = _free_ports(1)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
-    command += ["--model", str(checkpoint_directory(None)), "--served-model-name", "toy", "--port", str(port)]
+    command += [
+        "--model",
+        str(checkpoint_directory(None) if model is None else model),
+        "--served-model-name",
+        "toy",
+        "--port",
+        str(port),
+    ]
     command += ["--enforce-eager", "--block-size", "32", "--num-gpu-blocks-override", "64"]
     command += ["--max-model-len", "1024", "--enable-prompt-tokens-details", *options]
     environment = {
@@ -87,13 +99,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, "sub
         "replay_endpoint": f"tcp://*:{replays}",
     }
     log = tmp_path_factory.mktemp("vllm") / "log"
-    with _serving(log, "--kv-events-config", json.dumps(publishing)) as served:
+    greedy = json.dumps({"temperature": 0.0})
+    options = ["--kv-events-config", json.dumps(publishing), "--override-generation-config", greedy]
+    with serving(log, *options) as served:
         yield served
 
 
 @contextmanager
-def _driving(url: str) -> Iterator[Driven]:
-    engine = RemoteEngine(ReplicaConfig(engine="remote", engine_url=url, build_seconds=500.0))
+def _driving(url: str, model: Path | None = None) -> Iterator[Driven]:
+    given = None if model is None else str(model)
+    engine = RemoteEngine(ReplicaConfig(engine="remote", engine_url=url, build_seconds=500.0, model=given))
     try:
         prove_hashes(engine, random.SystemRandom())
         engine.begin(lambda: None)
@@ -185,16 +200,52 @@ def test_logprobs_grammars_and_stops_pass_through(driven: Driven) -> None:
     assert driven.tokens(resumed) == first[2:]
 
 
+def test_its_own_sampling_defaults_hold_where_nobody_says_otherwise(driven: Driven) -> None:
+    def answers(unsaid: tuple[str, ...]) -> set[tuple[int, ...]]:
+        keys = [driven.add([5, 6, 7], max_tokens=12, temperature=1.0, unsaid=unsaid) for _ in range(4)]
+        for key in keys:
+            driven.finish(key)
+        return {tuple(driven.tokens(key)) for key in keys}
+
+    assert driven.engine.card.sampling_defaults == SamplingDefaults()
+    assert len(answers(PARAMETERS)) == 1
+    assert len(answers(PARAMETERS[1:])) > 1
+
+
 def test_its_death_is_noticed(driven: Driven, server: tuple[str, "subprocess.Popen[bytes]"]) -> None:
     os.killpg(server[1].pid, signal.SIGKILL)
     driven.dies("is gone|breaks off|not answered")
 
 
 def test_without_events_hits_are_mostly_foretold_and_never_far_off(tmp_path: Path) -> None:
-    with _serving(tmp_path / "log") as (url, _), _driving(url) as driven:
+    with serving(tmp_path / "log") as (url, _), _driving(url) as driven:
         found = _told_and_foretold(driven)
         assert driven.frame.load.is_predicted
     told = sum(each for each, _ in found)
     assert told > 1000
     assert sum(max(0, foretold - each) for each, foretold in found) < 0.1 * told
     assert sum(max(0, each - foretold) for each, foretold in found) < 0.2 * told
+
+
+def test_a_server_of_a_quantised_model_is_joined(tmp_path: Path) -> None:
+    model = write_quantized("gptq", tmp_path / "model")
+    with serving(tmp_path / "log", model=model) as (url, _), _driving(url, model) as driven:
+        prompt = [7 + number % 900 for number in range(200)]
+        usages = [driven.finish(driven.add(prompt, max_tokens=3)).usage for _ in range(2)]
+        assert [usage and usage.num_cached_tokens for usage in usages] == [0, 192]
+
+
+def test_a_server_of_a_model_with_windows_is_joined_and_keeps_what_it_says(tmp_path: Path) -> None:
+    """The second prompt with a beginning cannot be resumed there, and the third can."""
+    write_hybrid_model("gpt_oss", model := tmp_path / "model")
+    options = ("--num-gpu-blocks-override", "512")
+    with serving(tmp_path / "log", *options, model=model) as (url, _), _driving(url, model) as driven:
+        shared = [7 + number % 900 for number in range(600)]
+        found = []
+        for number in range(3):
+            prompt = [*shared, *[number + 3] * 100]
+            usage = driven.finish(driven.add(prompt, max_tokens=3)).usage
+            assert usage is not None
+            found.append((usage.num_cached_tokens, usage.num_unresumable_tokens))
+        assert driven.frame.load.is_predicted
+    assert found == [(0, 0), (0, 576), (576, 0)]

@@ -29,6 +29,7 @@ UNFINISHED_TIER = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
         ({"block_size": 100}, "needs a multiple of 32"),
         ({"engine_args": {"tensor_paralel_size": 2}}, "did you mean tensor_parallel_size"),
         ({"engine_args": {"block_size": 64}}, "use the setting block_size"),
+        ({"engine_args": {"override-generation-config": {"top_k": 1}}}, "use the setting sampling_override"),
         ({"engine_args": {"enable_prefix_caching": False}}, "a replica needs it as it is"),
         (
             {"engine_args": {"mm-processor-kwargs": {"max_pixels": 5000}}},

@@ -112,7 +112,7 @@ def _fanning() -> dict[str, Any]:
 )
 def test_references_that_fan_out_or_lead_in_circles_cost_little(definitions: dict[str, Any]) -> None:
     root = {"$defs": definitions, "$ref": "#/$defs/d0", "properties": {"p": {"$ref": "#/$defs/d0"}}}
-    begun = time.perf_counter()
+    begun = time.thread_time()
     kinds: list[Kinds] = [kinds_of({"$ref": "#/$defs/d0"}, root), parameter_kinds(root, "q")]
     assert kinds == [None, None]
-    assert time.perf_counter() - begun < 0.5
+    assert time.thread_time() - begun < 0.5

@@ -374,12 +374,12 @@ def test_raw_control_characters_in_strings_are_escaped_however_they_are_cut(
 @pytest.mark.parametrize("opening", ["", "<think>", TEXT])
 def test_hostile_text_costs_little(answer: AnswerFormat, unit: str, opening: str) -> None:
     text = opening + unit * (100_000 // len(unit))
-    begun = time.perf_counter()
+    begun = time.thread_time()
     parser = AnswerParser(answer, wants_calls=True, starts_in_reasoning=False, tools=TOOLS)
     for start in range(0, len(text), 16):
         parser.feed(text[start : start + 16])
     parser.finish()
-    assert time.perf_counter() - begun < 5
+    assert time.thread_time() - begun < 5
 
 
 def test_what_is_held_back_within_reasoning_has_a_bound() -> None:

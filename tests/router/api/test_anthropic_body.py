@@ -182,6 +182,91 @@ def test_tools_that_run_elsewhere_are_not_offered() -> None:
     assert read(tools=others).tools == []
 
 
+def added(tool: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "tool_addition", "tool": tool, **more}
+
+
+def removed(name: str) -> dict[str, Any]:
+    return {"type": "tool_removal", "tool": {"type": "tool_reference", "name": name}}
+
+
+REFERENCE = {"type": "tool_reference", "name": "weather"}
+CLOCK = {"name": "clock", "input_schema": {"type": "object"}}
+BY_VALUE = {"type": "tool_definition", "definition": CLOCK}
+OTHER = {"type": "tool_definition", "definition": TOOL | {"description": "Another"}}
+SERVERS = {"type": "tool_definition", "definition": {"type": "web_search_20260209", "name": "web_search"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "offered"),
+    [
+        ([added(REFERENCE)], ["weather: Of a city"]),
+        ([added(BY_VALUE)], ["weather: Of a city", "clock: None"]),
+        ([removed("weather")], []),
+        ([removed("weather"), added(BY_VALUE), added(REFERENCE)], ["weather: Of a city", "clock: None"]),
+        ([added(BY_VALUE), removed("clock")], ["weather: Of a city"]),
+        ([added(BY_VALUE), removed("clock"), added(BY_VALUE)], ["weather: Of a city", "clock: None"]),
+        ([added(OTHER)], ["weather: Another"]),
+        ([added(SERVERS), added(REFERENCE | {"name": "gone"}), removed("gone")], ["weather: Of a city"]),
+        ([added({"type": "mcp_toolset_reference", "server_name": "s"})], ["weather: Of a city"]),
+    ],
+)
+def test_a_conversation_adds_and_removes_tools(changes: list[Any], offered: list[str]) -> None:
+    summary = {"type": "compaction", "content": "All of it.", "tool_changes": changes}
+    for said in (
+        {"role": "system", "content": [text("New tools."), *changes]},
+        {"role": "system", "content": changes},
+        {"role": "assistant", "content": [summary]},
+    ):
+        fields = {"tools": [TOOL], "messages": [*HELLO, said, *HELLO]}
+        counted = read_counted_message(json.dumps(ASKED | fields).encode())
+        for request in (read(**fields), counted):
+            functions = [tool["function"] for tool in request.tools]
+            assert [f"{each['name']}: {each.get('description')}" for each in functions] == offered
+
+
+def test_a_tool_that_is_added_can_be_chosen_and_has_to_be_one() -> None:
+    def said(*blocks: Any) -> list[Any]:
+        return [*HELLO, {"role": "system", "content": [*blocks]}]
+
+    choice = {"type": "tool", "name": "clock"}
+    assert read(messages=said(added(BY_VALUE)), tool_choice=choice).tool_choice.names == ("clock",)
+    wrong = {"type": "tool_definition", "definition": {"name": "a b", "input_schema": {}}}
+    begins = "messages.1.content.0.tool.definition.name: String should match"
+    assert refusal(messages=said(added(wrong))).startswith(begins)
+    assert refusal(messages=said(added({"type": "spoon"}))).startswith(
+        "messages.1.content.0.tool: Input should"
+    )
+
+
+def test_blocks_of_anthropics_own_tools_are_passed_over_and_marks_on_them_count() -> None:
+    search = {"type": "server_tool_use", "id": "srv_1", "name": "web_search", "input": {"query": "x"}}
+    found = {"type": "web_search_tool_result", "tool_use_id": "srv_1", "content": []}
+    from_the_future = {"type": "telepathy", "thought": "x"}
+    mcp = {"type": "mcp_tool_result", "tool_use_id": "m", "content": [text("Rain."), {"type": "image"}]}
+    said = [text("So: "), search, found | {"cache_control": MINUTES}, from_the_future, mcp, text("Done.")]
+    summary = [{"type": "compaction", "content": "They met. "}, {"type": "compaction", "content": None}]
+    request = read(
+        messages=[
+            *HELLO,
+            {"role": "assistant", "content": said},
+            *HELLO,
+            {"role": "assistant", "content": [*summary, text("Yes.")]},
+            {"role": "user", "content": [search, text("?")]},
+        ]
+    )
+    assert [message["content"] for message in request.messages] == [
+        "Hello",
+        "So: Rain.\n[an image, which cannot be read here]\nDone.",
+        "Hello",
+        "They met. \nYes.",
+        "?",
+    ]
+    assert request.keeps == [KeepThrough(300, 1, len("So: "))]
+    only_tools = {"role": "system", "content": [added(REFERENCE, cache_control=HOUR)]}
+    assert read(messages=[*HELLO, only_tools], tools=[TOOL]).keeps == [KeepThrough(3600, 0)]
+
+
 def test_thinking_is_an_argument_of_the_template() -> None:
     for thinking, expected in [
         (None, False),

@@ -168,8 +168,8 @@ def test_functions_of_old_are_calls_and_their_results() -> None:
         ([{"role": "assistant", "tool_calls": [3]}], "messages[0].tool_calls[0]", "invalid_type"),
         (
             [{"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}],
-            "messages[0].tool_calls[0].type",
-            "unsupported_value",
+            "messages[0].tool_calls[0].custom",
+            "missing_required_parameter",
         ),
         (
             [{"role": "assistant", "tool_calls": [{**CALL, "id": None}]}],

@@ -360,7 +360,9 @@ async def test_breakpoints_are_kept_through_their_message(
         ({"input": []}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "king", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].call_id"),
+        ({"input": [{"type": "input_text", "text": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "compaction_trigger"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
         (

@@ -101,6 +101,88 @@ def test_calls_of_custom_tools_are_calls_with_an_input() -> None:
     assert answer["content"] == "done"
 
 
+@pytest.mark.parametrize(
+    ("items", "name", "arguments", "said"),
+    [
+        (
+            [
+                {"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}},
+                {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "a", "stderr": ""}]},
+            ],
+            "shell",
+            {"action": {"commands": ["ls"]}},
+            '{"stdout": "a", "stderr": ""}',
+        ),
+        (
+            [
+                {"type": "local_shell_call", "id": "i", "call_id": "c", "action": {"command": ["ls"]}},
+                {"type": "local_shell_call_output", "id": "c", "output": "a"},
+            ],
+            "local_shell",
+            {"action": {"command": ["ls"]}},
+            "a",
+        ),
+        (
+            [
+                {
+                    "type": "apply_patch_call",
+                    "call_id": "c",
+                    "operation": {"type": "delete_file", "path": "a"},
+                },
+                {"type": "apply_patch_call_output", "call_id": "c", "status": "failed"},
+            ],
+            "apply_patch",
+            {"operation": {"type": "delete_file", "path": "a"}},
+            "failed",
+        ),
+        (
+            [
+                {"type": "computer_call", "call_id": "c", "action": {"type": "screenshot"}},
+                {
+                    "type": "computer_call_output",
+                    "call_id": "c",
+                    "output": {"type": "computer_screenshot", "file_id": "f"},
+                },
+            ],
+            "computer",
+            {"action": {"type": "screenshot"}},
+            "[an image, which cannot be read here]",
+        ),
+        (
+            [{"type": "mcp_call", "id": "c", "name": "rain", "arguments": '{"a": 1}', "output": "Rain."}],
+            "rain",
+            {"a": 1},
+            "Rain.",
+        ),
+    ],
+)
+def test_calls_of_other_kinds_are_calls_and_their_results(
+    items: list[Any], name: str, arguments: Any, said: str
+) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+    assert messages_of(*items) == [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": said},
+    ]
+
+
+@pytest.mark.parametrize("kind", ["additional_tools", "tool_search_output"])
+def test_tools_that_the_input_brings_are_offered_and_the_later_counts(kind: str) -> None:
+    space = {"type": "namespace", "name": "n", "tools": [FUNCTION]}
+    later = [{**FUNCTION, "description": "Newer"}, {"type": "web_search"}, space]
+    request = read(tools=[FUNCTION, {**FUNCTION, "name": "g"}], input=[{"type": kind, "tools": later}])
+    offered = [(tool["function"]["name"], tool["function"].get("description")) for tool in request.tools]
+    assert offered == [("f", "Newer"), ("g", None), ("n.f", None)]
+
+
+def test_items_from_the_future_are_passed_over_if_they_are_of_an_answer() -> None:
+    thought = {"type": "telepathy", "id": "tp_1", "thought": "x"}
+    assert messages_of(thought, assistant("So.")) == [{"role": "assistant", "content": "So."}]
+    for mistake in ({"type": "telepathy"}, {**thought, "role": "user"}):
+        with pytest.raises(RouterError):
+            messages_of(mistake)
+
+
 def test_breakpoints_count_messages_and_not_items() -> None:
     mark = {"prompt_cache_breakpoint": {"mode": "explicit"}}
     part = {"type": "input_text", "text": "x", **mark}

@@ -5,6 +5,7 @@ import random
 import time
 
 import pytest
+from msgspec import structs
 
 from replicas.protocol.frames import RefusalCode, TokenDelta
 from router.dispatch.generation_run import GenerationRun
@@ -87,9 +88,11 @@ async def test_every_attempt_announces_what_is_missing_of_the_prompt_under_an_id
     async def kill(run: GenerationRun) -> None:
         await fleet.serving_replica().kill()
 
-    deltas = await generate(fleet, after_first=kill)
+    sampling = structs.replace(GENERATION.sampling, temperature=0.6, unsaid=("top_p",))
+    deltas = await generate(fleet, changed(GENERATION, sampling=sampling), after_first=kill)
     assert tokens_of(deltas) == expected_tokens()
     first, resumed = (replica.submits[0] for replica in replicas)
+    assert first.sampling == resumed.sampling == sampling
     assert max(first.num_output_tokens, resumed.num_output_tokens) > 0
     assert first.announced_hashes == resumed.announced_hashes == tuple(GENERATION.block_hashes)
     assert first.announcement_id != resumed.announcement_id

@@ -270,7 +270,7 @@ async def test_one_whose_time_is_over_at_its_replica_is_stopped_there_and_pays_f
     holding = use(fleet)
     replica = await fleet.add("slow", holding=True)
     counters = holding._fleet("toy").queue.counters
-    asking = asyncio.create_task(generate(fleet, of("red", timeout_seconds=0.3)))
+    asking = asyncio.create_task(generate(fleet, of("red", timeout_seconds=2.0)))
     await eventually(lambda: replica.num_live == 1)
     charged = counters.counter_of_waiting("red")
     assert charged > 0
@@ -300,7 +300,7 @@ async def test_a_prompt_whose_replica_is_lost_costs_its_tenant_nothing(fleet: Di
 async def test_a_tenants_slo_is_a_deadline_too(fleet: DispatchedFleet) -> None:
     use(fleet)
     replica = await fleet.add("slow", holding=True)
-    caller = Caller(tenant=Tenant(name="red", slo_seconds=0.1))
+    caller = Caller(tenant=Tenant(name="red", slo_seconds=2.0))  # to have reached the replica by then
     with pytest.raises(TooLate):
         await generate(fleet, replace(of("red"), caller=caller))
     await eventually(lambda: replica.num_aborts == 1)
@@ -322,10 +322,10 @@ async def test_an_answer_that_has_begun_in_time_may_take_longer(fleet: Dispatche
 
     async def pause(run: object) -> None:
         replica.script.holding = True
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(2.1)
         replica.script.holding = False
 
     replica.script.step_seconds = 0.01
-    deltas = await generate(fleet, of("red", timeout_seconds=0.4), after_first=pause)
+    deltas = await generate(fleet, of("red", timeout_seconds=2.0), after_first=pause)
     assert_complete(deltas, 1)
     assert replica.num_aborts == 0

@@ -10,6 +10,7 @@ import pytest
 from router.errors import RouterError
 from router.explain.leaves import Path, spelled
 from router.explain.places import Place, PlaceKind, PromptPlaces, place_in_prompt, place_of_token
+from tests.router import tiny_model
 from tests.router.explain.agent_bodies import claude_code, codex
 from tests.router.explain.conversations import (
     AS,
@@ -65,6 +66,31 @@ def test_of_a_hundred_changed_characters_ninety_nine_lead_to_the_field_that_was_
     assert len(found) >= NUM_BODIES * len(TEMPLATES)
     assert len(wrong) * 100 <= len(found), wrong
     assert not [pair for pair in wrong if pair[0].is_certain]
+
+
+def test_a_tool_that_the_conversation_adds_has_its_place_and_what_no_prompt_has_none() -> None:
+    described = "Tells the time of a place that is far away from here"
+    asked = "Thank you, and what about the other one?"
+    tool = {"name": "clock", "description": described, "input_schema": {"type": "object"}}
+    change = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": tool}}
+    searched = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": asked}}
+    turns = [
+        {"role": "user", "content": "What time is it in that place?"},
+        {"role": "system", "content": [change]},
+        {"role": "assistant", "content": [searched, {"type": "text", "text": "I shall look at the clock."}]},
+        {"role": "user", "content": asked},
+    ]
+    later = {"type": "additional_tools", "role": "developer", "tools": [{"type": "function", **tool}]}
+    items = [turns[0], later, turns[3]]
+    change_path, question = "messages[1].content[0].tool.definition.description", "messages[3].content"
+    for dialect, body, paths in (
+        ("messages", {"max_tokens": 9, "messages": turns}, (change_path, question)),
+        ("responses", {"input": items}, ("input[1].tools[0].description", "input[2].content")),
+    ):
+        text = prompt_text(dialect, {"model": tiny_model.MODEL, **body}, "qwen3")
+        places = PromptPlaces(body, text)
+        found = [places.at(text.index(words) + 5) for words in (described, asked)]
+        assert [(place.path, place.is_certain) for place in found] == [(path, True) for path in paths]
 
 
 @pytest.mark.parametrize(("dialect", "agent"), [("responses", codex), ("messages", claude_code)])

@@ -114,16 +114,16 @@ async def test_every_replicas_adapters_are_told_those_of_the_newest_last(
     oldest = await start("r1", "e1", card=replace(CARD, adapters=(old, other)))
     await registry.put(newest)
     await world.wait_routed("r0")
-    assert world.adapters["toy"] == [new]
+    assert world.adapters("toy") == [new]
     await registry.put(oldest)
     await registry.put(await start("r2", "e0"))
     await world.wait_routed("r0", "r1", "r2")
-    assert world.adapters["toy"] == [old, other, new]
+    assert world.adapters("toy") == [old, other, new]
     assert len(world.models) == 1  # whatever adapters they have, they serve one model
     await registry.put(newest, ReplicaState.DRAINING)
-    await eventually(lambda: world.adapters["toy"] == [old, other])
+    await eventually(lambda: world.adapters("toy") == [old, other])
     await oldest.kill()
-    await eventually(lambda: world.adapters["toy"] == [])
+    await eventually(lambda: world.adapters("toy") == [])
 
 
 async def test_two_models_are_kept_apart(world: World, registry: Registry, start: Start) -> None:

@@ -261,7 +261,7 @@ async def test_adapters_follow_the_order_of_registration_whatever_the_clocks_sai
         watching(RegistrySource(redis_url, POLL_SECONDS, seal=SEAL)) as world,
     ):
         await world.wait_routed("r0", "r1")
-        assert world.adapters["toy"] == [first, second]
+        assert world.adapters("toy") == [first, second]
         # Redis loses everything, the counter too: whoever comes next is the newest all the same.
         await registry.redis.flushall()
         async with asyncio.timeout(30):
@@ -271,7 +271,7 @@ async def test_adapters_follow_the_order_of_registration_whatever_the_clocks_sai
         newest = await start("r2", "0000-a", card=replace(CARD, adapters=(third,)))
         async with registered(redis_url, newest.address, epoch=newest.epoch, replica_id="r2"):
             await world.wait_routed("r0", "r1", "r2")
-            assert world.adapters["toy"] == [first, second, third]
+            assert world.adapters("toy") == [first, second, third]
 
 
 @pytest.mark.parametrize("nonsense", ["text", "9223372036854775807", "-5", "list"])

@@ -23,6 +23,7 @@ from router.features.history.feature import ChatHistory
 from router.observation.metrics import RouterMetrics
 from router.picker.endpoint import picked_endpoints
 from router.picker.server import Picker
+from router.prompt.catalog import ModelCatalog
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
 from router.served import ServedRequest
@@ -80,7 +81,9 @@ class Picking:
 
 
 @contextlib.asynccontextmanager
-async def picking_fleet(keys: FindsCallers | None = None, **settings: object) -> AsyncIterator[Picking]:
+async def picking_fleet(
+    keys: FindsCallers | None = None, catalog: ModelCatalog | None = None, **settings: object
+) -> AsyncIterator[Picking]:
     config = build(RouterConfig, {"picker_port": 0, "wait_seconds": 0.2, **settings})
     rng = random.Random(0)
     table = RoutingTable("kvasir", CostParameters(), rng)
@@ -88,7 +91,7 @@ async def picking_fleet(keys: FindsCallers | None = None, **settings: object) ->
     dispatcher = Dispatcher(table, lambda _: None, rng=rng, retry=retry)
     context = ApiContext(
         config=config,
-        catalog=tiny_model.catalog(),
+        catalog=catalog or tiny_model.catalog(),
         dispatcher=dispatcher,
         metrics=RouterMetrics(CollectorRegistry()),
         num_replicas=lambda model: len(table.replica_ids(model)),

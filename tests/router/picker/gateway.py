@@ -63,6 +63,7 @@ class Asked:
         self.told = Told()
         self.answer = b""
         self.num_answer_heads = 0
+        self.num_empty_replies = 0
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self._call = gateway.process(self._messages())
 
@@ -114,6 +115,8 @@ class Asked:
                 for mutation in known(2, common):
                     told.headers |= _set_headers(mutation)
                 self._take_body(number, known(3, common))
+            elif number == 3:
+                self.num_empty_replies += 1
         return True
 
     def _take_body(self, number: int, mutations: list[bytes]) -> None:

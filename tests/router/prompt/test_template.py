@@ -1,5 +1,6 @@
 """Chat templates: one engine or the other, the same text."""
 
+import itertools
 import json
 from datetime import datetime
 from pathlib import Path
@@ -50,6 +51,14 @@ REFUSES_TEXT = """{%- for message in messages %}
     {%- if message.content is string %}{{ raise_exception('parts, please') }}{% endif %}
     {{- message.content | map(attribute='text') | join('') }}
 {%- endfor %}"""
+
+ALL_ROLES = ("user", "assistant", "system", "developer", "tool")
+
+IN_PARTS = """{%- for m in messages %}
+    {%- if m.role in ROLES %}{% for part in m.content %}{{ part.text }}{% endfor %}
+    {%- else %}{{ m.content if m.content is string else raise_exception('text, please') }}{% endif %}
+{%- endfor %}"""
+"""It reads the contents of some roles as parts, and of all others as text."""
 
 COMPARES = "{% for m in messages %}{% if m.content > '' %}{{ m.content }}{% endif %}{% endfor %}"
 """One engine compares a list with a text and the other refuses; but no template of text is given a list."""
@@ -120,10 +129,10 @@ def test_all_that_is_said_is_shown_whichever_form_a_template_reads(source: str) 
 @pytest.mark.parametrize(
     ("source", "form"),
     [
-        (READS_PARTS, ContentForm(reads_text=False, reads_parts=True)),
-        (REFUSES_TEXT, ContentForm(reads_text=False, reads_parts=True)),
-        (READS_BOTH, ContentForm(reads_text=True, reads_parts=True)),
-        (tiny_model.TEMPLATE, ContentForm(reads_text=True, reads_parts=False)),
+        (READS_PARTS, ContentForm(ALL_ROLES, reads_parts=True)),
+        (REFUSES_TEXT, ContentForm(ALL_ROLES, reads_parts=True)),
+        (READS_BOTH, ContentForm(reads_parts=True, shows_found_images=True)),
+        (tiny_model.TEMPLATE, ContentForm()),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", ContentForm()),
         ("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", ContentForm()),
         ("{{ raise_exception('never') }}", ContentForm()),
@@ -137,6 +146,19 @@ def test_it_is_tried_out_which_form_a_template_reads(source: str, form: ContentF
     trial = _template(source).verdict.trials["default"]
     assert trial.content_form == form
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(trial), type=TemplateTrial) == trial
+
+
+@pytest.mark.parametrize(
+    "roles", [roles for number in range(6) for roles in itertools.combinations(ALL_ROLES, number)]
+)
+def test_each_role_is_shown_where_some_are_read_as_parts_and_others_as_text(roles: tuple[str, ...]) -> None:
+    """A tool's result too, which clients send as either."""
+    template = _template(IN_PARTS.replace("ROLES", str([*roles])))
+    said = {role: f"<{role}>" for role in ALL_ROLES}
+    messages = [{"role": role, "content": said[role]} for role in ("system", *ALL_ROLES, "user")]
+    assert template.render(messages) == "".join(said[message["role"]] for message in messages)
+    form = template.verdict.trials["default"].content_form
+    assert form == ContentForm(roles, reads_parts="user" in roles)
 
 
 @pytest.mark.parametrize("name", WALKING)

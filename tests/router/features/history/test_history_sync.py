@@ -51,23 +51,21 @@ async def test_redis_that_hangs_is_waited_for_once(
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(history_sync, "REST_SECONDS", (0.01, 0.05))
-    monkeypatch.setattr(history_sync, "REDIS_SECONDS", 0.05)
     one = exchange(own_redis.url)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(one.run())
         while one.is_resting:  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.005)
-        own_redis.pause()
-        one.look_seconds = 0.05
-        assert await one.fetch("us", [key(1), key(2)]) == [None, None]
-        for _ in range(100):
-            assert await one.fetch("us", [key(1)]) == [None]
-        looks = one.num_looks
-        assert (looks[Fetch.LATE], looks[Fetch.RESTING]) == (1, 100)
-        one.send(telling(1))
-        while not any("cannot tell" in each.message for each in caplog.records):  # noqa: ASYNC110 (nobody else can tell)
-            await asyncio.sleep(0.005)
-        own_redis.resume()
+        with own_redis.silent(history_sync, 0.05):
+            one.look_seconds = 0.05
+            assert await one.fetch("us", [key(1), key(2)]) == [None, None]
+            for _ in range(100):
+                assert await one.fetch("us", [key(1)]) == [None]
+            looks = one.num_looks
+            assert (looks[Fetch.LATE], looks[Fetch.RESTING]) == (1, 100)
+            one.send(telling(1))
+            while not any("cannot tell" in each.message for each in caplog.records):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
         one.look_seconds = 5.0
         while one.num_unsent:  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.005)

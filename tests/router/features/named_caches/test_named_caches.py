@@ -11,6 +11,7 @@ import redis.asyncio
 from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.prefix_leases import MAX_LEASE_SECONDS
 from router.errors import CacheGone, CachesFull, CachesUnavailable
+from router.features.named_caches import named_caches
 from router.features.named_caches.bounds import GONE_SECONDS, MAX_TTL_SECONDS, CacheBounds
 from router.features.named_caches.named_caches import RECHECK_SECONDS, REST_SECONDS, NamedCaches
 from router.features.named_caches.record import CacheContent, CacheKind, CacheLease, CacheRecord
@@ -324,29 +325,25 @@ async def test_nothing_that_a_client_sent_can_be_read_in_redis(routers: Open, re
             assert not any(word in value for word in (b"role", b"system", b"a name", b"a salt", b"tiny"))
 
 
-@pytest.mark.parametrize("is_paused", [False, True])
+@pytest.mark.parametrize("is_silent", [False, True])
 async def test_without_redis_what_is_known_is_used_and_nothing_is_made(
-    own_redis: RedisServer, times: Times, is_paused: bool, caplog: pytest.LogCaptureFixture
+    own_redis: RedisServer, times: Times, is_silent: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     caches = NamedCaches(own_redis.url, SECRET, wall_clock=times.wall, clock=times.now)
     made = record()
     await caches.create(made, CONTENT)
-    (own_redis.pause if is_paused else own_redis.kill)()
-    times.passed = RECHECK_SECONDS
-    for _ in range(20):
-        assert await caches.use(made.cache_id, "us") == (made, CONTENT)
-    with pytest.raises(CachesUnavailable):
-        await caches.use(record(2).cache_id, "us")
-    with pytest.raises(CachesUnavailable):
-        await caches.create(record(2), CONTENT)
-    times.passed = 60.0
-    with pytest.raises(CacheGone, match="expired"):
-        await caches.use(made.cache_id, "us")
-    if is_paused:
-        own_redis.resume()
-    else:
-        own_redis.start()
+    with own_redis.silent(named_caches) if is_silent else own_redis.away():
+        times.passed = RECHECK_SECONDS
+        for _ in range(20):
+            assert await caches.use(made.cache_id, "us") == (made, CONTENT)
+        with pytest.raises(CachesUnavailable):
+            await caches.use(record(2).cache_id, "us")
+        with pytest.raises(CachesUnavailable):
+            await caches.create(record(2), CONTENT)
+        times.passed = 60.0
+        with pytest.raises(CacheGone, match="expired"):
+            await caches.use(made.cache_id, "us")
     times.passed += REST_SECONDS
     await caches.create(record(3, times), CONTENT)
     said = [each.getMessage() for each in caplog.records if each.name == NamedCaches.__module__]

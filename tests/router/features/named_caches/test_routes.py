@@ -50,7 +50,8 @@ def keeps(answer: LeaseAnswer) -> Script:
 
 @pytest.fixture
 async def server(redis_url: str) -> AsyncIterator[HttpServer]:
-    caches = NamedCaches(redis_url, SECRET, CacheBounds(num_caches=5, bytes_per_cache=10_000))
+    bounds = CacheBounds(num_caches=5, bytes_per_cache=10_000)
+    caches = NamedCaches(redis_url, SECRET, bounds, clock=lambda: 0.0)  # what was read stays fresh
     async with http_server(caches=caches) as running:
         running.dispatcher.script = keeps(LeaseAnswer(60, 32))
         yield running
