@@ -286,8 +286,7 @@ class _Parts:
         tracing: Tracing,
         secret: ClusterSecret | None,
     ) -> None:
-        engine = proven.engine
-        self.card = engine.card
+        engine = self._engine = proven.engine
         self.tracing = tracing
         self.metrics = _metrics_of(config, self.card, tracing)
         self.bridge = FrameBridge(asyncio.get_running_loop(), self._deliver)
@@ -315,7 +314,7 @@ class _Parts:
             seal=None if secret is None else LeaseSeal(secret),
         )
         self.server = ReplicaServer(
-            Identity(replica_id, epoch, self.card, proven.bundle),
+            Identity(replica_id, epoch, lambda: self.card, proven.bundle),
             self.engine_loop,
             self.index,
             list_blocks=lambda: self.index.block_hashes,
@@ -332,6 +331,11 @@ class _Parts:
         self._group: asyncio.TaskGroup | None = None
         self._begun = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def card(self) -> ModelCard:
+        """The model's card as it is now."""
+        return self._engine.card
 
     def _index_writer(self, config: ReplicaConfig, epoch: Epoch) -> IndexWriter:
         return IndexWriter(

@@ -28,9 +28,11 @@ HTTP status codes stand in `app.py` and `api/`, nowhere here.
 """
 
 import enum
+from collections.abc import Iterable
 from types import TracebackType
 from typing import NamedTuple
 
+from replicas.protocol.bounds import few
 from replicas.protocol.frames import ServerError
 
 
@@ -139,6 +141,12 @@ class ContextLengthExceeded(InvalidRequest):
 
 class UnknownModel(RouterError):
     kind = ErrorKind.UNKNOWN_MODEL
+
+
+def unknown_model(name: str, served: Iterable[str]) -> UnknownModel:
+    return UnknownModel(
+        f"The model '{name[:200]}' does not exist or is not served here. Served here: {few(served)}."
+    )
 
 
 class CacheGone(RouterError):

@@ -10,7 +10,7 @@ CONTEXT_LENGTH = 4096
 
 def serve(model: str, port: str, num_slots: str, num_threads: str) -> None:
     settings = xllamacpp.CommonParams()
-    settings.model.path, settings.model_alias, settings.port = model, {"toy"}, int(port)
+    settings.model.path, settings.model_alias, settings.port = model, {"toy", "toy-too"}, int(port)
     settings.n_parallel, settings.n_ctx = int(num_slots), int(num_slots) * CONTEXT_LENGTH
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
     settings.n_threads_http = int(num_threads)

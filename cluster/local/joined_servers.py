@@ -15,7 +15,7 @@ from cluster.engines.finders import finder_of
 from cluster.errors import ClusterError
 from replicas.errors import StartupError
 from replicas.openai_engine.engine import BLOCK_SIZE
-from replicas.openai_engine.upstream import read_served_name
+from replicas.remote_engine.model_list import MODELS_PATH, read_models
 from replicas.remote_engine.probes import find_dialect
 from replicas.remote_engine.server import Server
 
@@ -84,12 +84,12 @@ def _ask(url: str, key: str | None) -> JoinedServer:
 def _ask_name(url: str, key: str | None) -> JoinedServer:
     server = Server(url, key=key, rank=None, tell=lambda _: None)
     try:
-        served = read_served_name(server.ask("/v1/models"), None)
+        served = read_models(server.ask(MODELS_PATH), None)
     except StartupError as error:
         raise ClusterError(f"{url} cannot be joined: {error}") from error
     finally:
         server.close()
-    return JoinedServer(url, served.name, "", BLOCK_SIZE)
+    return JoinedServer(url, served.served_name, "", BLOCK_SIZE)
 
 
 def folder_of(server: JoinedServer, model: str | None) -> str:

@@ -20,7 +20,7 @@ from replicas.kvstore.leasing.lease_outcome import without_tiers
 from replicas.kvstore.rate import DECAY
 from replicas.openai_engine.bodies import Read, body_to_send
 from replicas.openai_engine.byte_text import NUM_BYTES, byte_bundle
-from replicas.openai_engine.upstream import Alive, Answered, BodyPiece, BodyServer, read_served_name
+from replicas.openai_engine.upstream import Alive, Answered, BodyPiece, BodyServer
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import (
@@ -39,8 +39,9 @@ from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.remote_engine.believed import BelievedResidency
 from replicas.remote_engine.facts import declared_fingerprint
 from replicas.remote_engine.live_requests import LiveRequest, LiveRequests
+from replicas.remote_engine.model_list import MODELS_PATH, read_models, with_names
 from replicas.remote_engine.refusals import RefusalLog
-from replicas.remote_engine.server import Ended, Unreachable, Watched, read_key
+from replicas.remote_engine.server import Ended, Listed, Unreachable, Watched, read_key
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ MOST_BYTES_PER_TOKEN = 32
 MOST_STEP_BYTES = 32 * 2**20
 """A frame has a piece more than this at most. Routers read up to 128 MiB."""
 
-News = BodyPiece | Answered | Ended | Alive | Unreachable
+News = BodyPiece | Answered | Ended | Alive | Listed | Unreachable
 
 
 @dataclass(slots=True)
@@ -85,9 +86,9 @@ class OpenAiEngine:
             raise
 
     def _attach(self, config: ReplicaConfig, deadline: float) -> None:
-        self._server.wait(deadline, "/v1/models")
-        served = read_served_name(self._server.ask("/v1/models"), config.engine_model)
-        forms = self._server.forms(served.name)
+        self._server.wait(deadline, MODELS_PATH)
+        served = read_models(self._server.ask(MODELS_PATH), config.engine_model)
+        forms = self._server.forms(served.served_name)
         if not forms:
             raise StartupError(f"{self._server.url} takes no bodies of OpenAI's or Anthropic's forms")
         directory = None if config.model is None else Path(config.model)
@@ -96,10 +97,10 @@ class OpenAiEngine:
         if directory is None:
             context *= MOST_BYTES_PER_TOKEN
         context = min(context, config.context_length or context)
-        self._server.served_name = served.name
+        self._server.served_name = served.served_name
         self._card = ModelCard(
-            name=config.model_name or served.name,
-            fingerprint=declared_fingerprint(served.name, self._bundle.files),
+            name=config.model_name or served.served_name,
+            fingerprint=declared_fingerprint(served.served_name, self._bundle.files),
             engine="openai",
             block_size=config.block_size or BLOCK_SIZE,
             num_blocks=config.num_blocks or NUM_BLOCKS,
@@ -110,6 +111,7 @@ class OpenAiEngine:
             takes_bodies=forms,
             told_context=min(told, context) if directory is None else 0,
         )
+        self._card = with_names(self._card, served)
         self._live: LiveRequests[_Live] = LiveRequests(config.max_waiting)
         self._refusals = RefusalLog(logger)
         self._ready: list[TokenDelta] = []
@@ -142,8 +144,9 @@ class OpenAiEngine:
         name = _name(request.key)
         self._live.check_room(name, request.key)
         try:
+            served_name = submit.adapter or self._server.served_name
             sent = body_to_send(
-                submit.body_form, submit.body, self._server.served_name, asks_usage=self._server.asks_usage
+                submit.body_form, submit.body, served_name, asks_usage=self._server.asks_usage
             )
         except ValueError as error:
             raise RequestRefused(RefusalCode.INVALID_REQUEST, f"the body cannot be read: {error}") from error
@@ -180,6 +183,9 @@ class OpenAiEngine:
                     self._fail(news)
                 case Alive():
                     self._watched.seen()
+                case Listed():
+                    self._watched.seen()
+                    self._card = with_names(self._card, news.model)
                 case Unreachable():
                     self._watched.missed(news)
         deltas, self._ready = self._ready, []

@@ -5,10 +5,9 @@ a stream, or all of an answer that does not stream. Comments in a stream are lef
 """
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from typing import Annotated, NamedTuple
 
@@ -26,10 +25,13 @@ from replicas.openai_engine.bodies import (
 )
 from replicas.protocol.frames import BodyForm, Refusal, RefusalCode
 from replicas.remote_engine.dialect import NotThere
+from replicas.remote_engine.model_list import MODELS_PATH, read_models
 from replicas.remote_engine.server import (
     CONNECT_SECONDS,
     HTTP_ERRORS,
+    LIST_SECONDS,
     Ended,
+    Listed,
     Server,
     Unreachable,
     check_plain,
@@ -40,34 +42,10 @@ from replicas.remote_engine.server import (
 
 logger = logging.getLogger(__name__)
 
-ALIVE_SECONDS = 2.0
-"""Time between looks whether the server still answers."""
-
 END_SECONDS = 1.0
 """Time that an answer has to end after its last event, so that its connection can be used again."""
 
 NOT_THERE = (404, 405, 501)
-MOST_CONTEXT = 2**31
-
-
-class ServedName(NamedTuple):
-    name: str
-    context_length: int | None
-
-
-def read_served_name(text: bytes, wanted: str | None) -> ServedName:
-    """Parse `/v1/models`; `wanted` None takes the first model. The context is vLLM's field, or llama.cpp's;
-    None is not told. Raises NotThere if the model is not listed, and StartupError for what is no list."""
-    try:
-        entries = {str(entry["id"]): entry for entry in json.loads(text)["data"]}
-        name = next(iter(entries)) if wanted is None else wanted
-        if name not in entries:
-            raise NotThere(f"the server has no model {name}; it has {', '.join(entries)}")
-        entry = entries[name]
-        context = entry.get("max_model_len") or (entry.get("meta") or {}).get("n_ctx")
-        return ServedName(name, context if isinstance(context, int) and 0 < context <= MOST_CONTEXT else None)
-    except (ValueError, LookupError, TypeError, AttributeError, StopIteration, RecursionError) as error:
-        raise StartupError(f"the server's list of models cannot be read: {error!r}") from error
 
 
 class BodyPiece(NamedTuple):
@@ -117,16 +95,18 @@ class BodyServer(Server):
         answer = self.try_ask(path, {"model": served_name})
         return answer.status_code not in NOT_THERE and not answer.has_redirect_location
 
-    async def _look(self) -> None:
+    def _looking(self) -> list[Coroutine[None, None, None]]:
+        return [self._list()]
+
+    async def _list(self) -> None:
         while True:
-            await asyncio.sleep(ALIVE_SECONDS)
+            await asyncio.sleep(LIST_SECONDS)
             try:
-                answer = await self._whole("/v1/models", CONNECT_SECONDS)
+                answer = await self._whole(MODELS_PATH, CONNECT_SECONDS)
                 if answer.status_code >= 500:
                     raise ValueError(f"it answers {answer.status_code}")
-                if answer.status_code == 200:  # a vendor refuses those who ask often
-                    read_served_name(answer.content, self.served_name)
-                self._tell(Alive())
+                is_list = answer.status_code == 200  # a vendor refuses those who ask often
+                self._tell(Listed(read_models(answer.content, self.served_name)) if is_list else Alive())
             except NotThere as error:
                 self._tell(Unreachable(str(error), is_refused=True))
             except Exception as error:  # of any kind: it is told, and the next look follows

@@ -6,6 +6,8 @@ they keep one wrong number from spoiling a sum, a median or a scrape.
 """
 
 import re
+from collections.abc import Iterable
+from itertools import islice
 from typing import Annotated
 
 from msgspec import Meta
@@ -20,6 +22,8 @@ MAX_NUMBER = (1 << 63) - 1
 
 MAX_ID_CHARACTERS = 253
 MAX_NAME_CHARACTERS = 512
+MAX_CARD_NAMES = 4096
+"""Bound on the adapters of one model, and on its other names."""
 MAX_MESSAGE_CHARACTERS = 2000
 MAX_SHOWN_CHARACTERS = 320
 
@@ -41,9 +45,13 @@ def checked_id(text: str) -> str:
 
 def checked_name(text: str) -> str:
     """Check a name of a model, an adapter or an engine: nothing that would garble a log."""
-    if not 0 < len(text) <= MAX_NAME_CHARACTERS or not text.isprintable():
+    if not is_name(text):
         raise ValueError(f"{shown(text)} is no name")
     return text
+
+
+def is_name(text: str) -> bool:
+    return 0 < len(text) <= MAX_NAME_CHARACTERS and text.isprintable()
 
 
 def checked_address(text: str) -> str:
@@ -70,4 +78,10 @@ def parsed_number(text: bytes) -> int:
 def shown(value: object) -> str:
     """Shorten foreign text to one line, for messages."""
     text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"
+
+
+def few(names: Iterable[str]) -> str:
+    """Join names for a message, as many as fit."""
+    text = ", ".join(islice(names, MAX_SHOWN_CHARACTERS))
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"

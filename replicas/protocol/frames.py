@@ -286,8 +286,9 @@ ErrorWord = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
 
 
 class ServerError(Struct, frozen=True, omit_defaults=True):
-    """The error of a server beside a replica, for the client. `body` is all of it as JSON, if that is in the
-    form of the client's API; `retry_after_seconds` is when the server says to come back."""
+    """The error of a server beside a replica, or of an engine in its stead, for the client. `body` is all of
+    it as JSON, if that is in the form of the client's API; `retry_after_seconds` is when the server says to
+    come back."""
 
     status: Annotated[int, Meta(ge=400, le=599)]
     type: ErrorWord | None = None

@@ -79,6 +79,9 @@ class ModelCard:
 
     `sampling_defaults` hold where a client has no word; None is neutral. A server has its own for those that
     are None in them.
+
+    `aliases` are other names that clients may ask for the model by. These and `adapters` may change while the
+    replica lives, and nothing else.
     """
 
     name: str
@@ -106,6 +109,7 @@ class ModelCard:
     takes_bodies: tuple[str, ...] = ()
     told_context: int = 0
     sampling_defaults: SamplingDefaults | None = None
+    aliases: tuple[str, ...] = ()
 
     @property
     def told_context_length(self) -> int:

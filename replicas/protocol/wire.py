@@ -14,9 +14,9 @@ from msgspec import Raw, Struct
 
 from replicas.protocol.bounds import (
     MAX_BLOCKS,
+    MAX_CARD_NAMES,
     MAX_MESSAGE_CHARACTERS,
     MAX_NAME_CHARACTERS,
-    MAX_REQUESTS,
     MAX_TOKENS,
     Uint64,
     checked_address,
@@ -208,11 +208,16 @@ def _check_card(card: ModelCard) -> None:
     checked_count(card.state_tokens, MAX_TOKENS, "the tokens of a state")
     if card.peek_tokens not in (0, card.block_size):
         raise ValueError(f"a draft model peeks {shown(card.peek_tokens)} tokens, not a block or nothing")
-    if len(card.eos_token_ids) > MAX_NAME_CHARACTERS or len(card.adapters) > MAX_REQUESTS:
+    if (
+        len(card.eos_token_ids) > MAX_NAME_CHARACTERS
+        or max(len(card.adapters), len(card.aliases)) > MAX_CARD_NAMES
+    ):
         raise ValueError(f"a model card is too long: {shown(card)}")
     if card.endpoint:
         checked_address(card.endpoint)
     checked_count(len(card.image_rule), MAX_RULE_CHARACTERS, "the length of an image rule")
+    for alias in card.aliases:
+        checked_name(alias)
     for adapter in card.adapters:
         checked_name(adapter.name)
         checked_name(adapter.fingerprint)

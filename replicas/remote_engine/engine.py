@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from replicas.checkpoints.model_config import read_eos_token_ids
@@ -44,11 +44,13 @@ from replicas.remote_engine.dialect import Delta, Dialect
 from replicas.remote_engine.event_feed import EventFeed, Events, Restarted
 from replicas.remote_engine.facts import ServerLoad, ServerModel, declared_fingerprint
 from replicas.remote_engine.live_requests import LiveRequest, LiveRequests
+from replicas.remote_engine.model_list import with_names
 from replicas.remote_engine.probes import check_tokenizer, find_dialect
 from replicas.remote_engine.refusals import RefusalLog
 from replicas.remote_engine.residency import ServerResidency, Stored
 from replicas.remote_engine.server import (
     Ended,
+    Listed,
     Looked,
     Piece,
     Sent,
@@ -63,7 +65,7 @@ from replicas.toy_model import checkpoint_directory
 
 logger = logging.getLogger(__name__)
 
-News = Piece | Ended | Looked | Unreachable | Events | Restarted
+News = Piece | Ended | Looked | Listed | Unreachable | Events | Restarted
 
 PROOF_STEP_SECONDS = 0.05
 """How long a step takes before `begin`. A proof has a number of them, and the server may be busy."""
@@ -130,8 +132,8 @@ class RemoteEngine:
             self._card.context_length,
             self._card.num_cache_tokens,
             self._card.vocab_size,
-            frozenset(adapter.name for adapter in self._card.adapters),
         )
+        self._take_names(dialect.model)
         self._live: LiveRequests[_Live] = LiveRequests(config.max_waiting)
         self._refusals = RefusalLog(logger)
         self._ready: list[TokenDelta] = []
@@ -153,6 +155,7 @@ class RemoteEngine:
 
     def _model_card(self, config: ReplicaConfig, directory: Path, vocab_size: int) -> ModelCard:
         model, sizes = self._dialect.model, self._dialect.sizes
+        assert model.context_length is not None
         if config.block_size not in (None, sizes.block_size):
             raise StartupError(
                 f"the server's blocks have {sizes.block_size} tokens, and setting block_size is"
@@ -172,7 +175,6 @@ class RemoteEngine:
             eos_token_ids=read_eos_token_ids(directory),
             max_batched_tokens=config.tokens_per_step,
             max_running=config.max_running,
-            adapters=model.adapters,
             takes_published=False,
             endpoint=self._endpoint(config, model),
             endpoint_rank=config.engine_rank,
@@ -257,6 +259,8 @@ class RemoteEngine:
                     events += self._follow(news)
                 case Looked():
                     self._look(news.load)
+                case Listed():
+                    self._take_names(news.model)
                 case Unreachable():
                     self._watched.missed(news)
                 case Restarted():
@@ -489,7 +493,11 @@ class RemoteEngine:
             advice = self._dialect.advice_on_cached
             logger.warning("the server %s how much of a prompt was cached: %s", what, advice)
 
-    # How busy it is.
+    # What it says of itself.
+
+    def _take_names(self, model: ServerModel) -> None:
+        self._card = with_names(self._card, model)
+        self._limits = replace(self._limits, adapters=frozenset(each.name for each in self._card.adapters))
 
     def _look(self, load: ServerLoad) -> None:
         if load.started_at != self._seen.started_at:

@@ -17,12 +17,17 @@ MOST_REQUESTS = 100_000
 
 
 class ServerModel(NamedTuple):
-    """A model of `/v1/models`. `root` is where the server found it: a folder or a name on a hub."""
+    """A model of `/v1/models`. `root` is where the server found it: a folder or a name on a hub. `aliases`
+    are its other names. `num_ignored` names are too many, or no names. `is_router`: a router of Kvasir has
+    it."""
 
     served_name: str
     root: str
-    context_length: int
+    context_length: int | None
     adapters: tuple[Adapter, ...]
+    aliases: tuple[str, ...] = ()
+    num_ignored: int = 0
+    is_router: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,29 +62,6 @@ class CacheSizes(NamedTuple):
     page_size: int
 
 
-def read_models(text: bytes, served_name: str | None) -> ServerModel:
-    """Parse `/v1/models`; `served_name` None takes the first model. Raises StartupError."""
-    try:
-        entries = json.loads(text)["data"]
-        models = {entry["id"]: entry for entry in entries if not entry.get("parent")}
-        name = next(iter(models)) if served_name is None else served_name
-        if name not in models:
-            raise StartupError(f"the server has no model {name}; it has {', '.join(models)}")
-        if models[name].get("owned_by") == "kvasir":
-            raise StartupError(
-                "it is a router of Kvasir: join the servers behind it, or this one with --engine openai"
-            )
-        root = str(models[name].get("root") or name)
-        adapters = tuple(
-            Adapter(entry["id"], _digest(f"{root}\0{entry['id']}\0{entry.get('root')}"))
-            for entry in entries
-            if entry.get("parent") == name
-        )
-        return ServerModel(name, root, int(models[name]["max_model_len"]), adapters)
-    except (ValueError, LookupError, TypeError, StopIteration) as error:
-        raise StartupError(f"the server's list of models cannot be read: {error!r}") from error
-
-
 def reachable(endpoint: str, host: str) -> tuple[str, bool]:
     """Replace a wildcard by the server's host; whether the server binds: vLLM connects to any other host."""
     scheme, _, rest = endpoint.partition("://")
@@ -100,10 +82,6 @@ def declared_fingerprint(root: str, files: Mapping[str, bytes]) -> str:
     for name, content in sorted(files.items()):
         digest.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
     return digest.hexdigest()
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def tokens_of(answer: bytes) -> list[int]:

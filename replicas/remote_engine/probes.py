@@ -12,7 +12,8 @@ from replicas.checkpoints.tokenizer import read_tokenizer
 from replicas.errors import StartupError
 from replicas.protocol.status import TokenizerBundle
 from replicas.remote_engine.dialect import Ask, Dialect, NotThere
-from replicas.remote_engine.facts import read_models, tokens_of
+from replicas.remote_engine.facts import tokens_of
+from replicas.remote_engine.model_list import MODELS_PATH, read_models
 from replicas.remote_engine.sglang_dialect import read_sglang
 from replicas.remote_engine.vllm_dialect import read_vllm
 
@@ -43,7 +44,13 @@ def find_dialect(
 ) -> Dialect:
     """Ask the server what it is. SGLang describes itself with its cache's size, vLLM in its metrics; what has
     neither is no server that we can speak to. Raises StartupError."""
-    model = read_models(ask("/v1/models", None), served_name)
+    model = read_models(ask(MODELS_PATH, None), served_name)
+    if model.is_router:
+        raise StartupError(
+            "it is a router of Kvasir: join the servers behind it, or this one with --engine openai"
+        )
+    if model.context_length is None:
+        raise StartupError(f"the server does not say how long a context {model.served_name} has")
     info = server_info(ask)
     if info is not None:
         return read_sglang(info, model, url, rank=rank, block_size=block_size)

@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from io import BytesIO
 from ipaddress import ip_address
@@ -28,13 +28,16 @@ from replicas.errors import EngineDied, StartupError
 from replicas.process.settings import SettingsError
 from replicas.protocol.frames import MAX_ERROR_BYTES, BodyForm, Refusal, RefusalCode
 from replicas.remote_engine.dialect import Chunk, Dialect, NotThere, Reader
-from replicas.remote_engine.facts import ServerLoad
+from replicas.remote_engine.facts import ServerLoad, ServerModel
+from replicas.remote_engine.model_list import MODELS_PATH, read_models
 from replicas.remote_engine.refusals import parsed, refusal_of, words_of
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
 """Time between looks at the server's load."""
+LIST_SECONDS = 2.0
+"""Time between looks at its list of models."""
 
 CONNECT_SECONDS = 5.0
 IDLE_SECONDS = 4.0
@@ -92,6 +95,12 @@ class Looked(NamedTuple):
     load: ServerLoad
 
 
+class Listed(NamedTuple):
+    """The server has its model still, with these names and adapters."""
+
+    model: ServerModel
+
+
 class Unreachable(NamedTuple):
     """The server does not answer; `is_refused` if its address refuses connections."""
 
@@ -118,7 +127,7 @@ class Watched:
 
 
 Tell = Callable[[Any], None]
-"""Takes what comes: Piece, Ended, Looked or Unreachable."""
+"""Takes what comes: Piece, Ended, Looked, Listed or Unreachable."""
 
 
 class Server:
@@ -218,11 +227,11 @@ class Server:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        look = self._loop.create_task(self._look())
+        looks = [self._loop.create_task(each) for each in self._looking()]
         try:
             self._loop.run_forever()
         finally:
-            tasks = [look, *self._tasks.values()]
+            tasks = [*looks, *self._tasks.values()]
             for task in tasks:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
@@ -255,6 +264,22 @@ class Server:
     def _post(self, path: str, content: bytes) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         headers = {"content-type": "application/json"}
         return self._http.post(self.url + path, data=BytesIO(content), headers=headers, allow_redirects=False)
+
+    def _looking(self) -> list[Coroutine[None, None, None]]:
+        return [self._look(), self._list()]
+
+    async def _list(self) -> None:
+        """Follow the names that the server has. Whether it answers at all is seen by its load."""
+        while True:
+            await asyncio.sleep(LIST_SECONDS)
+            try:
+                answer = await self._whole(MODELS_PATH, CONNECT_SECONDS)
+                if answer.status_code == 200:
+                    self._tell(Listed(read_models(answer.content, self._dialect.model.served_name)))
+            except NotThere as error:
+                self._tell(Unreachable(str(error), is_refused=True))
+            except (*HTTP_ERRORS, StartupError, ValueError) as error:
+                logger.debug("the last list of models holds: %s", named(error))
 
     async def _look(self) -> None:
         paths = self._dialect.look_paths

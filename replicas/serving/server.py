@@ -87,11 +87,11 @@ class Announcer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The answer of Describe."""
+    """The answer of Describe. `read_card` has the card as it is now."""
 
     replica_id: ReplicaId
     epoch: Epoch
-    card: ModelCard
+    read_card: Callable[[], ModelCard]
     bundle: TokenizerBundle
 
 
@@ -137,7 +137,8 @@ class ReplicaServer:
         self._num_frames = 0
         self._open: dict[int, OpenRequest] = {}
         self._streams: list[RouterStream] = []
-        self._arrivals = Arrivals(LoadSnapshot(num_total_blocks=identity.card.num_blocks))
+        card = identity.read_card()
+        self._arrivals = Arrivals(LoadSnapshot(num_total_blocks=card.num_blocks))
         metrics.arrived.set_function(lambda: self._arrivals.num_requests)
         metrics.open_sequences.set_function(lambda: intake.num_sequences)
         metrics.open_tokens.set_function(lambda: intake.num_tokens)
@@ -145,7 +146,7 @@ class ReplicaServer:
         self.store = StoreQuestions(inbox)
         layout = None if kv is None else kv.layout
         self._take_over_service = TakeOverService(layout, self.store, metrics.leaving.taken_over_chunks)
-        self._image_service = ImageService(inbox, metrics.media, takes_images=bool(identity.card.image_rule))
+        self._image_service = ImageService(inbox, metrics.media, takes_images=bool(card.image_rule))
         self._is_telling = False
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -269,7 +270,7 @@ class ReplicaServer:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         identity = self._identity
         files = identity.bundle.files if question.include_tokenizer else {}
-        return DescribeResponse(identity.card, identity.replica_id, identity.epoch, files)
+        return DescribeResponse(identity.read_card(), identity.replica_id, identity.epoch, files)
 
     async def list_blocks(self, request: bytes, context: Any) -> AsyncIterator[BlockList]:
         hashes = list(self._list_blocks())

@@ -141,6 +141,8 @@ class ApiRequest:
     address: str | None = field(init=False)
     """The client's address."""
     model: ServedModel = field(init=False)
+    asked_model: str = ""
+    """The name that it has asked for its model by."""
     prompts: list[Prompt] = field(default_factory=list)
     stream: bool = False
     writer: AnswerWriter = field(init=False)

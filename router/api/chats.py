@@ -94,7 +94,8 @@ def _fill(
     )
     prompt.outline = encoded.outline
     asked.writer, asked.compared_id = new_writer(context, request, model, prompt), request.compared_id
-    asked.model, asked.prompts, asked.stream = model, [prompt], bool(request.stream)
+    asked.model, asked.asked_model = model, request.model
+    asked.prompts, asked.stream = [prompt], bool(request.stream)
 
 
 def _max_tokens(request: ChatRequest, room: int) -> int | None:

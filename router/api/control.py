@@ -100,23 +100,30 @@ class ControlRoutes:
 
     async def index(self, request: Request) -> Response:
         """Answer a program at `/`."""
-        return json_response({"name": "kvasir", "models": self._names()})
+        return json_response({"name": "kvasir", "models": self._context.catalog.all_names()})
 
     async def models(self, request: Request) -> Response:
         """In OpenAI's words and in Gemini's, whose clients read different fields; Anthropic's clients read
         some of OpenAI's otherwise, and are known by a header."""
-        models = [self._context.catalog.get(name) for name in self._names()]
+        catalog = self._context.catalog
+        models = {name: catalog.get(name) for name in catalog.all_names()}
         if is_for_anthropic(request.scope):
             return json_response(model_page(models, request.query_params))
         return json_response(
-            Models(data=list(map(_model_object, models)), models=list(map(gemini_model, models)))
+            Models(
+                data=[_model_object(*each) for each in models.items()],
+                models=[gemini_model(*each) for each in models.items()],
+            )
         )
 
     async def model(self, request: Request) -> Response:
-        model = self._context.catalog.get(request.path_params["name"])
+        name = request.path_params["name"]
+        model = self._context.catalog.get(name)
         if is_for_anthropic(request.scope):
-            return json_response(model_object(model))
-        both = encode_json(_model_object(model))[:-1] + b"," + encode_json(gemini_model(model))[1:]
+            return json_response(model_object(name, model))
+        both = (
+            encode_json(_model_object(name, model))[:-1] + b"," + encode_json(gemini_model(name, model))[1:]
+        )
         return Response(both, media_type="application/json")
 
     async def health(self, request: Request) -> Response:
@@ -153,11 +160,6 @@ class ControlRoutes:
             written = await written_answer(self._context, request, kind, body, write)
         return Response(written, media_type="application/json")
 
-    def _names(self) -> list[str]:
-        """All that can be asked for; models first, since some clients take the first."""
-        catalog = self._context.catalog
-        return [*catalog.names(), *catalog.adapter_names()]
-
     def _num_replicas(self, name: str) -> int:
         try:
             return self._context.num_replicas(name)
@@ -165,9 +167,9 @@ class ControlRoutes:
             return 0
 
 
-def _model_object(model: ServedModel) -> Model:
+def _model_object(name: str, model: ServedModel) -> Model:
     return Model(
-        id=model.name,
+        id=name,
         created=model.created,
         root=model.card.name,
         parent=None if model.adapter is None else model.card.name,

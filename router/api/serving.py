@@ -115,7 +115,7 @@ class GenerationEndpoint:
             request.end_with(type(error).__name__, error.kind)
             model = error.model
             if request.model_name is None and model is not None and context.catalog.is_served(model):
-                request.model_name = model
+                request.model_name = context.catalog.get(model).name
             await exchange.fail(http_error(error))
         except Exception:  # the outermost frame of a request: whatever it is, the client gets an answer
             request.end_with("InternalError", ErrorKind.INTERNAL)

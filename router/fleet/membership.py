@@ -17,7 +17,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from replicas.process.tls import RouterTls
 from replicas.protocol.call_tokens import Audience, Caller, Role
@@ -45,7 +45,7 @@ COMING_BACK_SECONDS = 120.0
 
 OnModel = Callable[[ModelCard, TokenizerBundle], Awaitable[None] | None]
 OnRecords = Callable[[str, Mapping[ReplicaId, ReplicaRecord]], None]
-OnCards = Callable[[str, Sequence[ModelCard]], None]
+OnCards = Callable[[str, Sequence[tuple[ReplicaId, ModelCard]]], None]
 
 
 class _Refused(Exception):
@@ -59,6 +59,10 @@ class Member:
     model: str
     record: ReplicaRecord
     card: ModelCard | None = None
+    card_digest: str = ""
+    """The digest in its lease, before the card was asked for."""
+    is_asked: bool = False
+    """Its card has changed, and is being asked for."""
     client: ReplicaClient | None = None
     is_accepted: bool = False
     """It holds the model's identity: as long as one does, no other fingerprint takes the name."""
@@ -73,11 +77,11 @@ class Member:
         return self.client is not None
 
 
-def _cards(members: Sequence[Member]) -> list[ModelCard]:
+def _cards(members: Sequence[Member]) -> list[tuple[ReplicaId, ModelCard]]:
     """In the order in which their replicas registered, which no clock decides and every router knows."""
     ready = [member for member in members if member.record.state is ReplicaState.READY]
     ready.sort(key=lambda member: (member.record.order, member.record.epoch))
-    return [member.card for member in ready if member.card is not None]
+    return [(member.record.replica_id, member.card) for member in ready if member.card is not None]
 
 
 @dataclass(slots=True)
@@ -231,6 +235,11 @@ class Membership:
         self.registered = view.keys()
         for member in self.members():
             self._review(member, view.get(member.model, {}).get(member.record.replica_id))
+        for member in self._members.values():
+            client, is_new = member.client, member.record.card_digest != member.card_digest
+            if client is not None and is_new and not member.is_asked:
+                member.is_asked = True
+                tasks.create_task(self._ask_card(member, client), name=f"card of {client.replica_id}")
         for model, records in view.items():
             for replica_id, record in records.items():
                 if replica_id not in self._members and record.state is ReplicaState.READY:
@@ -336,6 +345,7 @@ class Membership:
     async def _connect(self, member: Member, client: ReplicaClient) -> None:
         """Describe, introduce, route to it; returns when the stream has ended."""
         record = member.record
+        member.card_digest = record.card_digest
         card, _, replica_id, epoch = await client.describe(include_tokenizer=False)
         if (replica_id, epoch, card.name) != (record.replica_id, record.epoch, member.model):
             raise _Refused(
@@ -355,6 +365,23 @@ class Membership:
         self._publish(member.model)
         logger.info("replica %s joins model=%s address=%s", record.replica_id, member.model, record.address)
         await client.serve()
+
+    async def _ask_card(self, member: Member, client: ReplicaClient) -> None:
+        """Take what may change in the card of a replica that is routed to."""
+        digest = member.record.card_digest
+        try:
+            new = (await client.describe(include_tokenizer=False)).card
+        except Exception as error:  # outermost frame of the task: the next look asks again
+            logger.debug("the new card of replica %s is not known yet: %r", client.replica_id, error)
+            return
+        finally:
+            member.is_asked = False
+        if member.client is client:
+            assert member.card is not None
+            member.card_digest = digest
+            member.card = replace(member.card, adapters=new.adapters, aliases=new.aliases)
+            self._table.update_card(client.replica_id, member.card)
+            self._publish(member.model)
 
     async def _introduce(self, member: Member, client: ReplicaClient, card: ModelCard) -> None:
         """Make the model known, once; refuse a replica that serves something else under its name."""

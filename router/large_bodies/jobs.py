@@ -45,13 +45,14 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class ModelWindow(msgspec.Struct, frozen=True):
-    """A name that can be asked for: whose text side it has, and what bounds its prompts."""
+    """A name that can be asked for: whose text side it has, and what bounds its prompts. `is_other_name` for
+    all but a model's own."""
 
     digest: Digest
     context_length: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
-    is_adapter: bool = False
+    is_other_name: bool = False
     image_rule: str = ""
     takes_bodies: tuple[str, ...] = ()
 

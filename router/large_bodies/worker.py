@@ -171,10 +171,9 @@ class Worker:
 
     def _windows(self, max_context: int | None) -> dict[str, ModelWindow]:
         catalog = self._catalog
-        adapters = set(catalog.adapter_names())
-        names = [*catalog.names(), *adapters]
+        own = set(catalog.names())
         found: dict[str, ModelWindow] = {}
-        for name in names:
+        for name in catalog.all_names():
             card = catalog.get(name).card
             digest = Digest(catalog.bundle_of(card.name)[0])
             found[name] = ModelWindow(
@@ -182,7 +181,7 @@ class Worker:
                 card.context_length if max_context is None else min(card.context_length, max_context),
                 card.vocab_size,
                 card.eos_token_ids,
-                name in adapters,
+                name not in own,
                 card.image_rule,
                 card.takes_bodies,
             )

@@ -27,7 +27,7 @@ import msgspec
 
 from replicas.protocol.status import TokenizerBundle
 from router.answers.formats import AnswerFormat, answer_format
-from router.errors import UnknownModel, about_model
+from router.errors import about_model, unknown_model
 from router.large_bodies.jobs import (
     LENGTH,
     LOAD,
@@ -71,11 +71,11 @@ class _Models:
         model = None if window is None else self.loaded.get(window.digest)
         if window is None or model is None:
             with about_model(name):
-                raise UnknownModel(f"The model '{name[:200]}' does not exist or is not served here.")
+                raise unknown_model(name, self.windows)
         return replace(model, card=window)
 
     def names(self) -> Sequence[str]:
-        return sorted(name for name, window in self.windows.items() if not window.is_adapter)
+        return sorted(name for name, window in self.windows.items() if not window.is_other_name)
 
 
 class _Server:

@@ -13,7 +13,7 @@ from replicas.protocol.frames import PromptUsage
 from replicas.protocol.status import ModelCard
 from router.api.api_request import ApiRequest, Prepare, Prompt
 from router.api.context import ApiContext
-from router.api.json_body import with_fields
+from router.api.json_body import encode_json, with_fields
 from router.api.serving import Exchange, GenerationEndpoint
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.pick import Pick
@@ -92,8 +92,10 @@ class PickedExchange(Exchange):
                 card = await pick.place()
             self._pick = pick
             prompt.decided(pick)
-            salt = b'"cache_salt":"%b"' % prompt.generation.submit.root.hex().encode()
-            body, self._body = with_fields(self._body, salt), b""
+            fields = b'"cache_salt":"%b"' % prompt.generation.submit.root.hex().encode()
+            if request.asked_model != request.model.name:  # not each of its servers may know it by that
+                fields += b',"model":' + encode_json(request.model.name)
+            body, self._body = with_fields(self._body, fields), b""
             await stream.forward(card.endpoint, _headers_for(request, card), body, self)
             held.give_back()
             try:

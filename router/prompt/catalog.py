@@ -1,7 +1,7 @@
 """ModelCatalog: the available models and adapters, each with its text side and its namespaces.
 
 Owns the cluster secret, and so every namespace root and every user's tag. Membership adds a model when its
-first replica is described, and reports available adapters.
+first replica is described, and reports the cards of its replicas, which have adapters and other names.
 """
 
 import copy
@@ -10,7 +10,9 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
+from replicas.process.complaints import MOST_COMPLAINTS
 from replicas.protocol.blocks import (
     BlockHash,
     ImageTokens,
@@ -20,10 +22,10 @@ from replicas.protocol.blocks import (
 )
 from replicas.protocol.frames import NO_USER, UserTag
 from replicas.protocol.sampling_defaults import SamplingDefaults
-from replicas.protocol.status import Adapter, ModelCard, TokenizerBundle
+from replicas.protocol.status import Adapter, ModelCard, ReplicaId, TokenizerBundle
 from router.answers.formats import answer_format
 from router.caller import DEFAULT_TENANT
-from router.errors import NoReplicaAvailable, UnknownModel, about_model
+from router.errors import NoReplicaAvailable, about_model, unknown_model
 from router.prompt.chains import DEFAULT_CACHE_BYTES as DEFAULT_CHAIN_BYTES
 from router.prompt.chains import ChainHasher
 from router.prompt.quoting import Quoter
@@ -64,7 +66,7 @@ class ServedModel:
         self.quoter = Quoter(tokenizer.special_tokens)
         self.answer_format = answer_format(template.sources, tokenizer.added_tokens)
         self.name = card.name if adapter is None else adapter.name
-        """The name that clients use."""
+        """The name in answers, counts and metrics. A model may be asked for by others as well."""
         fingerprints = [card.fingerprint] + ([adapter.fingerprint] if adapter else [])
         self.system_fingerprint = "_".join(["fp", *(fingerprint[:10] for fingerprint in fingerprints)])
         """Another one whenever the weights that answer are others."""
@@ -124,6 +126,10 @@ class ServedModel:
             self._adapted[adapter] = known
         return known
 
+    def forget_adapter(self, adapter: Adapter) -> None:
+        """It is not asked for any more."""
+        self._adapted.pop(adapter, None)
+
     def within(self, namespace: str | None, salt: str | None = None) -> "ServedModel":
         """Return it for prompts of this namespace and salt, whose encoding times reveal nothing about others'
         prompts; the same object each time."""
@@ -169,6 +175,20 @@ class _TextSide:
     template: ChatTemplate
 
 
+class _Claim(NamedTuple):
+    """The meaning of a name that is no model's own: the model, or an adapter of it. `replica_id` had it
+    last."""
+
+    model: str
+    adapter: Adapter | None
+    replica_id: ReplicaId
+
+    def __str__(self) -> str:
+        if self.adapter is None:
+            return f"another name of model {self.model}"
+        return f"an adapter of model {self.model} with fingerprint {self.adapter.fingerprint}"
+
+
 class ModelCatalog:
     """`chains` hashes the prompts of all models: its entries are rooted in their namespaces."""
 
@@ -184,8 +204,11 @@ class ModelCatalog:
         self._cache_bytes = cache_bytes
         self._models: dict[str, ServedModel] = {}
         self._text_sides: dict[str, _TextSide] = {}
-        self._loaded: dict[str, dict[str, Adapter]] = {}
-        self._adapters: dict[str, tuple[str, Adapter]] = {}
+        self._states: dict[str, object] = {}
+        """By model: what its claims were read from."""
+        self._claims: dict[str, dict[tuple[bool, str], _Claim]] = {}
+        """By model, then by whether it is an adapter, and by the name."""
+        self._others: dict[str, _Claim] = {}
         self._complaints: set[str] = set()
 
     def add(
@@ -209,12 +232,35 @@ class ModelCatalog:
         self._text_sides[card.name] = known
         self._models[card.name] = model
 
-    def set_cards(self, model_name: str, cards: Sequence[ModelCard]) -> None:
-        """Set what may differ among a model's replicas, by the cards of those that take requests. Of two that
-        differ the last, which is the newest, is right."""
-        self.set_adapters(model_name, [adapter for card in cards for adapter in card.adapters])
+    def set_cards(self, model_name: str, cards: Sequence[tuple[ReplicaId, ModelCard]]) -> None:
+        """Set what may differ among a model's replicas, by the cards of those that take requests, the newest
+        last. The last one's sampling defaults hold, and of two adapters with one name the later is served. A
+        name without replicas stays known, as a model does, until the replica that had it last is there
+        without it.
+
+        A model's name is never another's. Of several claims to one, another name of a model goes before an
+        adapter, and then the first model by name has it, so that all routers agree.
+        """
         if cards:
-            self._set_sampling(model_name, cards[-1].sampling_defaults)
+            self._set_sampling(model_name, cards[-1][1].sampling_defaults)
+        state = len(self._models), tuple(cards)
+        if self._states.get(model_name) == state:
+            return
+        self._states[model_name] = state
+        present = {replica_id for replica_id, _ in cards}
+        claims = self._claims[model_name] = {
+            (known.adapter is not None, name): known
+            for name, known in self._others.items()
+            if known.model == model_name and known.replica_id not in present
+        }
+        for replica_id, card in cards:
+            claims |= {(False, alias): _Claim(model_name, None, replica_id) for alias in card.aliases}
+            claims |= {(True, each.name): _Claim(model_name, each, replica_id) for each in card.adapters}
+        served = self._served_claims()
+        for name, served_claim in served.items():
+            self._serve(name, served_claim)
+        for name in self._others.keys() - served.keys():
+            self._serve(name, None)
 
     def _set_sampling(self, model_name: str, defaults: SamplingDefaults | None) -> None:
         model = self._models[model_name]
@@ -225,57 +271,56 @@ class ModelCatalog:
                 card, model.tokenizer, model.template, self._secret, model.created, self.chains
             )
 
-    def set_adapters(self, model_name: str, adapters: Sequence[Adapter]) -> None:
-        """Set the adapters that the model's replicas have loaded, newest replica last: of two with one name
-        the later is served. One without replicas stays known, as a model does.
+    def _served_claims(self) -> Mapping[str, _Claim]:
+        served: dict[str, _Claim] = {}
+        ordered = [
+            (is_adapter, base, name) for base, claims in self._claims.items() for is_adapter, name in claims
+        ]
+        for is_adapter, base, name in sorted(ordered):
+            claim = self._claims[base][is_adapter, name]
+            if name in self._models:
+                self._complain(f"{name} is not served as {claim}: a model has that name")
+            elif name in served:
+                self._complain(f"{name} is not served as {claim}: it is {served[name]}")
+            else:
+                served[name] = claim
+        return served
 
-        A model's name is never an adapter's. If several models have an adapter, the first by name has it, so
-        that all routers agree.
-        """
-        self._loaded[model_name] = {adapter.name: adapter for adapter in adapters}
-        served: dict[str, tuple[str, Adapter]] = {}
-        for base in sorted(self._loaded):
-            for name, adapter in self._loaded[base].items():
-                if name in self._models:
-                    self._complain(f"adapter {name} of model {base} is not served: a model has that name")
-                elif name in served:
-                    other = served[name][0]
-                    self._complain(
-                        f"adapter {name} of model {base} is not served: model {other} has one, too"
-                    )
-                else:
-                    served[name] = (base, adapter)
-        for name, found in served.items():
-            if self._adapters.get(name) != found:
-                self._adapters[name] = found
-                logger.info(
-                    "serving adapter=%s model=%s fingerprint=%s", name, found[0], found[1].fingerprint
-                )
+    def _serve(self, name: str, claim: _Claim | None) -> None:
+        """Answer to a name from now on; None is no longer."""
+        known = self._others.get(name)
+        if claim is None:
+            logger.info("%s is not served any more: it was %s", name, known)
+            del self._others[name]
+        else:
+            if known is None or known[:2] != claim[:2]:
+                logger.info("serving %s, which is %s", name, claim)
+            self._others[name] = claim
+        if known is not None and known.adapter is not None and (claim is None or claim[:2] != known[:2]):
+            self._models[known.model].forget_adapter(known.adapter)
 
     def is_served(self, name: str) -> bool:
-        return name in self._models or self._get_adapted(name) is not None
+        return name in self._models or name in self._others
 
     def get(self, name: str) -> ServedModel:
         """The model or adapter of that name. Raises UnknownModel; NoReplicaAvailable while no model at all
         is known, so that a router that has just started sends no client away for good.
         """
-        model = self._models.get(name) or self._get_adapted(name)
-        if model is None:
+        model = self._models.get(name)
+        if model is not None:
+            return model
+        other = self._others.get(name)
+        if other is None:
             with about_model(name):
                 self.check_known()
-                raise UnknownModel(f"The model '{name[:200]}' does not exist or is not served here.")
-        return model
+                raise unknown_model(name, self.all_names())
+        model = self._models[other.model]
+        return model if other.adapter is None else model.with_adapter(other.adapter)
 
     def check_known(self) -> None:
         """Raises NoReplicaAvailable while no model at all is known."""
         if not self._models:
             raise NoReplicaAvailable("No replica is known yet. Try again shortly.")
-
-    def _get_adapted(self, name: str) -> ServedModel | None:
-        if name not in self._adapters:
-            return None
-        model_name, adapter = self._adapters[name]
-        return self._models[model_name].with_adapter(adapter)
 
     def bundle_of(self, model_name: str) -> tuple[bytes, TokenizerBundle]:
         """Return a model's (not an adapter's) tokenizer files and their digest."""
@@ -312,8 +357,12 @@ class ModelCatalog:
         )
         yield from self.chains.instruments()
 
-    def adapter_names(self) -> Sequence[str]:
-        return sorted(self._adapters.keys() - self._models.keys())
+    def all_names(self) -> Sequence[str]:
+        """Return all that can be asked for: models first, since some clients take the first; their other
+        names, and adapters."""
+        others = self._others.keys() - self._models.keys()
+        others_in_order = sorted(others, key=lambda name: (self._others[name].adapter is not None, name))
+        return [*self.names(), *others_in_order]
 
     def within(self, namespace: str | None) -> TextModels:
         """The models for texts of this namespace."""
@@ -340,8 +389,8 @@ class ModelCatalog:
         return digest.digest()
 
     def _complain(self, complaint: str) -> None:
-        """Log once: replicas repeat the cause with every heartbeat."""
-        if complaint not in self._complaints:
+        """Log once, and a bounded number: replicas repeat the cause with every heartbeat."""
+        if complaint not in self._complaints and len(self._complaints) < MOST_COMPLAINTS:
             self._complaints.add(complaint)
             logger.warning("%s", complaint)
 

@@ -193,13 +193,18 @@ class RoutingTable:
                 f" {'sparse' if card.is_sparse else 'dense'}, and its draft model reads {card.peek_tokens}"
                 f" tokens"
             )
-        model.replicas[replica_id] = frozenset(card.adapters)
-        model.cards[replica_id] = card
         model.draining.discard(replica_id)
         model.gone.discard(replica_id)
         model.stalled.discard(replica_id)
-        model.ready.clear()
         self._model_of[replica_id] = card.name
+        self.update_card(replica_id, card)
+
+    def update_card(self, replica_id: ReplicaId, card: ModelCard) -> None:
+        """The replica has loaded or unloaded adapters."""
+        model = self._models[card.name]
+        model.replicas[replica_id] = frozenset(card.adapters)
+        model.cards[replica_id] = card
+        model.ready.clear()
         self.on_change(card.name, replica_id)
 
     def remove_replica(self, replica_id: ReplicaId) -> None:

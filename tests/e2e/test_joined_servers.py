@@ -38,6 +38,10 @@ def ask(url: str, text: str) -> dict[str, Any]:
     return {**headers, **usage["prompt_tokens_details"]}
 
 
+def names(url: str) -> list[str]:
+    return [model["id"] for model in httpx.get(f"{url}/v1/models", timeout=60).json()["data"]]
+
+
 def foretold(url: str, text: str) -> int:
     """Tokens that the router believes to be cached where the prompt would go."""
     body = {"model": "served", "messages": [{"role": "user", "content": text}]}
@@ -66,6 +70,15 @@ def test_two_servers_behind_one_router(servers: list[StandIn], tmp_path: Path) -
         shown = kvasir.run("status")
         for server in servers:
             assert f"127.0.0.1-{server.port}-0" in shown.stdout
+
+        # One of them loads an adapter and is given another name, the other one unloads its adapter.
+        servers[0].other_names, servers[0].adapters = ["gpt-4o"], {"later": "/adapters/later"}
+        servers[1].adapters = {}
+        wait_until(lambda: names(url) == ["served", "gpt-4o", "later"], lambda: str(names(url)))
+        for name, status in (("gpt-4o", 200), ("later", 200), ("tuned", 404)):
+            body = {"model": name, "prompt": LONG, "max_tokens": 1}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == status, answer.text
 
         its_port = int(first["replica"].split("-")[1])
         (dying,) = [server for server in servers if server.port == its_port]
@@ -136,7 +149,9 @@ def test_servers_that_take_no_tokens(tmp_path: Path) -> None:
     try:
         with kvasir.up("--engine", "openai", *words):
             url = f"{kvasir.state().router_url}/v1/chat/completions"
-            first, again = [httpx.post(url, json=body, timeout=60) for _ in range(2)]
+            first, again = [
+                httpx.post(url, json=body | {"model": name}, timeout=60) for name in ("toy", "toy-too")
+            ]
             assert "timings" in first.json()
             assert again.headers["x-kvasir-replica"] == first.headers["x-kvasir-replica"]
             assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 90

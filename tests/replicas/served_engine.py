@@ -52,7 +52,10 @@ class Harness:
         self.loop = EngineLoop(self.engine, self.bridge.put, lambda _: None)
         self.server = ReplicaServer(
             Identity(
-                ReplicaId("r0"), Epoch("e1"), CARD, TokenizerBundle({"tokenizer.json": b"{}" * 4_000_000})
+                ReplicaId("r0"),
+                Epoch("e1"),
+                lambda: CARD,
+                TokenizerBundle({"tokenizer.json": b"{}" * 4_000_000}),
             ),
             self.loop,
             self.announcer,

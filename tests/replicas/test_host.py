@@ -3,6 +3,7 @@
 import asyncio
 import random
 import urllib.request
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import grpc
@@ -18,12 +19,20 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import Tier
 from replicas.protocol.frames import FinishReason, RefusalCode, RequestKey, StepFrame, UserTag
 from replicas.protocol.keys import replicas_key
-from replicas.protocol.status import ReplicaState
-from replicas.protocol.wire import Nothing
+from replicas.protocol.status import ModelCard, ReplicaState
+from replicas.protocol.wire import DescribeRequest, Nothing, decode_description
 from tests.replicas.mirror import connect, read_record, read_set
+from tests.replicas.remote_engine.stand_in import StandIn
 from tests.replicas.router_client import RouterClient, submit
 from tests.replicas.scripted_engine import CARD, ScriptedEngine
 from tests.replicas.whole_replica import MODEL, REPLICA, config, running, scripted, until
+
+
+@pytest.fixture
+def server() -> Iterator[StandIn]:
+    server = StandIn()
+    yield server
+    server.close()
 
 
 async def test_a_started_replica_is_registered_ready_and_its_index_empty(redis_url: str) -> None:
@@ -83,6 +92,32 @@ def test_the_proof_refuses_an_engine_that_reports_nothing() -> None:
 def test_the_proof_refuses_an_engine_without_room_for_a_block() -> None:
     with pytest.raises(StartupError, match="no room"):
         prove_hashes(ScriptedEngine(card=replace(CARD, num_blocks=1)), random.Random(1))
+
+
+async def test_names_that_change_are_in_the_card_and_its_digest_in_the_lease(
+    redis_url: str, server: StandIn
+) -> None:
+    host = ReplicaHost(config(redis_url, engine="remote", engine_url=server.url))
+    redis = connect(redis_url)
+    async with running(host) as client:
+
+        async def described() -> ModelCard:
+            return decode_description(await client.stub.describe(DescribeRequest())).card
+
+        first = await described()
+        for adapters in ({"later": "/adapters/later"}, {}):
+            server.other_names, server.adapters = ["gpt-4o"], adapters
+
+            async def is_told(adapters: Collection[str] = adapters) -> bool:
+                card, record = await described(), await read_record(redis, "served", REPLICA)
+                names = [adapter.name for adapter in card.adapters]
+                return names == [*adapters] and record is not None and record.card_digest == card.digest()
+
+            async with asyncio.timeout(60):
+                await until(is_told)
+            assert replace(await described(), aliases=(), adapters=first.adapters) == first
+        assert (await described()).aliases == ("gpt-4o",)
+    await redis.aclose()
 
 
 async def test_a_router_that_vanishes_frees_the_engine(redis_url: str) -> None:

@@ -34,6 +34,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 class World:
     client: AsyncOpenAI
     replicas: dict[str, ScriptedReplica]
+    redis_url: str
 
     async def names(self) -> list[str]:
         return [model.id async for model in self.client.models.list()]
@@ -110,7 +111,7 @@ async def world(redis_url: str) -> AsyncIterator[World]:
         async with listening(router.apps.main, router.connections) as port:
             url = f"http://127.0.0.1:{port}/v1"
             async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-                world = World(client, replicas)
+                world = World(client, replicas, redis_url)
                 await world.wait_served("poetry", "r1")
                 yield world
         following.cancel()
@@ -141,6 +142,32 @@ async def test_when_its_replicas_are_gone_an_older_version_serves_or_nobody_for_
     assert await world.names() == [tiny_model.MODEL, "poetry", "sql"]
     await world.replicas["r1"].start()
     assert (await world.wait_served("sql", "r1")).root == root_of(SQL)
+
+
+async def test_adapters_and_names_that_come_and_go_while_their_replica_lives(world: World) -> None:
+    later, replica = Adapter("later", "d4" * 16), world.replicas["r1"]
+    replica.card = replace(replica.card, adapters=(SQL, later), aliases=("gpt-4o",))
+    await register(world.redis_url, replica)
+    assert (await world.wait_served("later", "r1")).root == root_of(later)
+    assert await world.names() == [tiny_model.MODEL, "gpt-4o", "later", "sql"]
+    assert await world.refusal("poetry") == (404, "model_not_found")
+    answer = await world.client.chat.completions.create(model="gpt-4o", messages=HELLO, max_tokens=2)  # type: ignore[arg-type]
+    assert answer.model == tiny_model.MODEL
+    roots = [submit.root for each in world.replicas.values() for submit in each.submits[-1:]]
+    assert root_of(None) in roots
+    # The same adapter's name for other weights: prompts of the one are not looked for in the other's cache.
+    replica.card = replace(replica.card, adapters=(replace(later, fingerprint="e5" * 16),), aliases=())
+    await register(world.redis_url, replica)
+    await eventually_root(world, "later", root_of(replica.card.adapters[0]))
+    assert (await world.wait_served("sql", "r0")).root == root_of(OLD_SQL)
+    assert await world.refusal("gpt-4o") == (404, "model_not_found")
+    assert await world.names() == [tiny_model.MODEL, "later", "sql"]
+
+
+async def eventually_root(world: World, model: str, root: bytes) -> None:
+    async with asyncio.timeout(30):
+        while (await world.wait_served(model, "r1")).root != root:
+            pass
 
 
 async def test_replicas_tell_users_apart_and_learn_no_names(world: World) -> None:

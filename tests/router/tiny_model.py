@@ -2,10 +2,11 @@
 
 import functools
 import json
+from dataclasses import replace
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from replicas.protocol.status import Adapter, ModelCard, TokenizerBundle
+from replicas.protocol.status import Adapter, ModelCard, ReplicaId, TokenizerBundle
 from router.prompt.catalog import ModelCatalog
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -15,6 +16,8 @@ BLOCK_SIZE = 16
 SECRET = b"0123456789abcdef"
 MODEL = "tiny"
 ADAPTER = Adapter("tiny-sql", "cd" * 16)
+ALIAS = "gpt-tiny"
+"""Another name of the model."""
 
 TEMPLATE = (
     "{%- if tools %}{{ '<|im_start|>system\n' }}{%- for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
@@ -80,7 +83,7 @@ def card(name: str = MODEL, context_length: int = CONTEXT_LENGTH) -> ModelCard:
 def catalog() -> ModelCatalog:
     """All tests share it, so it refuses changes."""
     made = new_catalog()
-    made.add = made.set_adapters = _refuse  # type: ignore[method-assign, assignment]
+    made.add = made.set_cards = _refuse  # type: ignore[method-assign, assignment]
     return made
 
 
@@ -88,7 +91,7 @@ def new_catalog() -> ModelCatalog:
     made = ModelCatalog(SECRET)
     made.add(card(), bundle())
     made.add(card("untemplated"), bundle(None))
-    made.set_adapters(MODEL, [ADAPTER])
+    made.set_cards(MODEL, [(ReplicaId("r0"), replace(card(), adapters=(ADAPTER,), aliases=(ALIAS,)))])
     return made
 
 

@@ -103,7 +103,7 @@ async def watching(
         index_stride=16,
         on_model=on_model or (lambda card, bundle: models.append((card, bundle))),
         on_records=records.__setitem__,
-        on_cards=cards.__setitem__,
+        on_cards=lambda model, told: cards.__setitem__(model, [card for _, card in told]),
         stall_seconds=stall_seconds,
         proof_seconds=proof_seconds,
         tls=tls,

@@ -33,9 +33,9 @@ class AnthropicModels(Struct):
     last_id: str | None
 
 
-def model_page(models: Sequence[ServedModel], query: Mapping[str, str]) -> AnthropicModels:
+def model_page(models: Mapping[str, ServedModel], query: Mapping[str, str]) -> AnthropicModels:
     """Raises InvalidRequest for a place that is none."""
-    names = [model.name for model in models]
+    names = list(models)
     limit = _limit(query.get("limit"))
     after, before = query.get("after_id"), query.get("before_id")
     first, end = 0, len(names)
@@ -43,17 +43,17 @@ def model_page(models: Sequence[ServedModel], query: Mapping[str, str]) -> Anthr
         first = _place("after_id", after, names) + 1
     if before is not None:
         end = _place("before_id", before, names)
-    page = models[first:end][:limit] if before is None else models[first:end][-limit:]
-    data = [model_object(model) for model in page]
+    page = names[first:end][:limit] if before is None else names[first:end][-limit:]
+    data = [model_object(name, models[name]) for name in page]
     return AnthropicModels(
         data, len(page) < end - first, data[0].id if data else None, data[-1].id if data else None
     )
 
 
-def model_object(model: ServedModel) -> AnthropicModel:
+def model_object(name: str, model: ServedModel) -> AnthropicModel:
     created = datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     length = model.card.told_context_length
-    return AnthropicModel(model.name, model.name, created, "active", length, length)
+    return AnthropicModel(name, name, created, "active", length, length)
 
 
 def _limit(asked: str | None) -> int:

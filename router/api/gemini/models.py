@@ -36,14 +36,14 @@ class GeminiModels(Struct):
     models: list[GeminiModel]
 
 
-def gemini_model(model: ServedModel) -> GeminiModel:
+def gemini_model(name: str, model: ServedModel) -> GeminiModel:
     card = model.card
     lengths = card.told_context_length, card.told_context_length
     methods = [GENERATE, STREAM, COUNT]
     given = model.sampling_defaults
-    defaults = [given.get(name, UNSET) for name in ("temperature", "top_p", "top_k")]
+    defaults = [given.get(each, UNSET) for each in ("temperature", "top_p", "top_k")]
     version = card.fingerprint[:12]
-    return GeminiModel(MODELS + model.name, card.name, version, model.name, *lengths, methods, *defaults)
+    return GeminiModel(MODELS + name, card.name, version, name, *lengths, methods, *defaults)
 
 
 class GeminiRoutes:
@@ -64,11 +64,12 @@ class GeminiRoutes:
 
     async def models(self, request: Request) -> Response:
         catalog = self._context.catalog
-        names = [*catalog.names(), *catalog.adapter_names()]
-        return json_response(GeminiModels([gemini_model(catalog.get(name)) for name in names]))
+        models = [gemini_model(name, catalog.get(name)) for name in catalog.all_names()]
+        return json_response(GeminiModels(models))
 
     async def model(self, request: Request) -> Response:
-        return json_response(gemini_model(self._context.catalog.get(request.path_params["name"])))
+        name = request.path_params["name"]
+        return json_response(gemini_model(name, self._context.catalog.get(name)))
 
     async def count(self, request: Request) -> Response:
         asked = model_method(request.scope["path"])

@@ -49,7 +49,8 @@ async def prepare_completion(context: ApiContext, asked: ApiRequest) -> None:
     with about_model(request.model):
         prompts = await _make_prompts(context, asked.caller, model, prepared)
     asked.writer = _CompletionWriter(context, request, model, prompts)
-    asked.model, asked.prompts, asked.stream = model, prompts, bool(request.stream)
+    asked.model, asked.asked_model = model, request.model
+    asked.prompts, asked.stream = prompts, bool(request.stream)
     if model.card.takes_bodies:
         relay(context, asked, model, BodyForm.COMPLETION)
 

@@ -12,7 +12,6 @@ from replicas.engine import RequestRefused
 from replicas.errors import EngineDied, StartupError
 from replicas.openai_engine import upstream
 from replicas.openai_engine.engine import OpenAiEngine
-from replicas.openai_engine.upstream import read_served_name
 from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import hash_blocks
 from replicas.protocol.frames import MAX_LISTED, BodyForm, FinishReason, RefusalCode, RequestKey, TokenDelta
@@ -44,9 +43,9 @@ class Driven:
         self.balance = EventBalance()
         self._serial = 0
 
-    def add(self, body: bytes, form: BodyForm = BodyForm.CHAT) -> RequestKey:
+    def add(self, body: bytes, form: BodyForm = BodyForm.CHAT, **fields: Any) -> RequestKey:
         self._serial += 1
-        request = engine_request(list(body), serial=self._serial, body=body, body_form=form)
+        request = engine_request(list(body), serial=self._serial, body=body, body_form=form, **fields)
         self.engine.add(request)
         self.deltas[request.key] = []
         return request.key
@@ -85,6 +84,19 @@ def test_the_card_says_which_bodies_the_server_takes(driven: Driven) -> None:
     assert (card.name, card.engine, card.vocab_size) == ("wordy", "openai", 256)
     assert card.takes_bodies == (BodyForm.CHAT, BodyForm.MESSAGES)  # it answers 404 to completions
     assert not card.takes_published and card.endpoint == ""
+
+
+def test_names_that_change_at_the_server_change_on_the_card(driven: Driven, server: TextServer) -> None:
+    assert driven.engine.card.aliases == ()
+    server.other_names = ["gpt-4o"]
+    driven.step_until(lambda: driven.engine.card.aliases == ("gpt-4o",))
+    driven.finish(driven.add(chat(model="gpt-4o")))
+    assert json.loads(server.bodies[-1])["model"] == "wordy"
+    server.other_names, server.adapters = [], ["tuned"]
+    driven.step_until(lambda: driven.engine.card.aliases == ())
+    assert [adapter.name for adapter in driven.engine.card.adapters] == ["tuned"]
+    driven.finish(driven.add(chat(model="tuned"), adapter="tuned"))
+    assert json.loads(server.bodies[-1])["model"] == "tuned"
 
 
 def test_an_answer_passes_as_it_is(driven: Driven, server: TextServer) -> None:
@@ -317,12 +329,6 @@ def test_tokens_without_a_body_are_refused(driven: Driven) -> None:
 def test_a_models_name_that_the_server_lacks(server: TextServer) -> None:
     with pytest.raises(StartupError, match="no model other; it has wordy"):
         OpenAiEngine(config(server, engine_model="other"))
-
-
-@pytest.mark.parametrize("text", [b"", b"<html>", b'{"data": []}', b'{"data": [{"name": 1}]}', b"[]"])
-def test_lists_of_models_that_are_none(text: bytes) -> None:
-    with pytest.raises(StartupError, match="cannot be read"):
-        read_served_name(text, None)
 
 
 def test_settings_that_are_not_its(server: TextServer) -> None:

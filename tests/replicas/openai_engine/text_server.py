@@ -25,6 +25,8 @@ class TextServer:
     def __init__(self) -> None:
         self.fault = ""
         self.served_name = SERVED_NAME
+        self.other_names: list[str] = []
+        self.adapters: list[str] = []
         self.num_slots: int | None = None
         self.usage: dict[str, Any] = {}
         """What it says of usage instead of the truth."""
@@ -72,7 +74,10 @@ class TextServer:
             return JSONResponse({"error": {"message": "loading the model"}}, 503)
         if self.fault == "drips":
             return StreamingResponse(_forever(b" ", seconds=0.1), media_type="application/json")
-        return JSONResponse({"object": "list", "data": [{"id": self.served_name, "meta": {"n_ctx": 4096}}]})
+        names = [self.served_name, *self.other_names]
+        models = [{"id": name, "root": "/models/wordy", "meta": {"n_ctx": 4096}} for name in names]
+        models += [{"id": name, "parent": self.served_name} for name in self.adapters]
+        return JSONResponse({"object": "list", "data": models})
 
     async def _properties(self, request: Request) -> Response:
         return JSONResponse({} if self.num_slots is None else {"total_slots": self.num_slots})

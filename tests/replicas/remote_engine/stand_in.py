@@ -43,6 +43,11 @@ class StandIn:
         self.error: tuple[int, str, dict[str, str]] | None = None
         """Status, words and headers of what it answers to every prompt."""
         self.served_name = SERVED_NAME
+        self.other_names: list[str] = []
+        self.adapters = {"tuned": "/adapters/tuned"}
+        """Where each lies."""
+        self.num_lists = 0
+        """How often it was asked for its models."""
         self.started_at = 1000.0
         self.key: str | None = None
         self.says_cached: Callable[[int], object] = lambda num_cached: num_cached
@@ -160,6 +165,7 @@ class StandIn:
     # HTTP.
 
     def _models(self, _: Request) -> Response:
+        self.num_lists += 1
         if self.fault == "redirects":
             return RedirectResponse("http://127.0.0.1:1/v1/models")
         if self.fault == "html":
@@ -168,9 +174,17 @@ class StandIn:
             return StreamingResponse(_endless(b" "))
         if self.fault == "floods":
             return StreamingResponse(_endless(b" " * 2**20))
-        model = {"id": self.served_name, "root": "/models/toy", "parent": None, "max_model_len": 512}
-        adapter = {"id": "tuned", "root": "/adapters/tuned", "parent": self.served_name}
-        return JSONResponse({"data": [model, adapter]})
+        if self.fault == "is loading":
+            return JSONResponse({"data": []}, 503)
+        names = [self.served_name, *self.other_names]
+        models = [
+            {"id": name, "root": "/models/toy", "parent": None, "max_model_len": 512, "created": time.time()}
+            for name in names
+        ]
+        adapters = [
+            {"id": name, "root": root, "parent": self.served_name} for name, root in self.adapters.items()
+        ]
+        return JSONResponse({"data": [*models, *adapters]})
 
     async def _metrics(self, request: Request) -> Response:
         self.headers.append(dict(request.headers))
@@ -217,6 +231,8 @@ class StandIn:
             status, message, headers = self.error
             said = {"message": message, "type": "Odd", "param": None, "code": status}
             return JSONResponse({"error": said}, status, headers)
+        if body.get("model", self.served_name) not in (self.served_name, *self.other_names, *self.adapters):
+            return JSONResponse({"error": {"message": "The model does not exist."}}, 404)
         match self.fault:
             case "full":
                 return JSONResponse({"error": {"message": "too many requests"}}, 503)

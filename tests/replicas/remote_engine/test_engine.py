@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +31,14 @@ from replicas.protocol.frames import (
     PromptUsage,
     RefusalCode,
     RequestKey,
+    ServerError,
     StepFrame,
     TokenDelta,
     UserTag,
 )
 from replicas.protocol.prefix_leases import PrefixLease
 from replicas.protocol.sampling_defaults import PARAMETERS, SamplingDefaults
+from replicas.protocol.status import ModelCard
 from replicas.remote_engine.believed import SHARE_BELIEVED
 from replicas.remote_engine.engine import RemoteEngine
 from replicas.remote_engine.facts import MOST_REQUESTS
@@ -121,6 +124,41 @@ def test_the_card_is_what_the_server_says(driven: Driven) -> None:
     assert (card.name, card.engine, card.block_size, card.num_blocks) == ("served", "remote", 16, NUM_BLOCKS)
     assert (card.context_length, card.takes_published, card.image_rule) == (512, False, "")
     assert [adapter.name for adapter in card.adapters] == ["tuned"]
+
+
+def test_names_and_adapters_that_change_at_the_server_change_on_the_card(
+    driven: Driven, server: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_engine.server, "LIST_SECONDS", 0.05)
+    engine, first = driven.engine, driven.engine.card
+
+    def changed() -> ModelCard:
+        before = engine.card
+        driven.step_until(lambda: engine.card is not before)
+        assert replace(engine.card, aliases=(), adapters=first.adapters) == first
+        return engine.card
+
+    server.other_names, server.adapters = ["gpt-4o"], {"later": "/adapters/later"}
+    card = changed()
+    assert (card.aliases, [adapter.name for adapter in card.adapters]) == (("gpt-4o",), ["later"])
+    assert driven.finish(driven.add(PROMPT, max_tokens=1, adapter="later")).refusal is None
+    assert server.bodies[-1]["model"] == "later"
+    with pytest.raises(RequestRefused, match="no adapter 'tuned'; this replica has later") as refused:
+        driven.add(PROMPT, adapter="tuned")
+    assert refused.value.error == ServerError(404, param="model", code="model_not_found")
+    server.adapters = {"later": "/adapters/another"}
+    assert changed().adapters[0].fingerprint != card.adapters[0].fingerprint
+    kept = engine.card
+    for fault in ("html", "is loading", "floods", "redirects"):  # what is no list changes nothing
+        server.fault = fault
+        num_lists = server.num_lists
+        driven.step_until(lambda: server.num_lists > num_lists + 2)  # noqa: B023
+        assert engine.card is kept
+    server.fault = ""
+    server.other_names, server.adapters = [], {}
+    assert changed().adapters == ()
+    server.served_name = "another"
+    driven.dies("has no model served; it has another")
 
 
 @pytest.mark.parametrize(

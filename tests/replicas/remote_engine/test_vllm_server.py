@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 import zmq
 
 from replicas.config import ReplicaConfig
+from replicas.engine import RequestRefused
 from replicas.proof import prove_hashes
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.frames import FinishReason, UserTag
@@ -26,6 +28,7 @@ from replicas.toy_model import checkpoint_directory
 from replicas.toy_model.make_hybrid_model import write_hybrid_model
 from tests.replicas.builders import OTHER_ROOT, ROOT
 from tests.replicas.remote_engine.test_engine import Driven
+from tests.replicas.vllm_engine.lora import write_adapter
 from tests.replicas.vllm_engine.variants import write_quantized
 
 pytestmark = [
@@ -64,14 +67,8 @@ def serving(
 ) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
     (port,) = _free_ports(1)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
-    command += [
-        "--model",
-        str(checkpoint_directory(None) if model is None else model),
-        "--served-model-name",
-        "toy",
-        "--port",
-        str(port),
-    ]
+    command += ["--model", str(checkpoint_directory(None) if model is None else model), "--port", str(port)]
+    command += ["--served-model-name", "toy", "gpt-4o"]
     command += ["--enforce-eager", "--block-size", "32", "--num-gpu-blocks-override", "64"]
     command += ["--max-model-len", "1024", "--enable-prompt-tokens-details", *options]
     environment = {
@@ -80,6 +77,7 @@ def serving(
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
     }
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
@@ -101,6 +99,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, "sub
     log = tmp_path_factory.mktemp("vllm") / "log"
     greedy = json.dumps({"temperature": 0.0})
     options = ["--kv-events-config", json.dumps(publishing), "--override-generation-config", greedy]
+    options += ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"]
     with serving(log, *options) as served:
         yield served
 
@@ -198,6 +197,33 @@ def test_logprobs_grammars_and_stops_pass_through(driven: Driven) -> None:
     resumed = driven.add([5, 6, 7, *first[:2]], max_tokens=4, temperature=0.0, num_output_tokens=2)
     driven.finish(resumed)
     assert driven.tokens(resumed) == first[2:]
+
+
+def test_its_names_are_known_and_adapters_that_it_loads_and_unloads(
+    driven: Driven, server: tuple[str, "subprocess.Popen[bytes]"], tmp_path: Path
+) -> None:
+    engine, url = driven.engine, server[0]
+    assert (engine.card.name, engine.card.aliases, engine.card.adapters) == ("toy", ("gpt-4o",), ())
+    said, fingerprints = [], set()
+    for seed in (1, 2):
+        lies = str(write_adapter(tmp_path / f"adapter-{seed}", seed=seed))
+        loaded = {"lora_name": "tuned", "lora_path": lies}
+        assert httpx.post(f"{url}/v1/load_lora_adapter", json=loaded, timeout=60).status_code == 200
+        driven.step_until(lambda: bool(engine.card.adapters))
+        fingerprints |= {adapter.fingerprint for adapter in engine.card.adapters}
+        for adapter in ("tuned", None):
+            key = driven.add([5, 6, 7], max_tokens=8, temperature=0.0, adapter=adapter)
+            assert driven.finish(key).refusal is None
+            said.append(driven.tokens(key))
+        unloaded = httpx.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": "tuned"}, timeout=60)
+        assert unloaded.status_code == 200
+        driven.step_until(lambda: not engine.card.adapters)
+        with pytest.raises(RequestRefused, match="no adapter 'tuned'"):
+            driven.add([5, 6, 7], adapter="tuned")
+    tuned, bare, tuned_otherwise, bare_again = said
+    assert bare == bare_again
+    assert tuned != bare != tuned_otherwise != tuned
+    assert len(fingerprints) == 2  # equal names, other weights: other namespaces
 
 
 def test_its_own_sampling_defaults_hold_where_nobody_says_otherwise(driven: Driven) -> None:

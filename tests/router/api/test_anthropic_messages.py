@@ -399,7 +399,7 @@ async def test_models_for_clients_of_this_dialect(http: httpx.AsyncClient) -> No
     async with http_server() as tiny, httpx.AsyncClient(base_url=tiny.url, headers=VERSION) as client:
         page = (await client.get("/v1/models")).json()
         names = [model["id"] for model in page["data"]]
-        assert names == [tiny_model.MODEL, "untemplated", tiny_model.ADAPTER.name]
+        assert names == [tiny_model.MODEL, "untemplated", tiny_model.ALIAS, tiny_model.ADAPTER.name]
         assert (page["has_more"], page["first_id"], page["last_id"]) == (False, names[0], names[-1])
         one = (await client.get(f"/v1/models/{tiny_model.MODEL}")).json()
         assert one == page["data"][0]

@@ -11,6 +11,7 @@ import pytest
 
 from replicas.protocol.frames import SamplingParams
 from replicas.protocol.sampling_defaults import PARAMETERS, SamplingDefaults
+from replicas.protocol.status import ReplicaId
 from router.prompt.catalog import ModelCatalog
 from tests.router import tiny_model
 from tests.router.http_server import HttpServer, http_server
@@ -19,6 +20,7 @@ from tests.router.scripted_dispatch import says
 DEFAULTS = SamplingDefaults(0.25, 0.5, 7, 0.125, 1.5, 0.75, -0.5, max_new_tokens=40)
 LEAST = SamplingDefaults()
 """Those of a server, which has its own."""
+R0, R1 = ReplicaId("r0"), ReplicaId("r1")
 TURN = [{"role": "user", "content": "Hello"}]
 CONTENTS = [{"role": "user", "parts": [{"text": "Hello"}]}]
 RESPONSES = "/v1/responses"
@@ -122,10 +124,15 @@ async def test_a_length_of_the_model_is_within_the_context_and_never_a_reason_to
 
 async def test_where_models_are_listed_their_defaults_are_told_and_adapters_have_them() -> None:
     async with serving(DEFAULTS) as (server, client):
-        server.context.catalog.set_adapters("tiny", [tiny_model.ADAPTER])
+        card = replace(
+            server.context.catalog.get("tiny").card, adapters=(tiny_model.ADAPTER,), aliases=("gpt",)
+        )
+        server.context.catalog.set_cards("tiny", [(R0, card)])
         listed = (await client.get("/v1/models")).json()
+        assert [openai["id"] for openai in listed["data"]] == ["tiny", "gpt", tiny_model.ADAPTER.name]
         for openai, gemini in zip(listed["data"], listed["models"], strict=True):
             assert openai["sampling_defaults"] == dict(DEFAULTS.given())
+            assert gemini["name"] == f"models/{openai['id']}"
             assert (gemini["temperature"], gemini["topP"], gemini["topK"]) == (0.25, 0.5, 7)
         assert (await client.get("/v1/models/tiny")).json()["sampling_defaults"]["max_new_tokens"] == 40
     for nothing in (None, LEAST):
@@ -137,13 +144,14 @@ async def test_where_models_are_listed_their_defaults_are_told_and_adapters_have
 def test_the_newest_replica_says_how_its_model_samples() -> None:
     catalog = ModelCatalog(tiny_model.SECRET)
     card = tiny_model.card()
-    newer = replace(card, sampling_defaults=DEFAULTS, adapters=(tiny_model.ADAPTER,))
+    newer = replace(card, sampling_defaults=DEFAULTS, adapters=(tiny_model.ADAPTER,), aliases=("gpt",))
     catalog.add(card, tiny_model.bundle(), created=7)
     before = catalog.get("tiny")
-    catalog.set_cards("tiny", [card])
+    catalog.set_cards("tiny", [(R0, card)])
     assert catalog.get("tiny") is before
-    catalog.set_cards("tiny", [card, newer])
-    for name in ("tiny", tiny_model.ADAPTER.name):
+    catalog.set_cards("tiny", [(R0, card), (R1, newer)])
+    names = ("tiny", "gpt", tiny_model.ADAPTER.name)
+    for name in names:
         model = catalog.get(name).within("a tenant").bounded(100)
         assert (model.card.sampling_defaults, model.created, model.card.context_length) == (DEFAULTS, 7, 100)
     after = catalog.get("tiny")
@@ -152,5 +160,6 @@ def test_the_newest_replica_says_how_its_model_samples() -> None:
     assert after.block_hashes(after.root(), prompt) == before.block_hashes(before.root(), prompt)
     catalog.set_cards("tiny", [])
     assert catalog.get("tiny") is after
-    catalog.set_cards("tiny", [newer, card])
-    assert catalog.get("tiny").card.sampling_defaults is None
+    catalog.set_cards("tiny", [(R1, newer), (R0, card)])
+    for name in names:
+        assert catalog.get(name).card.sampling_defaults is None

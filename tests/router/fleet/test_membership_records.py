@@ -126,6 +126,29 @@ async def test_every_replicas_adapters_are_told_those_of_the_newest_last(
     await eventually(lambda: world.adapters("toy") == [])
 
 
+async def test_adapters_that_come_and_go_are_known_without_a_new_connection(
+    world: World, registry: Registry, start: Start
+) -> None:
+    first, second = Adapter("sql", "1"), Adapter("sql", "2")
+    replica = await start("r0", card=replace(CARD, adapters=(first,)))
+    await registry.put(replica)
+    await world.wait_routed("r0")
+    await eventually(lambda: replica.num_streams == 1)
+    num_asked = replica.num_describes
+    for adapters in ((), (second,), (first, Adapter("poetry", "1"))):
+        # Nothing but names may change in an incarnation.
+        replica.card = replace(CARD, adapters=adapters, context_length=7, fingerprint="0" * 64)
+        await registry.put(replica)
+        await eventually(lambda: world.adapters("toy") == [*adapters])  # noqa: B023
+        for adapter in (first, second):
+            assert world.table.has_ready("toy", adapter=adapter) == (adapter in adapters)
+        (member,) = world.membership.members()
+        assert member.card == replace(CARD, adapters=adapters)
+    await asyncio.sleep(5 * POLL_SECONDS)
+    assert replica.num_describes == num_asked + 3  # a card is asked for when it changes, and then once
+    assert (replica.num_streams, world.membership.num_lost_streams, len(world.models)) == (1, 0, 1)
+
+
 async def test_two_models_are_kept_apart(world: World, registry: Registry, start: Start) -> None:
     await registry.put(await start("r0"))
     await registry.put(await start("r1", card=replace(CARD, name="other")))

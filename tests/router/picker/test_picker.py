@@ -78,6 +78,13 @@ async def test_every_dialect_gets_a_destination_and_its_body_with_the_salt(
     assert served.prompts[0].decision is not None
 
 
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_server_is_asked_by_the_models_first_name(picking: Picking, path: str) -> None:
+    """Others of its servers may not have the one that the client knows."""
+    told = await picking.gateway.decide(path, {**BODIES[path], "model": tiny_model.ALIAS})
+    assert json.loads(told.body) | {"cache_salt": ""} == {**BODIES[path], "cache_salt": ""}
+
+
 async def test_a_salt_of_the_client_is_part_of_the_namespace_and_replaced(picking: Picking) -> None:
     async def salt_of(own: str | None) -> str:
         told = await picking.gateway.decide("/v1/completions", {**COMPLETION, "cache_salt": own})

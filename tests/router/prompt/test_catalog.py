@@ -16,7 +16,7 @@ from replicas.protocol.blocks import (
     pack_token_ids,
 )
 from replicas.protocol.frames import NO_USER
-from replicas.protocol.status import Adapter
+from replicas.protocol.status import Adapter, ModelCard, ReplicaId
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.prompt.catalog import ModelCatalog
 from tests.own_log import own_records
@@ -81,10 +81,27 @@ SQL = Adapter("sql", "a1" * 16)
 POETRY = Adapter("poetry", "b2" * 16)
 
 
-def catalog_with(*adapters: Adapter) -> ModelCatalog:
+def replicas(
+    *loaded: Adapter | str | None, model: str = tiny_model.MODEL
+) -> list[tuple[ReplicaId, ModelCard]]:
+    """One for each adapter, other name, or None for a bare one."""
+    return [
+        (
+            ReplicaId(f"r{number}"),
+            dataclasses.replace(
+                tiny_model.card(model),
+                adapters=(each,) if isinstance(each, Adapter) else (),
+                aliases=(each,) if isinstance(each, str) else (),
+            ),
+        )
+        for number, each in enumerate(loaded)
+    ]
+
+
+def catalog_with(*loaded: Adapter | str) -> ModelCatalog:
     catalog = ModelCatalog(tiny_model.SECRET)
     catalog.add(tiny_model.card(), tiny_model.bundle())
-    catalog.set_adapters(tiny_model.MODEL, adapters)
+    catalog.set_cards(tiny_model.MODEL, replicas(*loaded))
     return catalog
 
 
@@ -100,7 +117,7 @@ def test_an_adapter_is_its_model_under_a_name_of_its_own() -> None:
     )
     assert adapted.system_fingerprint != model.system_fingerprint
     assert catalog.get("sql") is adapted
-    assert (list(catalog.names()), list(catalog.adapter_names())) == ([tiny_model.MODEL], ["poetry", "sql"])
+    assert (catalog.names(), catalog.all_names()) == ([tiny_model.MODEL], [tiny_model.MODEL, "poetry", "sql"])
     with pytest.raises(UnknownModel, match="prose"):
         catalog.get("prose")
 
@@ -119,14 +136,42 @@ def test_the_newest_replica_says_which_version_of_an_adapter_is_served() -> None
     newer = Adapter("sql", "ff" * 16)
     catalog = catalog_with(SQL, newer)
     assert catalog.get("sql").adapter == newer
-    catalog.set_adapters(tiny_model.MODEL, [SQL])
+    catalog.set_cards(tiny_model.MODEL, replicas(SQL))
     assert catalog.get("sql").adapter == SQL
 
 
-def test_an_adapter_that_no_replica_has_any_more_stays_known() -> None:
-    catalog = catalog_with(SQL)
-    catalog.set_adapters(tiny_model.MODEL, [])
-    assert catalog.get("sql").adapter == SQL
+def test_another_name_of_a_model_is_the_model() -> None:
+    catalog = catalog_with("gpt-4o", SQL)
+    assert catalog.get("gpt-4o") is catalog.get(tiny_model.MODEL)
+    assert catalog.names() == [tiny_model.MODEL]
+    assert catalog.all_names() == [tiny_model.MODEL, "gpt-4o", "sql"]
+    with pytest.raises(UnknownModel, match=rf"'gpt-5'.*Served here: {tiny_model.MODEL}, gpt-4o, sql\."):
+        catalog.get("gpt-5")
+    catalog.set_cards(tiny_model.MODEL, replicas(*(f"name{number}" for number in range(1000))))
+    with pytest.raises(UnknownModel) as refused:
+        catalog.get("x" * 10_000)
+    assert len(refused.value.message) < 700
+
+
+@pytest.mark.parametrize("name", [SQL, "sql"])
+def test_a_name_without_replicas_stays_known_until_its_last_one_is_there_without_it(
+    name: Adapter | str,
+) -> None:
+    catalog = catalog_with(name)
+    for others in ([], replicas(None, None)[1:]):
+        catalog.set_cards(tiny_model.MODEL, others)
+        assert catalog.is_served("sql")
+    catalog.set_cards(tiny_model.MODEL, replicas(None, None))
+    assert not catalog.is_served("sql")
+    assert catalog.all_names() == [tiny_model.MODEL]
+
+
+def test_adapters_that_come_and_go_leave_nothing_behind() -> None:
+    catalog = catalog_with()
+    for number in range(10):
+        catalog.set_cards(tiny_model.MODEL, replicas(Adapter("sql", f"{number:064x}")))
+        catalog.get("sql")
+    assert len(catalog.get(tiny_model.MODEL)._adapted) == 1
 
 
 def test_an_adapter_follows_its_model_to_a_new_card() -> None:
@@ -140,23 +185,38 @@ def test_an_adapter_follows_its_model_to_a_new_card() -> None:
 def test_a_name_that_is_a_models_is_never_an_adapters(caplog: pytest.LogCaptureFixture) -> None:
     own = Adapter(tiny_model.MODEL, "a1" * 16)
     catalog = catalog_with(own, SQL)
-    catalog.set_adapters(tiny_model.MODEL, [own, SQL])
+    catalog.set_cards(tiny_model.MODEL, replicas(SQL, own))
     assert catalog.get(tiny_model.MODEL).adapter is None
     assert len(own_records(caplog, logging.WARNING)) == 1
     catalog.add(tiny_model.card("sql"), tiny_model.bundle())  # a model that comes later
-    catalog.set_adapters(tiny_model.MODEL, [own, SQL])
+    catalog.set_cards(tiny_model.MODEL, replicas(SQL, own))
     assert catalog.get("sql").adapter is None
-    assert list(catalog.adapter_names()) == []
+    assert catalog.all_names() == ["sql", tiny_model.MODEL]
     assert len(own_records(caplog, logging.WARNING)) == 2
 
 
 @pytest.mark.parametrize("order", [["tiny", "also"], ["also", "tiny"]])
-def test_of_two_models_with_one_adapter_name_every_router_takes_the_same(order: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("of_tiny", "of_also", "model"), [(SQL, SQL, "also"), ("sql", "sql", "also"), ("sql", SQL, "tiny")]
+)
+def test_of_two_models_that_claim_one_name_every_router_takes_the_same_and_says_so_once(
+    order: list[str],
+    of_tiny: Adapter | str,
+    of_also: Adapter | str,
+    model: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     catalog = ModelCatalog(tiny_model.SECRET)
     for name in order:
         catalog.add(tiny_model.card(name), tiny_model.bundle())
-        catalog.set_adapters(name, [SQL])
-    assert catalog.get("sql").card.name == "also"
+    for name in order * 2:
+        catalog.set_cards(name, replicas(of_tiny if name == "tiny" else of_also, model=name))
+    assert catalog.get("sql").card.name == model
+    assert len(own_records(caplog, logging.WARNING)) == 1
+    catalog.set_cards(model, [])  # while its replicas are away, no other model answers in its place
+    assert catalog.get("sql").card.name == model
+    catalog.set_cards(model, replicas(None, model=model))
+    assert catalog.get("sql").card.name != model
 
 
 def test_a_users_tag_tells_users_apart_and_not_who_they_are() -> None:

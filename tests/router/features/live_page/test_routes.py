@@ -59,7 +59,7 @@ async def test_a_browser_gets_the_page_and_a_program_json(http: httpx.AsyncClien
     assert page.content == FILES["index.html"].content
     for headers in ({}, {"accept": "*/*"}, {"accept": "application/json"}):
         plain = await http.get("/", headers=headers)
-        assert plain.json() == {"name": "kvasir", "models": ["tiny", "untemplated", "tiny-sql"]}
+        assert plain.json() == {"name": "kvasir", "models": ["tiny", "untemplated", "gpt-tiny", "tiny-sql"]}
         assert plain.headers["vary"] == page.headers["vary"] == "accept"
     for headers in (HTML, {}):
         head = await http.head("/", headers=headers)
