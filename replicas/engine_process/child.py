@@ -150,7 +150,7 @@ def _answer(engine: Engine, question: ToChild) -> FromChild:
             case _:
                 raise AssertionError(f"{question} is not for a running engine")
     except RequestRefused as refused:
-        return Refused(engine.has_work(), refused.code, refused.message, refused.error)
+        return Refused(engine.has_work(), refused.code, refused.message)
     except Exception as error:  # the parent raises in its stead
         return EngineFailed(repr(error), traceback.format_exc())
     return Done(engine.has_work())

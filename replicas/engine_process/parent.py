@@ -24,7 +24,7 @@ from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused, SharedKv
 from replicas.errors import BuiltTooSlowly, EngineDied, StartupError
 from replicas.process.settings import SettingsError
-from replicas.protocol.frames import RefusalCode, RequestKey, ServerError, StepFrame, Submit
+from replicas.protocol.frames import RefusalCode, RequestKey, StepFrame, Submit
 from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.media import ImageQuery
 from replicas.protocol.status import ModelCard, TokenizerBundle
@@ -112,7 +112,6 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     has_work: bool
     code: RefusalCode
     message: str
-    error: ServerError | None = None
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
@@ -239,7 +238,7 @@ class EngineProcess:
         assert isinstance(answer, Done | Stepped | Refused)
         self._has_work = answer.has_work
         if isinstance(answer, Refused):
-            raise RequestRefused(answer.code, answer.message, answer.error)
+            raise RequestRefused(answer.code, answer.message)
         return answer
 
     def _ask(self, question: ToChild) -> FromChild:
