@@ -8,19 +8,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from replicas.protocol.frames import RefusalCode, RequestKey, SamplingParams, StepFrame, Submit
+from replicas.protocol.frames import (
+    RefusalCode,
+    RequestKey,
+    SamplingParams,
+    ServerError,
+    StepFrame,
+    Submit,
+)
 from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.media import ImageQuery
 from replicas.protocol.status import ModelCard
 
 
 class RequestRefused(Exception):
-    """The engine refuses this request and keeps nothing of it."""
+    """The engine refuses this request and keeps nothing of it. `error` is what clients get of it."""
 
-    def __init__(self, code: RefusalCode, message: str) -> None:
+    def __init__(self, code: RefusalCode, message: str, error: ServerError | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
+        self.error = error
 
 
 @dataclass(frozen=True, slots=True)

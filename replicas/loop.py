@@ -220,7 +220,7 @@ class EngineLoop:
             self._engine.add(request)
         except RequestRefused as refused:
             # Said at once: the step that follows may be a long one.
-            self._emit_errors([request.key], Refusal(refused.code, refused.message))
+            self._emit_errors([request.key], Refusal(refused.code, refused.message, refused.error))
         else:
             self._live.add(request.key)
 

@@ -21,7 +21,8 @@
     ├── LimitReached              the caller's own limits; whether and when it fits
     ├── TooLate                   it was or would be not served in time; as Overloaded
     ├── NoReplicaAvailable        the model is known, but no replica is ready at the moment
-    └── GenerationFailed          a replica died or failed, and retrying did not help
+    ├── GenerationFailed          a replica died or failed, and retrying did not help
+    └── ServerRefused             the server beside a replica says why, in its own words
 
 HTTP status codes stand in `app.py` and `api/`, nowhere here.
 """
@@ -29,9 +30,10 @@ HTTP status codes stand in `app.py` and `api/`, nowhere here.
 import enum
 from collections.abc import Iterable
 from types import TracebackType
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from replicas.protocol.bounds import few
+from replicas.protocol.frames import ServerError
 
 
 class ErrorKind(enum.StrEnum):
@@ -81,7 +83,7 @@ class KeyFault(enum.StrEnum):
 class RouterError(Exception):
     """Base of the tree. `message` is fit for the client."""
 
-    kind: ClassVar[ErrorKind] = ErrorKind.INTERNAL
+    kind: ErrorKind = ErrorKind.INTERNAL
     model: str | None = None
     """The requested model, if known; it need not be a served one."""
 
@@ -257,3 +259,15 @@ class NoReplicaAvailable(RouterError):
 
 class GenerationFailed(RouterError):
     kind = ErrorKind.FAILED
+
+
+class ServerRefused(RouterError):
+    """`kind` says whether to ask again may help."""
+
+    def __init__(
+        self, message: str, kind: ErrorKind, error: ServerError, *, retry_after_seconds: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.error = error
+        self.retry_after_seconds = retry_after_seconds

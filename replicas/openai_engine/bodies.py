@@ -1,19 +1,20 @@
 """A client's body on its way to a server, and the server's answer on its way back.
 
-Pure. Owns what is changed in a body and what is read of an answer: its end, its usage, and the number of its
-tokens. All else passes as it is.
+Pure. Owns what is changed in a body and what is read of an answer: its end, its usage, its id, and the number
+of its tokens. All else passes as it is, and what cannot be read is unknown.
 """
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import msgspec
-
-from replicas.protocol.frames import BodyForm, FinishReason
-from replicas.protocol.used_tokens import Usage, UsedTokens, believed
+from replicas.protocol.bounds import MAX_NAME_CHARACTERS
+from replicas.protocol.frames import MAX_ERROR_BYTES, BodyForm, FinishReason, Refusal, RefusalCode
+from replicas.protocol.used_tokens import UsedTokens, believed
+from replicas.remote_engine.refusals import parsed, problem_in, refusal_of
 
 PATHS = {
     BodyForm.CHAT: "/v1/chat/completions",
@@ -28,21 +29,41 @@ MOST_EVENT_BYTES = 8 * 2**20
 MOST_PROMPT_MS = 86_400_000.0
 """Longer is not believed."""
 
+MOST_CHOICES = 1024
+"""More are not told apart."""
+
 DONE = b"[DONE]"
 """OpenAI's last event."""
+_BOM = b"\xef\xbb\xbf"
+_LENGTHS = ("length", "max_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class SentBody:
-    """`hides_usage`: the client has not asked for the event that only tells the usage."""
+    """`hides_usage`: the client has not asked for the event that only tells the usage. `adds_usage`: we have,
+    and `is_again`: the server has refused that before."""
 
-    path: str
+    form: BodyForm
     content: bytes
     streams: bool
     hides_usage: bool = False
+    adds_usage: bool = False
+    is_again: bool = False
+
+    @property
+    def path(self) -> str:
+        return PATHS[self.form]
+
+    def without_usage(self) -> "SentBody":
+        """Return it as the client has sent it, except for the model's name."""
+        fields = json.loads(self.content)
+        del fields["stream_options"]["include_usage"]
+        if not fields["stream_options"]:
+            del fields["stream_options"]
+        return replace(self, content=_encoded(fields), adds_usage=False, is_again=True)
 
 
-def body_to_send(form: BodyForm, body: bytes, served_name: str) -> SentBody:
+def body_to_send(form: BodyForm, body: bytes, served_name: str, *, asks_usage: bool = True) -> SentBody:
     """Name the model as its server does, and ask for the usage of a stream. Raises ValueError."""
     try:
         fields = json.loads(body)
@@ -58,11 +79,15 @@ def body_to_send(form: BodyForm, body: bytes, served_name: str) -> SentBody:
         if not isinstance(options, dict):
             raise ValueError("stream_options is an object")
         hides_usage = not options.get("include_usage")
-        if hides_usage:
+        if hides_usage and asks_usage:
             fields["stream_options"] = {**options, "include_usage": True}
             is_changed = True
-    content = json.dumps(fields, separators=(",", ":")).encode() if is_changed else body
-    return SentBody(PATHS[form], content, streams, hides_usage)
+    content = _encoded(fields) if is_changed else body
+    return SentBody(form, content, streams, hides_usage, hides_usage and asks_usage)
+
+
+def _encoded(fields: Mapping[str, Any]) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode()
 
 
 @dataclass(slots=True)
@@ -71,112 +96,145 @@ class Read(UsedTokens):
     computed the prompt."""
 
     finish: FinishReason | None = None
-    problem: str | None = None
     prompt_seconds: float | None = None
-
-    @property
-    def complaint(self) -> str | None:
-        """Why it is no whole answer."""
-        if self.problem is not None:
-            return f"the server fails: {self.problem}"
-        return "the server's answer has no end" if self.finish is None else None
-
-
-class _Timings(msgspec.Struct):
-    """llama.cpp's: `cache_n` tokens of the prompt were cached, and `prompt_n` computed in `prompt_ms`."""
-
-    cache_n: int | None = None
-    prompt_n: int | None = None
-    prompt_ms: float | None = None
-
-
-class _Choice(msgspec.Struct):
-    """`delta` is a chat's, and `text` a completion's."""
-
-    finish_reason: str | None = None
-    delta: dict[str, Any] | None = None
-    text: Any = None
-
-    @property
-    def says_something(self) -> bool:
-        return bool(self.text) or any(key != "role" and said for key, said in (self.delta or {}).items())
-
-
-class _Begun(msgspec.Struct):
-    usage: Usage | None = None
-
-
-class _Problem(msgspec.Struct):
-    message: str = "no reason is given"
-
-
-class _Said(msgspec.Struct):
-    """An answer, or an event of one, in each form."""
-
-    type: str = ""
-    choices: list[_Choice] | None = None
-    usage: Usage | None = None
-    timings: _Timings | None = None
-    error: _Problem | str | None = None
-    stop_reason: str | None = None
-    delta: dict[str, Any] | None = None
-    message: _Begun | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """One for each choice of which an event says more. Roles and ends are no tokens."""
-        if self.type:
-            return int(self.type == "content_block_delta")
-        return sum(choice.says_something for choice in self.choices or ())
-
-    @property
-    def is_last(self) -> bool:
-        """Whether it is Anthropic's last event."""
-        return self.type == "message_stop"
-
-    @property
-    def is_only_usage(self) -> bool:
-        return self.usage is not None and self.choices == []
-
-
-_said = msgspec.json.Decoder(_Said)
-
-_LENGTHS = ("length", "max_tokens")
+    answer_id: str = ""
 
 
 class AnswerReader:
-    """Feed it the data of each event, or a whole answer. Raises ValueError for what is no JSON object."""
+    """Feed it the events of a stream, or a whole answer. What it returns goes to the client, with the number
+    of tokens that it is taken for."""
 
-    def __init__(self) -> None:
+    def __init__(self, sent: SentBody) -> None:
         self.read = Read()
+        self.is_over = False
+        """Nothing follows for the client."""
+        self._sent = sent
+        self._problem = b""
+        self._stray = b""
+        """The beginning of what is no event."""
+        self._has_begun = False
+        self._begun: set[int] = set()
+        self._finished: set[int] = set()
 
-    def take(self, data: bytes) -> "_Said":
-        said, read = _said.decode(data), self.read
-        if said.error is not None:
-            read.problem = said.error if isinstance(said.error, str) else said.error.message
-        for choice in said.choices or ():
-            if choice.finish_reason is not None:
-                self._end(choice.finish_reason)
-        reason = said.stop_reason or (said.delta or {}).get("stop_reason")
-        if reason:
-            self._end(reason)
-        for usage in (None if said.message is None else said.message.usage, said.usage):
-            if usage is not None:
-                read.take(usage)
-        timings = said.timings
-        if timings is not None:
-            cached, computed = believed(timings.cache_n), believed(timings.prompt_n)
-            if cached is not None and computed is not None:
-                read.num_cached_tokens, read.num_prompt_tokens = cached, cached + computed
-            if timings.prompt_ms is not None and 0.0 < timings.prompt_ms < MOST_PROMPT_MS:
-                read.prompt_seconds = timings.prompt_ms / 1000
-        return said
+    def whole(self, content: bytes) -> tuple[bytes, int]:
+        said = parsed(content)
+        self._take(content, said)
+        is_answer = isinstance(said, dict) and isinstance(said.get("choices", said.get("content")), list)
+        if self._problem or not is_answer:
+            self._stray = content
+            return b"", 0
+        self._end()
+        return content, self.read.num_output_tokens or 0
 
-    def _end(self, reason: str) -> None:
-        self.read.finish = FinishReason.LENGTH if reason in _LENGTHS else FinishReason.STOP
+    def event(self, event: bytes) -> tuple[bytes, int]:
+        """Nothing of a comment, of an error, and of what the client has not asked for."""
+        if not self._has_begun:
+            event = event.removeprefix(_BOM)
+        data = data_of(event)
+        if data is None:
+            if len(self._stray) < MAX_ERROR_BYTES:
+                self._stray += event
+            return b"", 0
+        if data == DONE:
+            self.is_over = True
+            if not self._has_begun:
+                return b"", 0
+            self._end()
+            return event, 0
+        said = parsed(data) if data.startswith(b"{") else None
+        num_tokens = self._take(data, said)
+        if self._problem:
+            return b"", 0
+        self._has_begun = True
+        if not isinstance(said, dict):
+            return event, 0
+        if said.get("type") == "message_stop":
+            self.is_over = True
+            self._end()
+        if self._sent.hides_usage and said.get("usage") is not None and not said.get("choices"):
+            return b"", 0
+        return event, num_tokens
+
+    def rest(self, rest: bytes) -> tuple[bytes, int]:
+        """Take what is left at the end of a stream: an event without its blank line, or a part of one."""
+        event = rest.rstrip(b"\r\n") + b"\n\n"
+        data = data_of(event)
+        is_whole = data is None or data == DONE or isinstance(parsed(data), dict)
+        return self.event(event) if is_whole else (b"", 0)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all that has begun is finished."""
+        return self.read.finish is not None and self._begun <= self._finished and not self._problem
+
+    def refusal(self, cleaned: Callable[[bytes], bytes]) -> Refusal | None:
+        """Return why it is no answer, or not a whole one, in words that are `cleaned`."""
+        if self.has_ended:
+            return None
+        wrong = self._problem or (b"" if self._has_begun else self._stray)
+        if wrong:
+            return refusal_of(cleaned(wrong), 200, form=self._sent.form)
+        what = "has no end" if self._has_begun else "is empty"
+        return Refusal(RefusalCode.INTERNAL, f"the server's answer {what}")
+
+    def _take(self, data: bytes, said: Any) -> int:
+        """Read field by field. Returns the number of tokens: one for each choice of which an event says more,
+        since roles and ends are none."""
+        if problem_in(said) is not None:
+            self._problem, self.is_over = data, True
+            return 0
+        if not isinstance(said, dict):
+            return 0
+        choices, message = said.get("choices"), said.get("message")
+        for part in (said, message if isinstance(message, dict) else {}):
+            self.read.take(part.get("usage"))
+            answer_id = part.get("id")
+            if not self.read.answer_id and isinstance(answer_id, str) and answer_id.isprintable():
+                self.read.answer_id = answer_id[:MAX_NAME_CHARACTERS]
+        self._take_timings(said.get("timings"))
+        if isinstance(choices, list):
+            return sum([self._choice(choice) for choice in choices if isinstance(choice, dict)])
+        delta = said.get("delta")
+        for part in (said, delta if isinstance(delta, dict) else {}):
+            self._finish(part.get("stop_reason"))
+        return int(said.get("type") == "content_block_delta")
+
+    def _choice(self, choice: Mapping[str, Any]) -> bool:
+        """Whether it says something: `delta` is a chat's, and `text` a completion's."""
+        index, reason, delta = choice.get("index"), choice.get("finish_reason"), choice.get("delta")
+        place = index if isinstance(index, int) and 0 <= index < MOST_CHOICES else 0
+        self._begun.add(place)
+        if isinstance(reason, str) and reason:
+            self._finished.add(place)
+            self._finish(reason)
+        said = delta.items() if isinstance(delta, dict) else ()
+        return bool(choice.get("text")) or any(key != "role" and value for key, value in said)
+
+    def _finish(self, reason: object) -> None:
+        """Take a word for it, if there is one."""
+        if isinstance(reason, str) and reason:
+            self.read.finish = FinishReason.LENGTH if reason in _LENGTHS else FinishReason.STOP
+
+    def _end(self) -> None:
+        """All is over that has begun."""
+        self._finished |= self._begun
+        self.read.finish = self.read.finish or FinishReason.STOP
+
+    def _take_timings(self, timings: object) -> None:
+        """Read llama.cpp's: `cache_n` tokens of the prompt were cached, and `prompt_n` computed in
+        `prompt_ms`."""
+        if not isinstance(timings, dict):
+            return
+        cached, computed = believed(timings.get("cache_n")), believed(timings.get("prompt_n"))
+        if cached is not None and computed is not None:
+            self.read.num_cached_tokens, self.read.num_prompt_tokens = cached, cached + computed
+        prompt_ms = timings.get("prompt_ms")
+        if isinstance(prompt_ms, int | float) and 0.0 < prompt_ms < MOST_PROMPT_MS:
+            self.read.prompt_seconds = prompt_ms / 1000
 
 
-_END = re.compile(rb"\r?\n\r?\n")
+_END = re.compile(rb"\n\r\n?|\n\n|\r\r\n?")
+"""Two ends of lines, each of which is LF, CR or both."""
 
 
 class EventSplitter:
@@ -197,11 +255,11 @@ class EventSplitter:
         return events
 
     @property
-    def has_rest(self) -> bool:
-        return bool(self._rest.strip())
+    def rest(self) -> bytes:
+        return bytes(self._rest).strip()
 
 
 def data_of(event: bytes) -> bytes | None:
     """Return what an event says; None for a comment."""
-    lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
+    lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
     return b"\n".join(lines) if lines else None

@@ -4,6 +4,7 @@ Owns the requests that are at the server, by name, and what has come since the l
 its own, which only appends; everything else happens in the engine's thread.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,7 +28,6 @@ from replicas.protocol.frames import (
     FinishReason,
     LoadSnapshot,
     PromptUsage,
-    Refusal,
     RefusalCode,
     RequestKey,
     StepFrame,
@@ -40,7 +40,10 @@ from replicas.remote_engine.believed import BelievedResidency
 from replicas.remote_engine.facts import declared_fingerprint
 from replicas.remote_engine.live_requests import LiveRequest, LiveRequests
 from replicas.remote_engine.model_list import MODELS_PATH, read_models, with_names
+from replicas.remote_engine.refusals import RefusalLog
 from replicas.remote_engine.server import Ended, Listed, Unreachable, Watched, read_key
+
+logger = logging.getLogger(__name__)
 
 BLOCK_SIZE = 64
 NUM_BLOCKS = 8192
@@ -90,9 +93,10 @@ class OpenAiEngine:
             raise StartupError(f"{self._server.url} takes no bodies of OpenAI's or Anthropic's forms")
         directory = None if config.model is None else Path(config.model)
         self._bundle = byte_bundle() if directory is None else tokenizer_bundle(directory)
-        context = served.context_length or UNTOLD_CONTEXT
+        told = context = served.context_length or UNTOLD_CONTEXT
         if directory is None:
             context *= MOST_BYTES_PER_TOKEN
+        context = min(context, config.context_length or context)
         self._server.served_name = served.served_name
         self._card = ModelCard(
             name=config.model_name or served.served_name,
@@ -100,14 +104,16 @@ class OpenAiEngine:
             engine="openai",
             block_size=config.block_size or BLOCK_SIZE,
             num_blocks=config.num_blocks or NUM_BLOCKS,
-            context_length=min(context, config.context_length or context),
+            context_length=context,
             vocab_size=NUM_BYTES if directory is None else read_text_sizes(directory).vocab_size,
             max_running=config.max_running,
             takes_published=False,
             takes_bodies=forms,
+            told_context=min(told, context) if directory is None else 0,
         )
         self._card = with_names(self._card, served)
         self._live: LiveRequests[_Live] = LiveRequests(config.max_waiting)
+        self._refusals = RefusalLog(logger)
         self._ready: list[TokenDelta] = []
         self._events: list[CacheEvent] = []
         self._num_places = self._server.num_places()
@@ -138,7 +144,10 @@ class OpenAiEngine:
         name = _name(request.key)
         self._live.check_room(name, request.key)
         try:
-            sent = body_to_send(submit.body_form, submit.body, self._server.served_name)
+            served_name = submit.adapter or self._server.served_name
+            sent = body_to_send(
+                submit.body_form, submit.body, served_name, asks_usage=self._server.asks_usage
+            )
         except ValueError as error:
             raise RequestRefused(RefusalCode.INVALID_REQUEST, f"the body cannot be read: {error}") from error
         has_place = not self._num_places or len(self._live) < self._num_places
@@ -226,7 +235,9 @@ class OpenAiEngine:
     def _fail(self, ended: Ended) -> None:
         live = self._live.pop(ended.name)
         if live is not None:
-            refusal = ended.refusal or Refusal(RefusalCode.INTERNAL, "the server's answer has no end")
+            assert ended.refusal is not None
+            refusal = ended.refusal
+            self._refusals.say(refusal, live.request.submit.request_id)
             delta = TokenDelta(live.request.key, finish_reason=FinishReason.ERROR, refusal=refusal)
             self._ready.append(delta)
 
@@ -256,6 +267,7 @@ class OpenAiEngine:
             num_cached_tokens=num_cached,
             num_written_tokens=0 if num_cached is None else max(0, num_tokens // size * size - num_cached),
             leases=without_tiers(request.submit.leases).answers,
+            answer_id=read.answer_id,
         )
 
     def _load(self) -> LoadSnapshot:

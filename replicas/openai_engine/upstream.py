@@ -5,6 +5,7 @@ a stream, or all of an answer that does not stream. Comments in a stream are lef
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
@@ -14,7 +15,6 @@ import msgspec
 
 from replicas.errors import StartupError
 from replicas.openai_engine.bodies import (
-    DONE,
     MOST_ANSWER_BYTES,
     MOST_STREAM_BYTES,
     PATHS,
@@ -22,24 +22,25 @@ from replicas.openai_engine.bodies import (
     EventSplitter,
     Read,
     SentBody,
-    data_of,
 )
 from replicas.protocol.frames import BodyForm, Refusal, RefusalCode
 from replicas.remote_engine.dialect import NotThere
 from replicas.remote_engine.model_list import MODELS_PATH, read_models
 from replicas.remote_engine.server import (
     CONNECT_SECONDS,
-    EVENT_STREAM,
     HTTP_ERRORS,
     LIST_SECONDS,
     Ended,
     Listed,
     Server,
     Unreachable,
+    check_plain,
     named,
     read_whole,
     unreachable,
 )
+
+logger = logging.getLogger(__name__)
 
 END_SECONDS = 1.0
 """Time that an answer has to end after its last event, so that its connection can be used again."""
@@ -75,6 +76,8 @@ class BodyServer(Server):
     """Once it runs, it is gone when it no longer has `served_name`."""
 
     served_name = ""
+    asks_usage = True
+    """It has not refused to tell the usage of a stream."""
 
     def forms(self, served_name: str) -> tuple[BodyForm, ...]:
         """Ask with bodies that have no prompt, which a server refuses. Raises StartupError."""
@@ -110,32 +113,48 @@ class BodyServer(Server):
                 self._tell(unreachable(error))
 
     async def _stream(self, name: str, sent: SentBody) -> None:
-        refusal: Refusal | None = None
-        reader = AnswerReader()
+        reader = AnswerReader(sent)
         try:
-            async with self._post(sent.path, sent.content) as answer:
-                refusal = await self._refusal(answer, EVENT_STREAM if sent.streams else "application/json")
-                if refusal is None:
-                    pieces = _events if sent.streams else _whole
-                    async for content, num_tokens in pieces(answer.content.iter_any(), reader, sent):
-                        piece = BodyPiece(name, content, num_tokens, time.monotonic())
-                        self._tell(piece if content else Alive())
-                    with suppress(*HTTP_ERRORS):
-                        async with asyncio.timeout(END_SECONDS):
-                            async for _ in answer.content.iter_any():
-                                pass
+            refusal = await self._answer(name, sent, reader)
+            if sent.adds_usage and refusal is not None and _names_options(refusal):
+                sent = sent.without_usage()
+                reader = AnswerReader(sent)
+                refusal = await self._answer(name, sent, reader)
         except asyncio.CancelledError:
             return
         except Exception as error:  # of any kind: it ends this request and no other
             refusal = Refusal(RefusalCode.INTERNAL, f"the server's answer breaks off: {named(error)}")
-        if refusal is None and reader.read.complaint is not None:
-            refusal = Refusal(RefusalCode.INTERNAL, self._without_key(reader.read.complaint))
+            if reader.has_ended and isinstance(error, HTTP_ERRORS):
+                refusal = None
         self._tell(Answered(name, reader.read) if refusal is None else Ended(name, refusal))
 
+    async def _answer(self, name: str, sent: SentBody, reader: AnswerReader) -> Refusal | None:
+        """Tell an answer's pieces; returns why it is none, or not a whole one. Raises HTTP_ERRORS and
+        ValueError."""
+        async with self._post(sent.path, sent.content) as answer:
+            if answer.status != 200:
+                return await self._refusal(answer, sent.form)
+            check_plain(answer)
+            if sent.is_again and self.asks_usage:
+                self.asks_usage = False
+                logger.warning("the server refuses stream_options: usage of its streams is unknown")
+            pieces = _events if sent.streams else _whole
+            async for content, num_tokens in pieces(answer.content.iter_any(), reader):
+                piece = BodyPiece(name, content, num_tokens, time.monotonic())
+                self._tell(piece if content else Alive())
+            with suppress(*HTTP_ERRORS):
+                async with asyncio.timeout(END_SECONDS):
+                    async for _ in answer.content.iter_any():
+                        pass
+        return reader.refusal(self._without_key)
 
-async def _events(
-    pieces: AsyncIterator[bytes], reader: AnswerReader, sent: SentBody
-) -> AsyncIterator[tuple[bytes, int]]:
+
+def _names_options(refusal: Refusal) -> bool:
+    is_refused = refusal.error is not None and refusal.error.status in (400, 422)
+    return is_refused and "stream_options" in refusal.message
+
+
+async def _events(pieces: AsyncIterator[bytes], reader: AnswerReader) -> AsyncIterator[tuple[bytes, int]]:
     """Yield whole events and their tokens; nothing for a comment or part of an event. Raises ValueError."""
     splitter, num_bytes = EventSplitter(), 0
     async for piece in pieces:
@@ -144,27 +163,18 @@ async def _events(
             raise ValueError(f"more than {MOST_STREAM_BYTES} bytes")
         has_said = False
         for event in splitter.add(piece):
-            data = data_of(event)
-            if data is None:
-                continue
-            said = reader.take(data) if data.startswith(b"{") else None
-            if reader.read.problem is not None:
-                return
-            if said is None or not (sent.hides_usage and said.is_only_usage):
-                yield event, 0 if said is None else said.num_tokens
+            content, num_tokens = reader.event(event)
+            if content:
+                yield content, num_tokens
                 has_said = True
-            if data == DONE or (said is not None and said.is_last):
+            if reader.is_over:
                 return
         if not has_said:
             yield b"", 0
-    if splitter.has_rest:
-        raise ValueError("its last event has no end")
+    if splitter.rest:
+        yield reader.rest(splitter.rest)
 
 
-async def _whole(
-    pieces: AsyncIterator[bytes], reader: AnswerReader, sent: SentBody
-) -> AsyncIterator[tuple[bytes, int]]:
+async def _whole(pieces: AsyncIterator[bytes], reader: AnswerReader) -> AsyncIterator[tuple[bytes, int]]:
     """Yield all of it. Raises ValueError."""
-    content = await read_whole(pieces, MOST_ANSWER_BYTES)
-    reader.take(content)
-    yield content, reader.read.num_output_tokens or 0
+    yield reader.whole(await read_whole(pieces, MOST_ANSWER_BYTES))

@@ -24,6 +24,7 @@ from replicas.protocol.blocks import (
 from replicas.protocol.bounds import (
     MAX_BLOCKS,
     MAX_BYTES,
+    MAX_NAME_CHARACTERS,
     MAX_REQUESTS,
     MAX_SECONDS,
     MAX_TOKENS,
@@ -45,6 +46,9 @@ MAX_DELTAS_PER_FRAME = 4096
 MAX_USER_TAG_BYTES = 16
 MAX_BODY_BYTES = 48 * 2**20
 """Longest body of a client in a submit, and piece of an answer in a delta."""
+MAX_ERROR_BYTES = 16 * 2**10
+"""Longest error of a server that is passed on whole."""
+MAX_RETRY_AFTER_SECONDS = 1e7
 MAX_UNSAID = 16
 MAX_LISTED = 1 << 20
 """Entries of any list in a submit, and tokens in a delta."""
@@ -236,6 +240,8 @@ class PromptUsage(Struct, frozen=True, omit_defaults=True):
     sooner than moving; `num_lost_tokens` were to be moved and did not come in time; `num_expired_tokens` were
     evicted after their lease ended; `num_unresumable_tokens`, the first of all, were held by some layers, but
     no resume point lay behind them.
+
+    `answer_id` is the id that a server has given an answer which it wrote itself; empty if there is none.
     """
 
     num_prompt_tokens: Uint32
@@ -253,6 +259,7 @@ class PromptUsage(Struct, frozen=True, omit_defaults=True):
     num_lost_tokens: Uint32 = 0
     num_expired_tokens: Uint32 = 0
     num_unresumable_tokens: Uint32 = 0
+    answer_id: str = ""
 
     @property
     def num_device_tokens(self) -> int:
@@ -275,9 +282,29 @@ def num_cached_of(usages: Iterable[PromptUsage]) -> int | None:
     return num_cached
 
 
-class Refusal(Struct, frozen=True):
+ErrorWord = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
+
+
+class ServerError(Struct, frozen=True, omit_defaults=True):
+    """The error of a server beside a replica, or of an engine in its stead, for the client. `body` is all of
+    it as JSON, if that is in the form of the client's API; `retry_after_seconds` is when the server says to
+    come back."""
+
+    status: Annotated[int, Meta(ge=400, le=599)]
+    type: ErrorWord | None = None
+    param: ErrorWord | None = None
+    code: ErrorWord | None = None
+    retry_after_seconds: Annotated[float, Meta(ge=0.0, le=MAX_RETRY_AFTER_SECONDS)] | None = None
+    body: Annotated[bytes, Meta(max_length=MAX_ERROR_BYTES)] = b""
+
+
+class Refusal(Struct, frozen=True, omit_defaults=True):
+    """`error` is the server's own, in whose words `message` then is. A client gets it as it is: at once for
+    a request that is to blame itself, else once no other replica has served the request."""
+
     code: RefusalCode
     message: str
+    error: ServerError | None = None
 
 
 class TokenDelta(Struct, frozen=True, array_like=True):

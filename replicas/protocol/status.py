@@ -74,7 +74,8 @@ class ModelCard:
     themselves, and `endpoint_rank` its data-parallel rank there; empty if there is none.
 
     `takes_bodies`: its server takes a client's body instead of tokens, in these forms (`BodyForm`);
-    the tokens of a submit then only say what the server is expected to have cached.
+    the tokens of a submit then only say what the server is expected to have cached. `told_context` is the
+    server's own context length, where a token of ours is none of the server's; 0 if they are the same.
 
     `sampling_defaults` hold where a client has no word; None is neutral. A server has its own for those that
     are None in them.
@@ -106,8 +107,14 @@ class ModelCard:
     endpoint: str = ""
     endpoint_rank: Uint32 | None = None
     takes_bodies: tuple[str, ...] = ()
+    told_context: int = 0
     sampling_defaults: SamplingDefaults | None = None
     aliases: tuple[str, ...] = ()
+
+    @property
+    def told_context_length(self) -> int:
+        """The context length that clients are told."""
+        return self.told_context or self.context_length
 
     @property
     def num_cache_tokens(self) -> int:

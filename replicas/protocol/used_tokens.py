@@ -5,26 +5,7 @@ Pure. Replicas read answers that they relay, and routers those of servers behind
 
 from dataclasses import dataclass
 
-import msgspec
-
 MOST_TOKENS = 2**32 - 1
-
-
-class Cached(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct):
-    """OpenAI's names for chats and completions, those for Responses, and Anthropic's."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: Cached | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    input_tokens_details: Cached | None = None
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -35,24 +16,33 @@ class UsedTokens:
     num_cached_tokens: int | None = None
     num_output_tokens: int | None = None
 
-    def take(self, usage: Usage) -> None:
-        """Later events say more, or the same."""
-        prompt, rest = believed(usage.prompt_tokens), believed(usage.input_tokens)
-        read, written = believed(usage.cache_read_input_tokens), believed(usage.cache_creation_input_tokens)
+    def take(self, usage: object) -> None:
+        """Read OpenAI's names for chats and completions, those for Responses, and Anthropic's. Later events
+        say more, or the same; what cannot be read is not told."""
+        if not isinstance(usage, dict):
+            return
+        prompt, rest = believed(usage.get("prompt_tokens")), believed(usage.get("input_tokens"))
+        read = believed(usage.get("cache_read_input_tokens"))
+        written = believed(usage.get("cache_creation_input_tokens"))
         if prompt is not None:
             self.num_prompt_tokens = prompt
         elif rest is not None:
             self.num_prompt_tokens = rest + (read or 0) + (written or 0)
-        for details in (usage.prompt_tokens_details, usage.input_tokens_details):
-            if details is not None and (cached := believed(details.cached_tokens)) is not None:
+        for details in (usage.get("prompt_tokens_details"), usage.get("input_tokens_details")):
+            cached = believed(details.get("cached_tokens")) if isinstance(details, dict) else None
+            if cached is not None:
                 self.num_cached_tokens = cached
         if read is not None:
             self.num_cached_tokens = read
-        for output in (believed(usage.completion_tokens), believed(usage.output_tokens)):
+        for output in (believed(usage.get("completion_tokens")), believed(usage.get("output_tokens"))):
             if output is not None:
                 self.num_output_tokens = output
 
 
-def believed(num_tokens: int | None) -> int | None:
-    """Return a number of tokens, or None for one that no server can mean."""
-    return num_tokens if num_tokens is not None and 0 <= num_tokens <= MOST_TOKENS else None
+def believed(num_tokens: object) -> int | None:
+    """Return a number of tokens, or None for what is none, or what no server can mean."""
+    if isinstance(num_tokens, float) and num_tokens.is_integer():
+        num_tokens = int(num_tokens)
+    if not isinstance(num_tokens, int) or isinstance(num_tokens, bool):
+        return None
+    return num_tokens if 0 <= num_tokens <= MOST_TOKENS else None

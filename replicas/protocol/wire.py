@@ -31,7 +31,6 @@ from replicas.protocol.frames import (
     ClientFrame,
     LoadSnapshot,
     PromptUsage,
-    Refusal,
     RequestKey,
     ServerFrame,
     Submit,
@@ -184,7 +183,8 @@ def checked_delta(delta: "TokenDelta | BrokenDelta", vocab_size: int | None = No
         for logprobs in delta.logprobs:
             _check_logprobs(logprobs, vocab_size)
     if delta.refusal is not None and len(delta.refusal.message) > MAX_MESSAGE_CHARACTERS:
-        refusal = Refusal(delta.refusal.code, delta.refusal.message[:MAX_MESSAGE_CHARACTERS])
+        message = delta.refusal.message[:MAX_MESSAGE_CHARACTERS]
+        refusal = msgspec.structs.replace(delta.refusal, message=message)
         return msgspec.structs.replace(delta, refusal=refusal)
     return delta
 
@@ -199,6 +199,7 @@ def _check_card(card: ModelCard) -> None:
     for what, value, most in (
         ("a block size", card.block_size, 1 << 16),
         ("a context length", card.context_length, MAX_TOKENS),
+        ("the context that clients are told", card.told_context_length, MAX_TOKENS),
         ("a vocabulary's size", card.vocab_size, MAX_TOKENS),
     ):
         checked_count(value - 1, most, f"{what} less one")
@@ -224,6 +225,8 @@ def _check_card(card: ModelCard) -> None:
 
 def _check_usage(usage: PromptUsage) -> None:
     """Parts are no larger than the whole."""
+    if usage.answer_id:
+        checked_name(usage.answer_id)
     cached = usage.num_cached_tokens or 0
     if not (
         cached <= usage.num_prompt_tokens

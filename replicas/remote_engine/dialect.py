@@ -12,7 +12,7 @@ import msgspec
 
 from replicas.engine import EngineRequest
 from replicas.errors import StartupError
-from replicas.protocol.frames import FinishReason, Refusal, RefusalCode, SamplingParams, TokenLogprobs
+from replicas.protocol.frames import FinishReason, Refusal, SamplingParams, TokenLogprobs
 from replicas.protocol.sampling_defaults import PARAMETERS
 from replicas.remote_engine.facts import CacheSizes, EventSource, ServerLoad, ServerModel
 from replicas.remote_engine.residency import ServerEvent
@@ -88,10 +88,3 @@ class Dialect(Protocol):
 def said_parameters(sampling: SamplingParams) -> dict[str, Any]:
     """Return those that a request sets; the server's own defaults hold for the others."""
     return {name: getattr(sampling, name) for name in PARAMETERS if name not in sampling.unsaid}
-
-
-def refusal_of(status: int, sentence: str) -> Refusal:
-    """Translate an HTTP status."""
-    if status in (400, 413, 422):
-        return Refusal(RefusalCode.INVALID_REQUEST, sentence)
-    return Refusal(RefusalCode.OVERLOADED if status in (429, 503) else RefusalCode.INTERNAL, sentence)

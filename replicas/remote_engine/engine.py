@@ -46,6 +46,7 @@ from replicas.remote_engine.facts import ServerLoad, ServerModel, declared_finge
 from replicas.remote_engine.live_requests import LiveRequest, LiveRequests
 from replicas.remote_engine.model_list import with_names
 from replicas.remote_engine.probes import check_tokenizer, find_dialect
+from replicas.remote_engine.refusals import RefusalLog
 from replicas.remote_engine.residency import ServerResidency, Stored
 from replicas.remote_engine.server import (
     Ended,
@@ -134,6 +135,7 @@ class RemoteEngine:
         )
         self._take_names(dialect.model)
         self._live: LiveRequests[_Live] = LiveRequests(config.max_waiting)
+        self._refusals = RefusalLog(logger)
         self._ready: list[TokenDelta] = []
         self._stored_since_add, self._added_at = False, 0.0
         self._ended: list[Ended] = []
@@ -397,7 +399,10 @@ class RemoteEngine:
             return
         chunk = piece.chunk
         if chunk.refusal is not None:
-            self._fail(piece.name, chunk.refusal)
+            refusal = chunk.refusal
+            if live.num_output_tokens:  # it was taken, so it may go on elsewhere, whatever servers call it
+                refusal = Refusal(RefusalCode.INTERNAL, refusal.message, refusal.error)
+            self._fail(piece.name, refusal)
             return
         if chunk.num_cached_tokens is not None:
             live.num_cached_tokens = chunk.num_cached_tokens
@@ -443,6 +448,7 @@ class RemoteEngine:
         live = self._live.pop(name)
         assert live is not None
         self._server.abort(name)
+        self._refusals.say(refusal, live.request.submit.request_id)
         self._ready.append(TokenDelta(live.request.key, finish_reason=FinishReason.ERROR, refusal=refusal))
 
     def _usage_of(self, live: _Live) -> PromptUsage:

@@ -6,6 +6,7 @@ none: nothing asks for them, and a few bytes may become gigabytes.
 """
 
 import asyncio
+import json
 import logging
 import socket
 import threading
@@ -25,10 +26,11 @@ import uvloop
 
 from replicas.errors import EngineDied, StartupError
 from replicas.process.settings import SettingsError
-from replicas.protocol.frames import Refusal, RefusalCode
-from replicas.remote_engine.dialect import Chunk, Dialect, NotThere, Reader, refusal_of
+from replicas.protocol.frames import MAX_ERROR_BYTES, BodyForm, Refusal, RefusalCode
+from replicas.remote_engine.dialect import Chunk, Dialect, NotThere, Reader
 from replicas.remote_engine.facts import ServerLoad, ServerModel
 from replicas.remote_engine.model_list import MODELS_PATH, read_models
+from replicas.remote_engine.refusals import parsed, refusal_of, words_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,6 @@ ANSWER_SECONDS = 30.0
 MOST_ANSWER_BYTES = 16 * 2**20
 """Longest answer that is no model's."""
 ERROR_SECONDS = 5.0
-MOST_ERROR_BYTES = 4096
 
 KEY_STATUSES = (401, 403)
 KEY_ADVICE = "it wants an API key: give --join-key-file FILE, in a fleet file engine_key_file"
@@ -154,8 +155,9 @@ class Server:
         answer = self.try_ask(path, body)
         if answer.status_code != 200:
             kind = NotThere if answer.status_code == 404 else StartupError
+            words = words_of(self._without_key(answer.content))
             raise kind(
-                f"{self.url}{path} answers {answer.status_code}: {self._said(answer.content)}"
+                f"{self.url}{path} answers {answer.status_code}: {words}"
                 + (f" (to {answer.location})" if answer.has_redirect_location else "")
                 + (f": {KEY_ADVICE}" if answer.status_code in KEY_STATUSES else "")
             )
@@ -294,42 +296,45 @@ class Server:
         content = msgspec.json.encode(sent.body)
         try:
             async with self._post(self._dialect.generate_path, content) as answer:
-                refusal = await self._refusal(answer)
-                if refusal is None:
+                kind = answer.headers.get("content-type", "").lower()
+                if answer.status != 200 or not kind.startswith(EVENT_STREAM):
+                    refusal = await self._refusal(answer)
+                else:
+                    check_plain(answer)
                     async for event in _events(answer.content.iter_any(), sent.most_bytes):
-                        self._tell(Piece(name, sent.read(event), time.monotonic()))
+                        chunk = sent.read(event)
+                        if chunk.refusal is not None:
+                            chunk = sent.read(self._without_key(event))
+                        self._tell(Piece(name, chunk, time.monotonic()))
         except asyncio.CancelledError:
             return
         except Exception as error:  # of any kind: it ends this request and no other
             refusal = Refusal(RefusalCode.INTERNAL, f"the server's answer breaks off: {named(error)}")
         self._tell(Ended(name, refusal))
 
-    async def _refusal(self, answer: aiohttp.ClientResponse, kind: str = EVENT_STREAM) -> Refusal | None:
-        """None for an answer of this content type. Raises ValueError for a compressed one."""
+    async def _refusal(self, answer: aiohttp.ClientResponse, form: BodyForm | None = None) -> Refusal:
+        """Read an error, or an answer of another kind than was asked for. Raises ValueError for a compressed
+        one."""
         check_plain(answer)
-        if answer.status == 200 and answer.headers.get("content-type", "").startswith(kind):
-            return None
         content = b""
         with suppress(*HTTP_ERRORS):
             async with asyncio.timeout(ERROR_SECONDS):
                 async for piece in answer.content.iter_any():
                     content += piece
-                    if len(content) > MOST_ERROR_BYTES:
+                    if len(content) > MAX_ERROR_BYTES:
                         break
-        return refusal_of(answer.status, f"the server answers {answer.status}: {self._said(content)}")
+        return refusal_of(self._without_key(content), answer.status, answer.headers.get("retry-after"), form)
 
-    def _said(self, content: bytes) -> str:
-        """Return the message of an error in OpenAI's form or in vLLM's, else the beginning of what came. A
-        server may say with which key it was asked."""
-        try:
-            error = msgspec.json.decode(content)["error"]
-            said = str(error if isinstance(error, str) else error["message"])[:MOST_ERROR_BYTES]
-        except (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError):
-            said = repr(content[:200])
-        return self._without_key(said)
-
-    def _without_key(self, said: str) -> str:
-        return said.replace(self._key, "***") if self._key else said
+    def _without_key(self, content: bytes) -> bytes:
+        """A server may say with which key it was asked."""
+        if self._key is None:
+            return content
+        said = parsed(content)
+        if said is not None:  # so that there is one way to write the key
+            content = json.dumps(said).encode()
+        for written in (json.dumps(self._key)[1:-1], self._key):
+            content = content.replace(written.encode(), b"***")
+        return content
 
 
 async def read_whole(pieces: AsyncIterator[bytes], most_bytes: int) -> bytes:

@@ -21,7 +21,7 @@ from replicas.errors import StartupError
 from replicas.protocol.bounds import Uint32
 from replicas.protocol.frames import FinishReason, RefusalCode, TokenLogprobs
 from replicas.protocol.sampling_defaults import NAMES
-from replicas.remote_engine.dialect import Chunk, Delta, Reader, refusal_of, said_parameters
+from replicas.remote_engine.dialect import Chunk, Delta, Reader, said_parameters
 from replicas.remote_engine.facts import (
     CacheSizes,
     EventSource,
@@ -31,6 +31,7 @@ from replicas.remote_engine.facts import (
     reachable,
 )
 from replicas.remote_engine.pages import Hash
+from replicas.remote_engine.refusals import refusal_of
 from replicas.remote_engine.residency import Cleared, Removed, ServerEvent, Stored
 from replicas.scheduling.resuming import end_token_ids, resumed_logit_bias, resumed_seed
 
@@ -80,15 +81,10 @@ class _Meta(msgspec.Struct):
     output_top_logprobs: list[list[Logprob] | None] | None = None
 
 
-class _Problem(msgspec.Struct):
-    message: str = "no reason is given"
-    code: int | None = None
-
-
 class _Event(msgspec.Struct):
     output_ids: list[Uint32] = []
     meta_info: _Meta | None = None
-    error: _Problem | None = None
+    error: object = None
 
 
 _EVENTS = msgspec.json.Decoder(_Event)
@@ -104,8 +100,8 @@ class _Answer:
 
     def read(self, event: bytes) -> Chunk:
         found = _EVENTS.decode(event)
-        if found.error is not None:
-            return _failure(found.error.code, found.error.message)
+        if found.error:
+            return Chunk(refusal=refusal_of(event, 200))
         meta = found.meta_info
         if meta is None:
             raise ValueError("a chunk without meta_info")
@@ -140,7 +136,7 @@ class _Answer:
 
 
 def _failure(status: int | None, message: str) -> Chunk:
-    return Chunk(refusal=refusal_of(status or 500, f"the server fails: {message}"))
+    return Chunk(refusal=refusal_of(msgspec.json.encode({"message": message}), status or 500))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from replicas.engine import EngineRequest, RequestRefused
 from replicas.errors import StartupError
 from replicas.protocol.bounds import Uint32
-from replicas.protocol.frames import FinishReason, Refusal, RefusalCode, TokenLogprobs
+from replicas.protocol.frames import FinishReason, RefusalCode, TokenLogprobs
 from replicas.remote_engine.dialect import Chunk, Delta, Reader, said_parameters
 from replicas.remote_engine.facts import (
     CacheSizes,
@@ -27,6 +27,7 @@ from replicas.remote_engine.facts import (
     bounded,
     reachable,
 )
+from replicas.remote_engine.refusals import refusal_of
 from replicas.remote_engine.residency import ServerEvent
 from replicas.scheduling.resuming import end_token_ids, resumed_logit_bias, resumed_seed
 
@@ -65,17 +66,13 @@ class Choice(msgspec.Struct):
     logprobs: Logprobs | None = None
 
 
-class Problem(msgspec.Struct):
-    message: str = "no reason is given"
-    code: int | str | None = None
-
-
 class Event(msgspec.Struct):
     """One event of the stream. The last has the usage and no choice."""
 
     choices: list[Choice] = []
     usage: object = None
-    error: Problem | None = None
+    error: object = None
+    kind: object = msgspec.field(name="object", default=None)
 
 
 _EVENTS = msgspec.json.Decoder(Event)
@@ -135,8 +132,8 @@ def _first_rank(sources: bytes) -> int:
 def read_chunk(num_logprobs: int | None, event: bytes) -> Chunk:
     """Raises ValueError, IndexError or MsgspecError."""
     found = _EVENTS.decode(event)
-    if found.error is not None:
-        return Chunk(refusal=Refusal(RefusalCode.INTERNAL, f"the server fails: {found.error.message}"))
+    if found.error or found.kind == "error":
+        return Chunk(refusal=refusal_of(event, 200))
     details = found.usage.get("prompt_tokens_details") if isinstance(found.usage, dict) else None
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
     return Chunk([_delta(choice, num_logprobs) for choice in found.choices], cached)

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from math import inf, isfinite
 
 from replicas.engine import EngineRequest, RequestRefused
-from replicas.protocol.frames import RefusalCode, SamplingParams
+from replicas.protocol.frames import RefusalCode, SamplingParams, ServerError
+
+NO_ADAPTER = ServerError(404, param="model", code="model_not_found")
+"""For an adapter that has just gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +37,11 @@ def check_admission(request: EngineRequest, limits: AdmissionLimits) -> None:
     problem = _length_problem(request, limits)
     if problem is not None:
         raise RequestRefused(RefusalCode.CONTEXT_LENGTH_EXCEEDED, problem)
+    problem = _adapter_problem(request, limits)
+    if problem is not None:
+        raise RequestRefused(RefusalCode.INVALID_REQUEST, problem, NO_ADAPTER)
     problem = (
-        _adapter_problem(request, limits)
-        or _prompt_problem(request, limits)
+        _prompt_problem(request, limits)
         or _sampling_problem(request.sampling, limits)
         or _resumption_problem(request)
     )

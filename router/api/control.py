@@ -173,6 +173,6 @@ def _model_object(name: str, model: ServedModel) -> Model:
         created=model.created,
         root=model.card.name,
         parent=None if model.adapter is None else model.card.name,
-        max_model_len=model.card.context_length,
+        max_model_len=model.card.told_context_length,
         sampling_defaults=model.sampling_defaults or UNSET,
     )

@@ -40,17 +40,21 @@ def relay(context: ApiContext, asked: ApiRequest, model: ServedModel, form: Body
 class RelayedOutput(ChoiceOutput):
     """All choices of an answer, as its server writes them. What was added is waiting until it is taken."""
 
-    __slots__ = ("_pieces",)
+    __slots__ = ("_pieces", "answer_id")
 
     def __init__(self, model: ServedModel) -> None:
         super().__init__(model.tokenizer.new_detokenizer(frozenset()), frozenset(), is_kept=False)
         self._pieces: list[bytes] = []
+        self.answer_id = ""
+        """The id that the server has given it; empty until it has ended."""
 
     def hold(self, delta: TokenDelta) -> None:
         self.add(delta)
 
     def add(self, delta: TokenDelta) -> Sequence[Part]:
         self.num_tokens += len(delta.token_ids)
+        if delta.usage is not None:
+            self.answer_id = delta.usage.answer_id
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason.value
         if not delta.body:
@@ -78,10 +82,15 @@ class _RelayWriter:
         return self._output.take()
 
     def close(self, prompt: Prompt, choice: int) -> bytes:
+        self._take_id()
         return b""
 
     def end(self, usage: AnswerUsage) -> bytes:
         return b""
 
     def whole(self, usage: AnswerUsage) -> bytes:
+        self._take_id()
         return self._output.take()
+
+    def _take_id(self) -> None:
+        self.answer_id = self._output.answer_id or self.answer_id

@@ -234,7 +234,7 @@ class GenerationRun:
             RefusalCode.CONTEXT_LENGTH_EXCEEDED,
             RefusalCode.INVALID_REQUEST,
         ):
-            self._error = _client_error(refusal, visible=visible)
+            self._error = self._client_error(refusal, visible=visible)
             for index in range(len(self._choices)):
                 self.abort_choice(index)
             return
@@ -253,18 +253,20 @@ class GenerationRun:
         if code is RefusalCode.ENGINE_FAILED:
             self._dispatcher.replica_died(attempt.client)
         if visible:
-            self._unplace(attempt, choice, code)
+            self._unplace(attempt, choice, code, refusal)
         else:
-            self._abandon(attempt, code)
+            self._abandon(attempt, code, refusal)
 
-    def _abandon(self, attempt: Attempt, code: RefusalCode) -> None:
+    def _abandon(self, attempt: Attempt, code: RefusalCode, refusal: Refusal | None = None) -> None:
         for index in attempt.choices:
             if self._choices[index].attempt is attempt:
-                self._unplace(attempt, self._choices[index], code)
+                self._unplace(attempt, self._choices[index], code, refusal)
 
-    def _unplace(self, attempt: Attempt, choice: ChoiceProgress, code: RefusalCode) -> None:
+    def _unplace(
+        self, attempt: Attempt, choice: ChoiceProgress, code: RefusalCode, refusal: Refusal | None
+    ) -> None:
         is_death = attempt.inflight.lost is not None or code is RefusalCode.ENGINE_FAILED
-        self._placement.failed(attempt.replica_id, code, is_death=is_death)
+        self._placement.failed(attempt.replica_id, code, is_death=is_death, refusal=refusal)
         choice.tries.failed(is_death=is_death, has_survived=attempt.has_survived)
         attempt.trace.failed(code.value if attempt.inflight.lost is None else "replica_lost")
         choice.attempt = None
@@ -424,6 +426,16 @@ class GenerationRun:
             return None
         return PullHint(peer.replica_id, peer.epoch, peer.address, decision.overlap_tokens)
 
+    def _client_error(self, refusal: Refusal, *, visible: bool) -> RouterError:
+        relays = bool(self._generation.submit.body)
+        if visible and not relays:  # a resumed part of what another replica had accepted
+            return GenerationFailed(f"The generation could not be continued: {refusal.message}")
+        if refusal.error is not None:
+            return self._placement.refused(refusal)
+        if refusal.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED:
+            return ContextLengthExceeded(refusal.message)
+        return InvalidRequest(refusal.message)
+
     # What is given back.
 
     def _release(self, attempt: Attempt) -> None:
@@ -441,11 +453,3 @@ class GenerationRun:
         self._num_open = self._num_unplaced = 0
         self._trace.end()
         self._dispatcher.num_running -= 1
-
-
-def _client_error(refusal: Refusal, *, visible: bool) -> RouterError:
-    if visible:  # a resumed part of what another replica had accepted
-        return GenerationFailed(f"The generation could not be continued: {refusal.message}")
-    if refusal.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED:
-        return ContextLengthExceeded(refusal.message)
-    return InvalidRequest(refusal.message)

@@ -16,13 +16,22 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from replicas.protocol.frames import RefusalCode
+from replicas.protocol.frames import Refusal, RefusalCode
 from replicas.protocol.status import ReplicaId
 from router.dispatch.attempt import ChoiceProgress
 from router.dispatch.retries import Patience
 from router.dispatch.suspects import PromptDigest, Standing
 from router.dispatch.waiting_room import Lane, Ticket
-from router.errors import GenerationFailed, NoReplicaAvailable, Overloaded, RouterError, TooLate, UnknownModel
+from router.errors import (
+    ErrorKind,
+    GenerationFailed,
+    NoReplicaAvailable,
+    Overloaded,
+    RouterError,
+    ServerRefused,
+    TooLate,
+    UnknownModel,
+)
 from router.generation import Generation
 from router.observation.trace_points import Trace
 from router.queue.held import Asking, Held
@@ -37,6 +46,12 @@ LONGEST_PAUSE_SECONDS = 1.0
 """Interval at which a held request checks by itself."""
 
 LEAST_PAUSE_SECONDS = 0.001
+
+_KINDS = {
+    RefusalCode.INVALID_REQUEST: ErrorKind.INVALID,
+    RefusalCode.OVERLOADED: ErrorKind.OVERLOADED,
+}
+"""Meaning of a server's refusal; any other is a failure."""
 
 
 class Obstacle(enum.Enum):
@@ -243,8 +258,11 @@ class Placement:
         if self.charge is not None:
             self.charge.goes(self._dispatcher.clock())
 
-    def failed(self, replica_id: ReplicaId, code: RefusalCode, *, is_death: bool) -> None:
-        self.patience.failed(replica_id, code, self._dispatcher.clock(), self._dispatcher.rng.random())
+    def failed(
+        self, replica_id: ReplicaId, code: RefusalCode, *, is_death: bool, refusal: Refusal | None = None
+    ) -> None:
+        now, chance = self._dispatcher.clock(), self._dispatcher.rng.random()
+        self.patience.failed(replica_id, code, now, chance, refusal)
         # Where a living replica has refused it, trying again is more work for the others.
         is_no_load = is_death or code in (RefusalCode.DRAINING, RefusalCode.MEDIA_MISSING)
         self._owes_retry = self._owes_retry or not is_no_load
@@ -268,6 +286,9 @@ class Placement:
         self._has_given_up = True
         generation, dispatcher, failure = self._generation, self._dispatcher, self.patience.failure
         model = generation.model if generation.adapter is None else generation.adapter.name
+        refusal = self.patience.refusal
+        if refusal is not None and (generation.submit.body or not is_visible):
+            return self.refused(refusal)
         if is_visible:
             return GenerationFailed("The generation was interrupted and could not be resumed.")
         if failure is RefusalCode.OVERLOADED:
@@ -282,6 +303,15 @@ class Placement:
             f"No replica of model {model} is available. Try again shortly.",
             retry_after_seconds=dispatcher.retry_after_seconds(generation.model),
         )
+
+    def refused(self, refusal: Refusal) -> RouterError:
+        """Return a server's own error for the client. One that is busy says when to come back, or we do."""
+        assert refusal.error is not None
+        kind = _KINDS.get(refusal.code, ErrorKind.FAILED)
+        seconds = refusal.error.retry_after_seconds
+        if seconds is None and kind is ErrorKind.OVERLOADED:
+            seconds = self._dispatcher.retry_after_seconds(self._generation.model)
+        return ServerRefused(refusal.message, kind, refusal.error, retry_after_seconds=seconds)
 
     def _suspicion(self) -> PromptDigest | None:
         """The prompt's digest if it may have killed a replica. Raises for one that has killed two."""

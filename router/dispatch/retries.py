@@ -5,13 +5,14 @@ Owns the bounds. Time and randomness are arguments.
     it was lost with its replica             again elsewhere, spread over a moment; see also `suspects.py`
     a living replica refused or failed it    again elsewhere, if the router's budget has a retry left
     all that are ready have refused it       all once more, after a wait that doubles each time
+    the last of them has a busy server       given up, in the words of that server
     none is ready, but some are coming       wait in line, for `wait_seconds`
     none is ready, and none is coming        as if all had refused
 """
 
 from dataclasses import dataclass
 
-from replicas.protocol.frames import RefusalCode
+from replicas.protocol.frames import Refusal, RefusalCode
 from replicas.protocol.status import ReplicaId
 
 
@@ -65,6 +66,7 @@ class Patience:
         "excluded",
         "failure",
         "not_before",
+        "refusal",
     )
 
     def __init__(self, policy: RetryPolicy) -> None:
@@ -76,13 +78,23 @@ class Patience:
         """Not asked before the next wait."""
         self.failure: RefusalCode | None = None
         """The latest."""
+        self.refusal: Refusal | None = None
+        """The latest, if a server has said why."""
         self.not_before = 0.0
 
-    def failed(self, replica_id: ReplicaId, code: RefusalCode, now: float, chance: float) -> None:
+    def failed(
+        self,
+        replica_id: ReplicaId,
+        code: RefusalCode,
+        now: float,
+        chance: float,
+        refusal: Refusal | None = None,
+    ) -> None:
         """Lost, or refused, there. The pause keeps many that were lost together from coming back together."""
         if code is not RefusalCode.MEDIA_MISSING:  # it is sent there again
             self.excluded.add(replica_id)
         self.failure = code
+        self.refusal = None if refusal is None or refusal.error is None else refusal
         pause = self._policy.first_wait_seconds * chance * (1 << min(self._num_failures, 4))
         self.not_before = max(self.not_before, now + pause)
         self._num_failures += 1
@@ -91,8 +103,10 @@ class Patience:
         self._gives_up_at = None
 
     def wait_for_all(self, now: float, chance: float) -> bool:
-        """All were asked in vain; once more after a wait. False when there have been enough of them."""
-        if self._num_waits >= self._policy.max_waits:
+        """All were asked in vain; once more after a wait. False when there have been enough of them, and
+        where the last one's server says that it is busy: when to come back is for the client to know."""
+        is_told = self.refusal is not None and self.failure is RefusalCode.OVERLOADED
+        if is_told or self._num_waits >= self._policy.max_waits:
             return False
         seconds = self._policy.first_wait_seconds * (1 << self._num_waits) * (0.5 + chance)
         self._num_waits += 1

@@ -17,6 +17,7 @@ from router.errors import (
     CachesFull,
     CachesUnavailable,
     ContextLengthExceeded,
+    ErrorKind,
     Excess,
     ExplanationGone,
     GenerationFailed,
@@ -30,6 +31,7 @@ from router.errors import (
     ResponsesUnavailable,
     RouterBusy,
     RouterError,
+    ServerRefused,
     TooLate,
     UnknownModel,
     UploadTooSlow,
@@ -63,9 +65,11 @@ class HttpError:
     excess: Excess | None = None
     is_final: bool = False
     """To ask again does not help, whatever clients make of the status."""
+    theirs: bytes = b""
+    """The body of the server that is asked, if that has the client's API."""
 
     def body(self) -> bytes:
-        return _encode(OpenAiError(ErrorWords(self.message, self.type, self.param, self.code)))
+        return self.theirs or _encode(OpenAiError(ErrorWords(self.message, self.type, self.param, self.code)))
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         headers = [(b"content-type", b"application/json")]
@@ -118,6 +122,17 @@ def http_error(error: RouterError) -> HttpError:
             return HttpError(404, error.message, _INVALID, error.parameter, error.code)
         case LimitReached():
             return _limit_reached(error)
+        case ServerRefused(error=theirs):
+            return HttpError(
+                *(
+                    theirs.status,
+                    error.message,
+                    theirs.type or (_SERVER if theirs.status >= 500 else _INVALID),
+                ),
+                *(theirs.param, theirs.code, error.retry_after_seconds),
+                is_final=error.kind is ErrorKind.FAILED,
+                theirs=theirs.body,
+            )
         case GenerationFailed():
             # it was tried again here
             return HttpError(500, error.message, _SERVER, None, "generation_failed", is_final=True)

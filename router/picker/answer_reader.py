@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from replicas.protocol.used_tokens import Usage, UsedTokens
+from replicas.protocol.used_tokens import UsedTokens
 
 MOST_JSON_BYTES = 8 * 2**20
 MOST_LINE_BYTES = 2**20
@@ -21,7 +21,7 @@ class _Inner(msgspec.Struct):
     """The answer inside an event of Anthropic's or of Responses."""
 
     id: str | None = None
-    usage: Usage | None = None
+    usage: object = None
 
 
 class _Answer(_Inner):
@@ -102,5 +102,4 @@ class AnswerReader:
                 continue
             if self._answer_id is None:
                 self._answer_id = each.id
-            if each.usage is not None:
-                self._used.take(each.usage)
+            self._used.take(each.usage)

@@ -53,9 +53,11 @@ class AnthropicErrors:
     request_id_headers = (b"request-id", b"x-request-id")
 
     def status(self, error: HttpError) -> int:
-        return OVERLOADED if error.status == 503 else error.status
+        return OVERLOADED if error.status == 503 and not error.theirs else error.status
 
     def body(self, error: HttpError, request_id: str | None) -> bytes:
+        if error.theirs:
+            return error.theirs
         status = self.status(error)
         kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         details = ErrorDetails(NO_THREADS) if error.code == NO_THREADS else UNSET

@@ -52,7 +52,7 @@ def model_page(models: Mapping[str, ServedModel], query: Mapping[str, str]) -> A
 
 def model_object(name: str, model: ServedModel) -> AnthropicModel:
     created = datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    length = model.card.context_length
+    length = model.card.told_context_length
     return AnthropicModel(name, name, created, "active", length, length)
 
 

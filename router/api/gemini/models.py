@@ -38,7 +38,7 @@ class GeminiModels(Struct):
 
 def gemini_model(name: str, model: ServedModel) -> GeminiModel:
     card = model.card
-    lengths = card.context_length, card.context_length
+    lengths = card.told_context_length, card.told_context_length
     methods = [GENERATE, STREAM, COUNT]
     given = model.sampling_defaults
     defaults = [given.get(each, UNSET) for each in ("temperature", "top_p", "top_k")]

@@ -7,6 +7,7 @@ import signal
 import grpc
 import psutil
 import pytest
+from msgspec import structs
 
 from replicas.engine import Engine
 from replicas.engine_process.build import build_engine
@@ -79,10 +80,10 @@ def test_an_aborted_request_is_forgotten_by_the_engine() -> None:
 def test_a_refusal_is_the_last_delta_of_its_request(process: EngineProcess) -> None:
     heard = Heard()
     loop = heard.loop(process)
-    loop.submit(1, submit(1, []))
+    loop.submit(1, structs.replace(submit(1, [5]), adapter="tuned"))
     ((delta,),) = heard.deltas(num_finished=1)
-    assert delta.refusal is not None
-    assert delta.refusal.code is RefusalCode.INVALID_REQUEST
+    assert delta.refusal is not None and delta.refusal.error is not None
+    assert (delta.refusal.code, delta.refusal.error.status) == (RefusalCode.INVALID_REQUEST, 404)
     assert loop.stop()
 
 

@@ -11,14 +11,24 @@ from replicas.openai_engine.bodies import (
     AnswerReader,
     EventSplitter,
     Read,
+    SentBody,
     body_to_send,
     data_of,
 )
-from replicas.protocol.frames import BodyForm, FinishReason
+from replicas.protocol.frames import BodyForm, FinishReason, PromptUsage, RequestKey, TokenDelta
+from replicas.protocol.wire import checked_delta, decode_loose_delta, encode
 
 
 def encoded(**fields: Any) -> bytes:
     return json.dumps(fields).encode()
+
+
+def reading() -> AnswerReader:
+    return AnswerReader(SentBody(BodyForm.CHAT, b"", streams=True, hides_usage=True))
+
+
+def event(**fields: Any) -> bytes:
+    return b"data: " + encoded(**fields) + b"\n\n"
 
 
 @pytest.mark.parametrize("form", BodyForm)
@@ -49,67 +59,115 @@ def test_what_is_no_body_is_refused(body: bytes) -> None:
 
 
 def test_openais_usage_is_read() -> None:
-    reader = AnswerReader()
-    said = reader.take(
-        encoded(
-            choices=[{"index": 0, "finish_reason": "length", "message": {"content": "x"}}],
-            usage={
-                "prompt_tokens": 20,
-                "completion_tokens": 3,
-                "prompt_tokens_details": {"cached_tokens": 16},
-            },
-        )
+    reader = reading()
+    answer = encoded(
+        id="theirs",
+        choices=[{"index": 0, "finish_reason": "length", "message": {"content": "x"}}],
+        usage={
+            "prompt_tokens": 20,
+            "completion_tokens": 3,
+            "prompt_tokens_details": {"cached_tokens": 16},
+        },
     )
-    assert reader.read == Read(20, 16, 3, FinishReason.LENGTH)
-    assert not said.is_only_usage
-    assert AnswerReader().take(encoded(choices=[], usage={"prompt_tokens": 1})).is_only_usage
+    assert reader.whole(answer) == (answer, 3)
+    assert reader.read == Read(20, 16, 3, FinishReason.LENGTH, answer_id="theirs")
 
 
 def test_anthropics_stream_is_read() -> None:
-    reader = AnswerReader()
+    reader = reading()
     usage = {"input_tokens": 4, "cache_read_input_tokens": 10, "cache_creation_input_tokens": 6}
-    reader.take(encoded(type="message_start", message={"usage": {**usage, "output_tokens": 1}}))
-    reader.take(encoded(type="content_block_delta", delta={"type": "text_delta", "text": "x"}))
-    reader.take(encoded(type="message_delta", delta={"stop_reason": "end_turn"}, usage={"output_tokens": 7}))
-    assert reader.read == Read(20, 10, 7, FinishReason.STOP)
+    reader.event(event(type="message_start", message={"id": "a", "usage": {**usage, "output_tokens": 1}}))
+    said = event(type="content_block_delta", delta={"type": "text_delta", "text": "x"})
+    assert reader.event(said) == (said, 1)
+    reader.event(event(type="message_delta", delta={"stop_reason": "end_turn"}, usage={"output_tokens": 7}))
+    assert reader.read == Read(20, 10, 7, FinishReason.STOP, answer_id="a")
 
 
 def test_llama_cpps_timings_are_read() -> None:
-    reader = AnswerReader()
-    reader.take(encoded(choices=[], timings={"cache_n": 30, "prompt_n": 2}))
+    reader = reading()
+    reader.event(event(choices=[], timings={"cache_n": 30, "prompt_n": 2}))
     assert (reader.read.num_prompt_tokens, reader.read.num_cached_tokens) == (32, 30)
     assert reader.read.prompt_seconds is None
-    for told, seconds in ((250.0, 0.25), (-1.0, 0.25), (1e300, 0.25)):
-        reader.take(encoded(choices=[], timings={"prompt_ms": told}))
+    for told, seconds in ((250.0, 0.25), (-1.0, 0.25), (1e300, 0.25), ("3", 0.25)):
+        reader.event(event(choices=[], timings={"prompt_ms": told}))
         assert reader.read.prompt_seconds == seconds
 
 
-def test_what_is_not_told_is_unknown() -> None:
-    reader = AnswerReader()
-    reader.take(encoded(choices=[{"finish_reason": "stop"}], usage={"prompt_tokens": 5}))
-    assert reader.read.num_cached_tokens is None
+@pytest.mark.parametrize("told", [None, "5", [5], True, 5.5, -5, 10**30, {"cached_tokens": 5}])
+def test_what_is_not_told_is_unknown(told: object) -> None:
+    reader = reading()
+    usage = {"prompt_tokens": told, "prompt_tokens_details": {"cached_tokens": told}, "input_tokens": told}
+    reader.event(event(choices=[{"finish_reason": "stop"}], usage=usage, id=told))
+    reader.event(event(choices=[], usage=told, timings=told))
+    assert (reader.read.num_prompt_tokens, reader.read.num_cached_tokens) == (None, None)
+    assert reader.has_ended and reader.read.answer_id in ("", told)
 
 
-def test_an_error_in_a_stream_is_read() -> None:
-    for error in ("overheated", {"message": "overheated", "code": 500}):
-        reader = AnswerReader()
-        reader.take(encoded(error=error))
-        assert reader.read.problem == "overheated"
+def test_an_answer_without_end_is_none() -> None:
+    reader = reading()
+    assert reader.event(event(choices=[{"delta": {"content": "x"}}]))[1] == 1
+    refusal = reader.refusal(lambda content: content)
+    assert refusal is not None and "has no end" in refusal.message and refusal.error is None
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "choices",
+                    "usage",
+                    "error",
+                    "delta",
+                    "index",
+                    "finish_reason",
+                    "id",
+                    "type",
+                    "object",
+                    "message",
+                ]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.lists(JSON, max_size=4), st.sampled_from(BodyForm))
+def test_nothing_that_a_server_says_is_too_odd(said: list[Any], form: BodyForm) -> None:
+    """What is told of it can be sent on."""
+    sent = SentBody(form, b"", streams=True)
+    reader, whole = AnswerReader(sent), AnswerReader(sent)
+    for each in said:
+        reader.event(b"data: " + json.dumps(each).encode() + b"\n\n")
+        whole.whole(json.dumps(each).encode())
+    for read in (reader, whole):
+        usage = PromptUsage(0, None, 0, answer_id=read.read.answer_id)
+        refusal = read.refusal(lambda content: content)
+        delta = TokenDelta(RequestKey(1, 0), usage=usage, refusal=refusal)
+        assert checked_delta(decode_loose_delta(encode(delta))) == delta
 
 
 @given(
     st.lists(st.sampled_from([b'data: {"a":1}', b": comment", b"event: x\ndata: {}", b"data: [DONE]"])),
+    st.sampled_from([b"\n", b"\r\n", b"\r"]),
     st.data(),
 )
-def test_events_come_whole_however_they_are_cut(events: list[bytes], data: st.DataObject) -> None:
-    stream = b"".join(event + b"\n\n" for event in events)
+def test_events_come_whole_however_they_are_cut(
+    events: list[bytes], line_end: bytes, data: st.DataObject
+) -> None:
+    stream = b"".join(event + b"\n\n" for event in events).replace(b"\n", line_end)
     places = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
     splitter = EventSplitter()
     found: list[bytes] = []
     for start, end in zip([0, *places], [*places, len(stream)], strict=True):
         found += splitter.add(stream[start:end])
-    assert found == [event + b"\n\n" for event in events]
-    assert not splitter.has_rest
+    assert [data_of(each) for each in found] == [data_of(each) for each in events]
+    assert b"".join(found).strip() == stream.strip() and not splitter.rest
 
 
 def test_comments_are_no_data() -> None:

@@ -43,9 +43,9 @@ class Driven:
         self.balance = EventBalance()
         self._serial = 0
 
-    def add(self, body: bytes, form: BodyForm = BodyForm.CHAT) -> RequestKey:
+    def add(self, body: bytes, form: BodyForm = BodyForm.CHAT, **fields: Any) -> RequestKey:
         self._serial += 1
-        request = engine_request(list(body), serial=self._serial, body=body, body_form=form)
+        request = engine_request(list(body), serial=self._serial, body=body, body_form=form, **fields)
         self.engine.add(request)
         self.deltas[request.key] = []
         return request.key
@@ -92,8 +92,11 @@ def test_names_that_change_at_the_server_change_on_the_card(driven: Driven, serv
     driven.step_until(lambda: driven.engine.card.aliases == ("gpt-4o",))
     driven.finish(driven.add(chat(model="gpt-4o")))
     assert json.loads(server.bodies[-1])["model"] == "wordy"
-    server.other_names = []
+    server.other_names, server.adapters = [], ["tuned"]
     driven.step_until(lambda: driven.engine.card.aliases == ())
+    assert [adapter.name for adapter in driven.engine.card.adapters] == ["tuned"]
+    driven.finish(driven.add(chat(model="tuned"), adapter="tuned"))
+    assert json.loads(server.bodies[-1])["model"] == "tuned"
 
 
 def test_an_answer_passes_as_it_is(driven: Driven, server: TextServer) -> None:
@@ -284,8 +287,9 @@ def test_a_comment_is_no_beginning_of_an_answer(driven: Driven, server: TextServ
     assert driven.body(key).startswith(b"data: ")
 
 
-def test_an_answer_ends_with_its_last_event(driven: Driven, server: TextServer) -> None:
-    server.fault = "lingers"
+@pytest.mark.parametrize("fault", ["lingers", "breaks off after its end"])
+def test_an_answer_ends_with_its_last_event(driven: Driven, server: TextServer, fault: str) -> None:
+    server.fault = fault
     assert driven.finish(driven.add(chat(stream=True))).finish_reason is FinishReason.LENGTH
 
 

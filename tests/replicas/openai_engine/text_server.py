@@ -26,6 +26,7 @@ class TextServer:
         self.fault = ""
         self.served_name = SERVED_NAME
         self.other_names: list[str] = []
+        self.adapters: list[str] = []
         self.num_slots: int | None = None
         self.usage: dict[str, Any] = {}
         """What it says of usage instead of the truth."""
@@ -75,6 +76,7 @@ class TextServer:
             return StreamingResponse(_forever(b" ", seconds=0.1), media_type="application/json")
         names = [self.served_name, *self.other_names]
         models = [{"id": name, "root": "/models/wordy", "meta": {"n_ctx": 4096}} for name in names]
+        models += [{"id": name, "parent": self.served_name} for name in self.adapters]
         return JSONResponse({"object": "list", "data": models})
 
     async def _properties(self, request: Request) -> Response:
@@ -120,6 +122,8 @@ class TextServer:
                     await asyncio.sleep(60)
                 yield event({"choices": [{"index": 0, "delta": {"content": word}}]})
             yield event({"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})
+            if self.fault == "breaks off after its end":
+                raise ConnectionError("on purpose")
             if usage is not None:
                 yield event({"choices": [], "usage": usage})
             yield b"data: [DONE]\n\n"

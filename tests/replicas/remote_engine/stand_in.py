@@ -40,6 +40,8 @@ SERVED_NAME = "served"
 class StandIn:
     def __init__(self, tls: Pair | None = None) -> None:
         self.fault = ""
+        self.error: tuple[int, str, dict[str, str]] | None = None
+        """Status, words and headers of what it answers to every prompt."""
         self.served_name = SERVED_NAME
         self.other_names: list[str] = []
         self.adapters = {"tuned": "/adapters/tuned"}
@@ -225,6 +227,10 @@ class StandIn:
     async def complete(self, request: Request) -> Response:
         body = await request.json()
         self.bodies.append(body)
+        if self.error is not None:
+            status, message, headers = self.error
+            said = {"message": message, "type": "Odd", "param": None, "code": status}
+            return JSONResponse({"error": said}, status, headers)
         if body.get("model", self.served_name) not in (self.served_name, *self.other_names, *self.adapters):
             return JSONResponse({"error": {"message": "The model does not exist."}}, 404)
         match self.fault:
@@ -259,7 +265,9 @@ class StandIn:
                 if self.fault == "deep" and number == 1:
                     yield f'data: {{"usage": {"[" * 100_000}\n\n'
                 if self.fault == "error inside" and number == 1:
-                    yield 'data: {"error": {"message": "out of memory", "code": 500}}\n\n'
+                    yield 'data: {"error": {"message": "out of memory", "code": 400}}\n\n'
+                if self.fault == "error first":
+                    yield 'data: {"object": "error", "message": "boom", "code": 400}\n\n'
                 if self.fault == "endless line" and number == 1:
                     yield "data: {" + "x" * 3_000_000
                 if self.fault == "never ends" and number == 1:

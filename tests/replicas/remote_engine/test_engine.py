@@ -31,6 +31,7 @@ from replicas.protocol.frames import (
     PromptUsage,
     RefusalCode,
     RequestKey,
+    ServerError,
     StepFrame,
     TokenDelta,
     UserTag,
@@ -142,8 +143,9 @@ def test_names_and_adapters_that_change_at_the_server_change_on_the_card(
     assert (card.aliases, [adapter.name for adapter in card.adapters]) == (("gpt-4o",), ["later"])
     assert driven.finish(driven.add(PROMPT, max_tokens=1, adapter="later")).refusal is None
     assert server.bodies[-1]["model"] == "later"
-    with pytest.raises(RequestRefused, match="no adapter 'tuned'; this replica has later"):
+    with pytest.raises(RequestRefused, match="no adapter 'tuned'; this replica has later") as refused:
         driven.add(PROMPT, adapter="tuned")
+    assert refused.value.error == ServerError(404, param="model", code="model_not_found")
     server.adapters = {"later": "/adapters/another"}
     assert changed().adapters[0].fingerprint != card.adapters[0].fingerprint
     kept = engine.card
@@ -262,11 +264,11 @@ def test_leases_are_refused_in_the_answer(driven: Driven) -> None:
 @pytest.mark.parametrize(
     ("fault", "code", "sentence"),
     [
-        ("full", RefusalCode.OVERLOADED, "answers 503: too many requests"),
+        ("full", RefusalCode.OVERLOADED, "too many requests"),
         ("refuses", RefusalCode.INVALID_REQUEST, "temperature is too high"),
         ("fails", RefusalCode.INTERNAL, "answers 500"),
         ("redirects", RefusalCode.INTERNAL, "answers 307"),
-        ("html", RefusalCode.INTERNAL, "a proxy"),
+        ("html", RefusalCode.INTERNAL, "no answer"),
         ("breaks off", RefusalCode.INTERNAL, "breaks off"),
         ("fails and drips", RefusalCode.INTERNAL, "answers 500"),
         ("nonsense", RefusalCode.INTERNAL, "breaks off"),
@@ -274,6 +276,7 @@ def test_leases_are_refused_in_the_answer(driven: Driven) -> None:
         ("deep", RefusalCode.INTERNAL, "breaks off"),
         ("endless line", RefusalCode.INTERNAL, "an event of more than"),
         ("error inside", RefusalCode.INTERNAL, "out of memory"),
+        ("error first", RefusalCode.INVALID_REQUEST, "boom"),
         ("too many", RefusalCode.INTERNAL, "more tokens than were asked for"),
         ("no end", RefusalCode.INTERNAL, "has no end"),
         ("three choices", RefusalCode.INTERNAL, "more tokens than were asked for"),

@@ -91,7 +91,8 @@ def test_a_server_that_says_with_which_key_it_was_asked_is_told_without_it(
     with served(answer, news) as (raw, server):
         server.submit("a", Sent({"prompt": [1]}, lambda event: None, 100))  # type: ignore[arg-type, return-value]
         ended: Ended = next_of(Ended, news)
-        assert ended.refusal is not None and "answers 401" in ended.refusal.message
+        assert ended.refusal is not None and ended.refusal.error is not None
+        assert ended.refusal.error.status == 401
         asking = Server(raw.url, key=KEY, rank=None, tell=news.put)
         with pytest.raises(StartupError, match="answers 401") as refused:
             asking.ask("/v1/models")

@@ -248,7 +248,7 @@ def test_prompts_that_part_and_are_evicted_balance(driven: Driven, sglang: Sglan
 @pytest.mark.parametrize(
     ("fault", "code", "sentence"),
     [
-        ("full", RefusalCode.OVERLOADED, "answers 503: too many requests"),
+        ("full", RefusalCode.OVERLOADED, "too many requests"),
         ("fails", RefusalCode.INTERNAL, "answers 500"),
         ("breaks off", RefusalCode.INTERNAL, "breaks off"),
         ("error inside", RefusalCode.INTERNAL, "out of memory"),
