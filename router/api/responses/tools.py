@@ -84,8 +84,9 @@ def offered_tools(sent: Sequence[Any], items: Sequence[Any] = ()) -> OfferedTool
 
 def _later(items: Sequence[Any], unknown: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     for position, item in enumerate(items):
-        if isinstance(item, dict) and item.get("type") in LATER_TOOLS and isinstance(item.get("tools"), list):
-            yield from _functions(f"input[{position}].tools", item["tools"], unknown)
+        match item:
+            case {"tools": list(tools), "type": str(kind)} if kind in LATER_TOOLS:
+                yield from _functions(f"input[{position}].tools", tools, unknown)
 
 
 def _functions(field: str, sent: Sequence[Any], unknown: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
