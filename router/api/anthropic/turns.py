@@ -180,7 +180,8 @@ class Turns:
             self.tool_changes.append((path, block))
         elif not says_nothing:
             return False
-        self._marks.block(path, block, MarkPosition(len(self.messages) - 1, self._num_characters or None))
+        num_characters = self._num_characters if self._role else None
+        self._marks.block(path, block, MarkPosition(len(self.messages) - 1, num_characters))
         return True
 
     def _call(self, path: str, here: str, block: Mapping[str, Any]) -> None:
