@@ -168,7 +168,9 @@ class Turns:
                     if self._passes_over(here, block, kind not in _READ and noun_of(block) is None):
                         continue
                     text = read_or_unread(here, block, _read_text)
-                    self._say(text if not text or (kind in _JOINED and text != unread(block)) else f"{text}\n")
+                    self._say(
+                        text if not text or (kind in _JOINED and text != unread(block)) else f"{text}\n"
+                    )
                     self._mark(here, block)
 
     def _passes_over(self, path: str, block: Mapping[str, Any], says_nothing: bool) -> bool:
