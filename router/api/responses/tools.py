@@ -113,7 +113,8 @@ def _kind(path: str, tool: Any, unknown: list[str]) -> str:
     kind = read_text(f"{path}.type", read_object(path, tool).get("type"))
     if kind in ("function", "namespace") or _VERSION.sub("", kind) in SERVED_BY_OTHERS:
         return kind
-    if not {"parameters", "function", "tools"}.isdisjoint(tool):
+    is_choice = path.startswith("tools")  # what a search has found stays in the conversation
+    if is_choice and not {"parameters", "function", "tools"}.isdisjoint(tool):
         raise unsupported(
             f"{path}.type",
             f"Invalid value for '{path}.type': '{kind[:40]}'. What a model can call is a 'function', or a"
