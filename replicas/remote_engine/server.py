@@ -48,7 +48,7 @@ ERROR_SECONDS = 5.0
 MOST_ERROR_BYTES = 4096
 
 KEY_STATUSES = (401, 403)
-KEY_ADVICE = "it wants an API key: give --join-key-file FILE, in a fleet file engine_key_file"
+KEY_ADVICE = "it wants an API key, or another one: give --join-key-file FILE, in a fleet file engine_key_file"
 
 EVENT_STREAM = "text/event-stream"
 
