@@ -67,8 +67,10 @@ class RedisServer:
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
         self.kill()
-        yield
-        self.start()
+        try:
+            yield
+        finally:
+            self.start()
 
     @contextlib.contextmanager
     def silent(self, module: ModuleType, seconds: float = 0.2) -> Iterator[None]:
@@ -76,8 +78,10 @@ class RedisServer:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(module, "REDIS_SECONDS", seconds)
             self.pause()
-            yield
-            self.resume()
+            try:
+                yield
+            finally:
+                self.resume()
 
     def close(self) -> None:
         if self._process is not None:

@@ -21,6 +21,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 _QWEN3_HEAD_DIM = 128
 _MAX_JSON_BYTES = 256 * 2**20
 """Far beyond the index of any checkpoint."""
+_MAX_STRETCH = 10_000
 
 
 class _AddedToken(msgspec.Struct):
@@ -85,12 +86,14 @@ class ModelConfig:
 
 
 def stretched_context(longest: int, rope: Mapping[str, Any]) -> int:
-    """Longest context. Yarn stretches the training window; other kinds state it."""
+    """Longest context. Yarn stretches the training window; other kinds state it. Raises CheckpointError."""
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
     is_yarn = "yarn" in (rope.get("rope_type"), rope.get("type"))
-    if is_yarn and isinstance(original, int) and isinstance(factor, int | float):
-        return max(longest, int(original * factor))
-    return longest
+    if not is_yarn or not isinstance(original, int) or not isinstance(factor, int | float):
+        return longest
+    if not 0 <= factor <= _MAX_STRETCH:  # nor is NaN
+        raise CheckpointError(f"config.json has the yarn factor {factor}, which is not 0 to {_MAX_STRETCH:,}")
+    return max(longest, int(original * factor))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -203,7 +206,7 @@ def _tokenizer_eos(directory: Path) -> list[int]:
         return []
     try:
         added = msgspec.json.decode(tokenizer.read_bytes(), type=_AddedTokens).added_tokens
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return []
     return [token.id for token in added if token.content == text]
 

@@ -463,7 +463,8 @@ class RemoteEngine:
             self._warn_of(live.num_cached_tokens)
             return PromptUsage(num_prompt_tokens, None, 0, leases=leases)
         num_cached = min(told, num_prompt_tokens)
-        num_expected = min(live.num_believed * size, num_prompt_tokens) if self._is_sparse else 0
+        num_reusable = (len(live.request.token_ids) - 1) // size
+        num_expected = min(live.num_believed, num_reusable) * size if self._is_sparse else 0
         shares = NO_SHARES
         if num_cached and submit.user != NO_USER:
             found = hash_blocks(submit.root, live.request.token_ids[: num_cached // size * size], size)

@@ -49,7 +49,7 @@ MOST_ANSWER_BYTES = 16 * 2**20
 ERROR_SECONDS = 5.0
 
 KEY_STATUSES = (401, 403)
-KEY_ADVICE = "it wants an API key: give --join-key-file FILE, in a fleet file engine_key_file"
+KEY_ADVICE = "it wants an API key, or another one: give --join-key-file FILE, in a fleet file engine_key_file"
 
 EVENT_STREAM = "text/event-stream"
 

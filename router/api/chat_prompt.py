@@ -145,7 +145,8 @@ def counted_chat(models: TextModels, request: ChatRequest, *, is_bounded: bool) 
     TooMuchWork if it is to be bounded and is not."""
     model = models.get(request.model)
     with about_model(request.model):
-        request = as_read(model, request)
+        if request.images:
+            request = as_read(model, request)
         return encode_chat(model, request, render_chat(model, request, is_bounded=is_bounded))
 
 

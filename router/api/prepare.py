@@ -105,7 +105,8 @@ async def prepared_chat(site: Site, kind: str, body: bytes) -> PreparedChat:
     model = site.model(request.model, request.cache_salt)
     with about_model(request.model):
         check_form(model, kind)
-        request = as_read(model, request)
+        if request.images:
+            request = as_read(model, request)
         chat = render_chat(model, request, is_bounded=site.is_bounded)
         token_ids = await site.encode(model, chat.text, request.messages_field, is_quoted=chat.is_quoted)
         wished = chat_grammar(model, request, starts_in_reasoning=chat.starts_in_reasoning)

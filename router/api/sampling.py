@@ -218,8 +218,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Raises ContextLengthExceeded if prompt and answer do not fit."""
     defaults = model.card.sampling_defaults
-    max_tokens = _max_tokens(model, num_prompt_tokens, max_tokens, prompt_parameter)
     min_tokens = request.min_tokens or 0
+    max_tokens = _max_tokens(model, num_prompt_tokens, max_tokens, min_tokens, prompt_parameter)
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"{min_tokens} is above the {max_tokens} tokens allowed.")
     sampling = SamplingParams(
@@ -272,11 +272,14 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _max_tokens(model: ServedModel, num_prompt_tokens: int, max_tokens: int | None, parameter: str) -> int:
+def _max_tokens(
+    model: ServedModel, num_prompt_tokens: int, max_tokens: int | None, min_tokens: int, parameter: str
+) -> int:
     context_length = model.card.context_length
     check_prompt_length(context_length, num_prompt_tokens, parameter)
     if max_tokens is None:
-        return default_max_tokens(model, context_length - num_prompt_tokens)
+        room = context_length - num_prompt_tokens
+        return min(room, max(min_tokens, default_max_tokens(model, room)))
     if num_prompt_tokens + max_tokens > context_length:
         raise context_exceeded(
             context_length,

@@ -75,6 +75,8 @@ class Leaf:
     element: Path
     is_key: bool = False
     is_text: bool = True
+    is_told: bool = False
+    """Its words stand for a block, if the model could not read it."""
 
 
 def leaves_of(body: Mapping[str, Any]) -> tuple[list[Leaf], list[Leaf]]:
@@ -160,7 +162,7 @@ def _walk(path: Path, value: Any, element: Path, *, is_free: bool) -> Iterator[L
     elif isinstance(value, dict):
         kind = None if is_free else value.get("type")
         if not is_free and noun_of(value) is not None:
-            yield Leaf(path, (unread(value),), element)
+            yield Leaf(path, (unread(value),), element, is_told=True)
             if kind not in ("compaction", "document"):
                 return
         if isinstance(kind, str) and (is_silent(kind) or kind in ("tool_addition", "tool_removal")):

@@ -7,6 +7,7 @@ for, between the long ones next to it. What lies between leaves is the template'
 """
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -123,6 +124,7 @@ class PromptPlaces:
     def __init__(self, body: Mapping[str, Any], text: str) -> None:
         self._text = text
         tools, turns = leaves_of(body)
+        turns = _surely_told(text, turns)
         anchors = _tool_anchors(text, tools)
         start, end = _extent(text, tools, anchors)
         outside = text if start == end else text[:start] + HOLE + text[end:]
@@ -159,6 +161,14 @@ class PromptPlaces:
             return _enclosing(before.leaf, passed, after)
         common = _common(before.leaf, after)
         return Place(spelled(common), PlaceKind.TEMPLATE, is_certain=False)
+
+
+def _surely_told(text: str, leaves: list[Leaf]) -> list[Leaf]:
+    """Without those whose words stand in the prompt more or less often than there are blocks for them: some
+    were read, and which is not known."""
+    counts = Counter(leaf.forms[0] for leaf in leaves if leaf.is_told)
+    wrong = {words for words, number in counts.items() if text.count(words) != number}
+    return [leaf for leaf in leaves if not leaf.is_told or leaf.forms[0] not in wrong] if wrong else leaves
 
 
 class TokenText(Protocol):

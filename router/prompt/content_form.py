@@ -80,7 +80,7 @@ def find_content_form(show: Callable[[Messages], str]) -> ContentForm:
     return msgspec.structs.replace(
         form,
         walks_arguments=_walks_arguments(show, form),
-        shows_found_images=reads_parts and _shows_found_images(show),
+        shows_found_images=reads_parts and _shows_found_images(show, form),
     )
 
 
@@ -94,9 +94,10 @@ def _walks_arguments(show: Callable[[Messages], str], form: ContentForm) -> bool
     return said in as_object and said not in as_text
 
 
-def _shows_found_images(show: Callable[[Messages], str]) -> bool:
+def _shows_found_images(show: Callable[[Messages], str], form: ContentForm) -> bool:
     text = _parts("Said.")
-    return show(_calling({}, [_IMAGE, *text])) != show(_calling({}, text))
+    shown, without = (show(form.of_messages(_calling({}, result))) for result in ([_IMAGE, *text], text))
+    return bool(shown) and not _is_data(shown) and shown != without
 
 
 def _calling(arguments: Any, result: Any = "Said.") -> Messages:

@@ -143,7 +143,7 @@ def _request(asked: MessagesBody, unknown: list[str]) -> ChatRequest:
         turns.messages.pop()
     if not asked.messages or not turns.messages:
         raise InvalidRequest("at least one message is required", parameter="messages")
-    is_begun = turns.messages[-1]["role"] == "assistant"
+    is_begun = turns.messages[-1]["role"] == asked.messages[-1]["role"] == "assistant"
     keeps = marks.keeps(asked.cache_control)
     num_marks = len(keeps)
     keeps += map(KeepThrough, keep_seconds(asked.prompt_cache_retention, asked.prompt_cache_options))

@@ -13,7 +13,7 @@ from router.api.anthropic.caching import MarkPosition, Marks, mark_seconds
 from router.api.images import Images, content_of, read_or_unread
 from router.api.json_body import missing, read_arguments
 from router.errors import InvalidRequest
-from router.prompt.unread import is_silent, noun_of
+from router.prompt.unread import is_silent, noun_of, unread
 
 Piece = TypeVar("Piece")
 
@@ -23,8 +23,10 @@ request, and stands before all else: a prompt that had it would never be found i
 
 _ROLES = ("user", "assistant", "system")
 _CHANGES = ("tool_addition", "tool_removal")
-_READ = ("text", "search_result", "tool_reference", "mcp_tool_result")
-"""Kinds of an answer that are read, besides those that words may stand for."""
+_READ = ("search_result", "tool_reference", "mcp_tool_result")
+"""Kinds of an answer that are read, besides texts and those that words may stand for."""
+_JOINED = ("search_result", "tool_reference", "document")
+"""Kinds of an answer that the text behind them continues."""
 
 
 class Turns:
@@ -89,7 +91,7 @@ class Turns:
             kind = _kind(here, block)
             if kind == "tool_result":
                 self._result(here, block)
-            elif not self._passes_over(here, block, is_silent(kind)):
+            elif kind == "text" or not self._passes_over(here, block, is_silent(kind)):
                 self._turn("user")
                 piece = self._piece(here, block)
                 if isinstance(piece, str):
@@ -159,11 +161,16 @@ class Turns:
                 case "tool_use":
                     self._call(path, here, block)
                     self._mark(here, block, MarkPosition(len(self.messages) - 1))
+                case "text":
+                    self._say(_text(here, block))
+                    self._mark(here, block)
                 case kind:
                     if self._passes_over(here, block, kind not in _READ and noun_of(block) is None):
                         continue
                     text = read_or_unread(here, block, _read_text)
-                    self._say(text if kind == "text" or not text else f"{text}\n")
+                    self._say(
+                        text if not text or (kind in _JOINED and text != unread(block)) else f"{text}\n"
+                    )
                     self._mark(here, block)
 
     def _passes_over(self, path: str, block: Mapping[str, Any], says_nothing: bool) -> bool:
@@ -175,7 +182,8 @@ class Turns:
             self.tool_changes.append((path, block))
         elif not says_nothing:
             return False
-        self._marks.block(path, block, MarkPosition(len(self.messages) - 1, self._num_characters or None))
+        num_characters = self._num_characters if self._role else None
+        self._marks.block(path, block, MarkPosition(len(self.messages) - 1, num_characters))
         return True
 
     def _call(self, path: str, here: str, block: Mapping[str, Any]) -> None:

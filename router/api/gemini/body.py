@@ -292,7 +292,7 @@ class _Messages:
 
 
 def _is_silent(part: Part) -> bool:
-    return any(getattr(part, name) is not None for name in _SILENT)
+    return not part.text and any(getattr(part, name) is not None for name in _SILENT)
 
 
 def _transcript(part: Part) -> str:

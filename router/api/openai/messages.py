@@ -99,10 +99,11 @@ def _content(path: str, message: dict[str, Any], images: Images) -> str | list[d
 
 def pieces_of(path: str, parts: list[Any], images: Images, role: str) -> list[str | dict[str, Any]]:
     """Texts, and images as parts where there may be any; words for what a tool or an answer has besides."""
-    read = partial(_piece, images=images if role in ROLES_WITH_IMAGES else None)
-    is_told = role in ROLES_TOLD
-    places = [(f"{path}[{number}]", part) for number, part in enumerate(parts)]
-    return [read_or_unread(place, part, read) if is_told else read(place, part) for place, part in places]
+    shown = images if role in ROLES_WITH_IMAGES else None
+    if role not in ROLES_TOLD:
+        return [_piece(f"{path}[{number}]", part, shown) for number, part in enumerate(parts)]
+    read = partial(_piece, images=shown)
+    return [read_or_unread(f"{path}[{number}]", part, read) for number, part in enumerate(parts)]
 
 
 def _piece(path: str, part: Any, images: Images | None) -> str | dict[str, Any]:

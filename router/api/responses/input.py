@@ -34,6 +34,9 @@ CALLS = (*_NAMED, "apply_patch_call", "computer_call", "local_shell_call", "shel
 """Calls of tools that run at the client, and those that have their output with them. `_NAMED` have a name."""
 OUTPUTS = frozenset(f"{kind}_output" for kind in CALLS)
 
+_WITHOUT_PARTS = ("mcp_call", "shell_call_output")
+"""Kinds whose output is data, with types of its own."""
+
 _ASKED_IN = ("input", "action", "actions", "operation")
 """Fields with what a call asks for."""
 
@@ -108,7 +111,7 @@ class Conversation:
         if isinstance(parts, list):
             output = [
                 json.dumps(part, ensure_ascii=False)
-                if isinstance(part, dict) and "type" not in part
+                if isinstance(part, dict) and ("type" not in part or kind in _WITHOUT_PARTS)
                 else part
                 for part in parts
             ]

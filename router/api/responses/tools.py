@@ -84,8 +84,9 @@ def offered_tools(sent: Sequence[Any], items: Sequence[Any] = ()) -> OfferedTool
 
 def _later(items: Sequence[Any], unknown: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     for position, item in enumerate(items):
-        if isinstance(item, dict) and item.get("type") in LATER_TOOLS and isinstance(item.get("tools"), list):
-            yield from _functions(f"input[{position}].tools", item["tools"], unknown)
+        match item:
+            case {"tools": list(tools), "type": str(kind)} if kind in LATER_TOOLS:
+                yield from _functions(f"input[{position}].tools", tools, unknown)
 
 
 def _functions(field: str, sent: Sequence[Any], unknown: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -112,7 +113,8 @@ def _kind(path: str, tool: Any, unknown: list[str]) -> str:
     kind = read_text(f"{path}.type", read_object(path, tool).get("type"))
     if kind in ("function", "namespace") or _VERSION.sub("", kind) in SERVED_BY_OTHERS:
         return kind
-    if not {"parameters", "function", "tools"}.isdisjoint(tool):
+    is_choice = path.startswith("tools")  # what a search has found stays in the conversation
+    if is_choice and not {"parameters", "function", "tools"}.isdisjoint(tool):
         raise unsupported(
             f"{path}.type",
             f"Invalid value for '{path}.type': '{kind[:40]}'. What a model can call is a 'function', or a"

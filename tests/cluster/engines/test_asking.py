@@ -34,7 +34,9 @@ async def test_a_server_that_wants_a_key_is_told_with_the_option_that_gives_one(
         locked.status = status
         asker = Asker(None, takes_bodies=True)
         assert await asker.ask([locked.url]) == []
-        assert f"answers {status}: it wants an API key: give --join-key-file" in str(asker.complaint)
+        assert f"answers {status}: it wants an API key, or another one: give --join-key-file" in str(
+            asker.complaint
+        )
         await asker.close()
 
 

@@ -1,6 +1,7 @@
 """Checkpoints: what is read, what is refused and in which words, and what a fingerprint stands for."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from replicas.checkpoints.model_config import CheckpointError, read_model_config
+from replicas.checkpoints.model_config import CheckpointError, read_model_config, stretched_context
 from replicas.checkpoints.weights import fingerprint, load_checkpoint, tokenizer_bundle
 from replicas.config import ReplicaConfig
 from replicas.loadable import complaint
@@ -158,6 +159,9 @@ def test_yarn_stretches_the_context_beyond_what_the_model_was_trained_with(check
     assert read_model_config(checkpoint).longest_context == 256
     edit(checkpoint, rope_scaling={"type": "linear", "factor": 4.0})
     assert read_model_config(checkpoint).longest_context == 64
+    for factor in (math.inf, 1e300, math.nan):
+        with pytest.raises(CheckpointError, match="the yarn factor"):
+            stretched_context(64, {**OLD_SCALING, "factor": factor})
 
 
 def test_eos_tokens_come_from_the_generation_config_else_from_the_config(checkpoint: Path) -> None:

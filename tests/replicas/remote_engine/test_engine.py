@@ -527,12 +527,13 @@ def test_what_a_model_with_windows_did_not_keep_is_not_taken_for_evicted(
     engine.begin(lambda: None)
     driven = Driven(engine)
     usages = []
-    for prompt in (PROMPT, [*PROMPT[: 2 * BLOCK_SIZE], *range(300, 300 + BLOCK_SIZE)]):
-        server.says_cached = lambda _: 0
+    other = [*PROMPT[: 2 * BLOCK_SIZE], *range(300, 300 + BLOCK_SIZE)]
+    for prompt, num_cached in ((PROMPT, 0), (other, 0), (other, 2 * BLOCK_SIZE)):
+        server.says_cached = lambda _, num_cached=num_cached: num_cached
         usage = driven.finish(driven.add(prompt, max_tokens=1)).usage
         assert usage is not None
         usages.append((usage.num_cached_tokens, usage.num_unresumable_tokens))
-    assert usages == [(0, 0), (0, 2 * BLOCK_SIZE)]
+    assert usages == [(0, 0), (0, 2 * BLOCK_SIZE), (2 * BLOCK_SIZE, 0)], "a last token is always computed"
     assert driven.balance.held.total() == 4, "what other prompts hold is believed as before"
     engine.close()
 

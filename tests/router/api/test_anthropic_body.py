@@ -267,6 +267,37 @@ def test_blocks_of_anthropics_own_tools_are_passed_over_and_marks_on_them_count(
     assert read(messages=[*HELLO, only_tools], tools=[TOOL]).keeps == [KeepThrough(3600, 0)]
 
 
+def test_what_an_answer_found_goes_on_and_what_is_told_ends_a_line() -> None:
+    found = {"type": "search_result", "title": "T", "source": "S", "content": [text("It ")]}
+    document = {"type": "document", "source": {"type": "text", "data": "is "}}
+    tool = {"type": "tool_reference", "tool_name": "so. "}
+    scan = {"type": "document", "source": {"type": "base64"}}
+    said = {"role": "assistant", "content": [found, document, tool, scan, text("Yes.")]}
+    answer = read(messages=[*HELLO, said]).messages[-1]["content"]
+    assert answer == "T\nS\nIt is so. [a document, which cannot be read here]\nYes."
+
+
+PASSED_OVER = {"type": "web_search_tool_result", "tool_use_id": "srv_1", "content": []}
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"role": "user", "content": [PASSED_OVER]},
+        {"role": "system", "content": [{"type": "tool_removal", "tool": REFERENCE}]},
+    ],
+)
+def test_an_answer_is_not_gone_on_with_where_a_turn_of_passed_over_blocks_follows(last: Any) -> None:
+    request = read(messages=[*HELLO, {"role": "assistant", "content": "Yes"}, last])
+    assert request.messages[-1]["content"] == "Yes"
+    assert (request.add_generation_prompt, request.continue_final_message) == (True, False)
+
+
+def test_a_mark_at_the_beginning_of_an_open_message_reaches_no_further() -> None:
+    said = [PASSED_OVER | {"cache_control": MINUTES}, text("Yes.")]
+    assert read(messages=[*HELLO, {"role": "assistant", "content": said}]).keeps == [KeepThrough(300, 1, 0)]
+
+
 def test_thinking_is_an_argument_of_the_template() -> None:
     for thinking, expected in [
         (None, False),

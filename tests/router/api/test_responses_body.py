@@ -154,6 +154,21 @@ def test_calls_of_custom_tools_are_calls_with_an_input() -> None:
             {"a": 1},
             "Rain.",
         ),
+        (
+            [
+                {"type": "shell_call", "call_id": "c", "action": {}},
+                {"type": "shell_call_output", "call_id": "c", "output": [{"type": "exit", "stdout": "a"}]},
+            ],
+            "shell",
+            {"action": {}},
+            '{"type": "exit", "stdout": "a"}',
+        ),
+        (
+            [{"type": "mcp_call", "id": "c", "name": "r", "arguments": "{}", "error": {"type": "http"}}],
+            "r",
+            {},
+            '{"type": "http"}',
+        ),
     ],
 )
 def test_calls_of_other_kinds_are_calls_and_their_results(
@@ -169,7 +184,8 @@ def test_calls_of_other_kinds_are_calls_and_their_results(
 @pytest.mark.parametrize("kind", ["additional_tools", "tool_search_output"])
 def test_tools_that_the_input_brings_are_offered_and_the_later_counts(kind: str) -> None:
     space = {"type": "namespace", "name": "n", "tools": [FUNCTION]}
-    later = [{**FUNCTION, "description": "Newer"}, {"type": "web_search"}, space]
+    newer = {"type": "from the future", "parameters": {}}
+    later = [{**FUNCTION, "description": "Newer"}, {"type": "web_search"}, newer, space]
     request = read(tools=[FUNCTION, {**FUNCTION, "name": "g"}], input=[{"type": kind, "tools": later}])
     offered = [(tool["function"]["name"], tool["function"].get("description")) for tool in request.tools]
     assert offered == [("f", "Newer"), ("g", None), ("n.f", None)]

@@ -119,6 +119,7 @@ async def test_a_length_of_the_model_is_within_the_context_and_never_a_reason_to
         assert sampling.max_tokens == tiny_model.CONTEXT_LENGTH - len(generation.token_ids)
     async with serving(SamplingDefaults(max_new_tokens=3)) as (server, client):
         assert (await sampled(server, client, COMPLETIONS))[0].max_tokens == 3
+        assert (await sampled(server, client, "/v1/chat/completions", min_tokens=9))[0].max_tokens == 9
         assert (await sampled(server, client, COMPLETIONS, max_tokens=0, echo=True))[0].max_tokens == 1
 
 

@@ -193,3 +193,17 @@ def test_a_token_leads_back_to_its_field_even_where_the_client_has_written_speci
     place = place_of_token(tokenizer, body, chat.text, token_ids, number, is_quoted=True)
     assert (place.path, place.is_certain) == ("messages[1].content", True)
     assert place.offset == messages[1]["content"].index("東")
+
+
+def test_the_words_for_one_image_are_not_taken_for_another_that_was_read() -> None:
+    told = "[an image, which cannot be read here]"
+    texts = [f"what was seen at number {number}" for number in range(3)]
+    parts = [{"type": "text", "text": each} for each in texts]
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    content = [image, parts[0], parts[1], image, parts[2]]
+    body = {"messages": [{"role": "tool", "tool_call_id": "c", "content": content}]}
+    for number, path in enumerate((1, 2, 4)):
+        for first in ("<|image|>", told):
+            prompt = "\n".join([first, texts[0], texts[1], told, texts[2]])
+            place = PromptPlaces(body, prompt).at(prompt.index(texts[number]))
+            assert (place.path, place.offset) == (f"messages[0].content[{path}].text", 0)

@@ -52,6 +52,17 @@ REFUSES_TEXT = """{%- for message in messages %}
     {{- message.content | map(attribute='text') | join('') }}
 {%- endfor %}"""
 
+PARTS = "{% for p in m.content %}{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}"
+OF_TOOLS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}RESULT{% elif m.content is string %}{{ m.content }}"
+    "{% else %}PARTS{% endif %}{% endfor %}"
+).replace("PARTS", PARTS)
+REFUSES_IMAGES_OF_TOOLS = OF_TOOLS.replace(
+    "RESULT",
+    "{% for p in m.content %}{{ p.text if p.type == 'text' else raise_exception('text') }}{% endfor %}",
+)
+"""It writes users' images; what it makes of tools' differs."""
+
 ALL_ROLES = ("user", "assistant", "system", "developer", "tool")
 
 IN_PARTS = """{%- for m in messages %}
@@ -129,9 +140,16 @@ def test_all_that_is_said_is_shown_whichever_form_a_template_reads(source: str) 
 @pytest.mark.parametrize(
     ("source", "form"),
     [
-        (READS_PARTS, ContentForm(ALL_ROLES, reads_parts=True)),
+        (READS_PARTS, ContentForm(ALL_ROLES, reads_parts=True, shows_found_images=True)),
         (REFUSES_TEXT, ContentForm(ALL_ROLES, reads_parts=True)),
         (READS_BOTH, ContentForm(reads_parts=True, shows_found_images=True)),
+        (REFUSES_IMAGES_OF_TOOLS, ContentForm(("tool",), reads_parts=True)),
+        (OF_TOOLS.replace("RESULT", "{{ m.content | tojson }}"), ContentForm(reads_parts=True)),
+        (OF_TOOLS.replace("RESULT", "{{ m.content }}"), ContentForm(reads_parts=True)),
+        (
+            OF_TOOLS.replace("m.content is string", "m.role != 'user'").replace("RESULT", PARTS),
+            ContentForm(("user", "tool"), reads_parts=True, shows_found_images=True),
+        ),
         (tiny_model.TEMPLATE, ContentForm()),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", ContentForm()),
         ("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", ContentForm()),
