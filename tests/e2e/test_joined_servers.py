@@ -122,7 +122,7 @@ def test_servers_that_differ_are_not_joined(servers: list[StandIn], tmp_path: Pa
     importlib.util.find_spec("vllm") is None,
     reason="vLLM is not installed: ./kvasir test --all installs it",
 )
-def test_a_real_server_of_a_model_that_the_torch_engine_does_not_have(tmp_path: Path) -> None:
+def test_a_vllm_server_of_a_model_that_the_torch_engine_does_not_have(tmp_path: Path) -> None:
     write_hybrid_model("gpt_oss", model := tmp_path / "model")
     kvasir = KvasirCommand(tmp_path / "run")
     options = ("--served-model-name", "served", "--num-gpu-blocks-override", "512")
