@@ -124,12 +124,12 @@ def http_error(error: RouterError) -> HttpError:
             return _limit_reached(error)
         case ServerRefused(error=theirs):
             return HttpError(
-                *(
-                    theirs.status,
-                    error.message,
-                    theirs.type or (_SERVER if theirs.status >= 500 else _INVALID),
-                ),
-                *(theirs.param, theirs.code, error.retry_after_seconds),
+                theirs.status,
+                error.message,
+                theirs.type or (_SERVER if theirs.status >= 500 else _INVALID),
+                theirs.param,
+                theirs.code,
+                error.retry_after_seconds,
                 is_final=error.kind is ErrorKind.FAILED,
                 theirs=theirs.body,
             )
