@@ -39,8 +39,8 @@ def use(fleet: DispatchedFleet, rules: QueueRules = RULES, *, max_queued: int = 
     """As in an overload."""
     holding = Holding(fleet.table, rules, lambda: FairQueue(max_waiting=max_queued))
     delay, now = holding._fleet("toy").delay, time.monotonic()
-    delay.sees(TARGET_SECONDS + 1.0, now - 10.0)
-    delay.sees(TARGET_SECONDS + 1.0, now - 6.0)
+    for seconds_ago in (10.0, 6.0):
+        delay.sees(0.0, TARGET_SECONDS + 1.0, 1, now - seconds_ago)
     delay.holds(now)
     fleet.dispatcher = fleet.new_dispatcher(
         WaitingRoom(max_waiting=1000, max_bytes=1 << 30), retry=RetryPolicy(wait_seconds=30), holding=holding
