@@ -99,7 +99,7 @@ TRAFFIC = (
         queries=(
             Query(
                 "sum(increase(router_queue_seconds_total{ROUTER}[$__rate_interval]))"
-                " / sum(increase(router_queue_held_total{ROUTER}[$__rate_interval]))",
+                " / sum(increase(router_queue_released_total{ROUTER}[$__rate_interval]))",
                 "mean",
             ),
             Query("router_queue_oldest_seconds{ROUTER}", "longest, {{router}}"),

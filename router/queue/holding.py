@@ -116,7 +116,6 @@ class Holding:
                 self._must_be_in_time(asking, asking.deadline, line, num_uncached, now)
             fleet.queue.counters.passes(asking.tenant, asking.weight, work)
             fleet.shares.gives(asking.tenant, asking.weight, work, now)
-            self.counts.num_passed += 1
             return choice.act()
         held = Held(line, asking, call, work=work, order=self._num_asked, now=now)
         held.exclude = exclude
@@ -221,6 +220,11 @@ class Holding:
             lambda: max((fleet.queue.counters.spread() for fleet in fleets.values()), default=0.0),
         )
         yield counter("router_queue_held_total", "Requests that have been held", lambda: counts.num_held)
+        yield counter(
+            "router_queue_released_total",
+            "Held requests that have gone to a replica",
+            lambda: counts.num_released,
+        )
         yield counter(
             "router_queue_seconds_total",
             "Time that requests were held until they went to a replica",
