@@ -204,7 +204,9 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     _add_join(parser)
     parser.add_argument("--model", metavar="DIR", help="checkpoint directory (default: the toy model)")
     parser.add_argument(
-        "--model-name", metavar="NAME", help="model name that clients use (default: the directory's name)"
+        "--model-name",
+        metavar="NAME",
+        help="model name that clients use (default: the directory's); --set model_aliases=A,B adds others",
     )
     parser.add_argument(
         "--ram",

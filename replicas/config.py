@@ -18,7 +18,7 @@ from replicas.process.settings import (
     secret_setting,
     setting,
 )
-from replicas.protocol.bounds import checked_address
+from replicas.protocol.bounds import MAX_CARD_NAMES, MAX_NAME_CHARACTERS, checked_address, is_name
 from replicas.protocol.sampling_defaults import NAMES, checked_default
 
 ENVIRONMENT_PREFIX = "KVASIR_REPLICA_"
@@ -60,6 +60,10 @@ class ReplicaConfig:
         None, help="checkpoint directory; none means the toy model that ships with Kvasir"
     )
     model_name: str | None = setting(None, help="name that clients ask for; none means the directory's name")
+    model_aliases: tuple[str, ...] = setting(
+        (),
+        help="other names that clients may ask for the model by: A,B,C; answers carry the model's own name",
+    )
     host: str = setting("127.0.0.1", help="address to listen on for gRPC; routers must reach it")
     port: int = setting(0, help="gRPC port; 0 takes a free one")
     tls_certificate: str | None = setting(
@@ -328,6 +332,11 @@ class ReplicaConfig:
                 raise SettingsError(f"setting {name} is for the engine remote, not for {self.engine}")
         if self.engine in SERVERS:
             self._check_server()
+        if len(self.model_aliases) > MAX_CARD_NAMES or not all(map(is_name, self.model_aliases)):
+            raise SettingsError(
+                f"setting model_aliases takes at most {MAX_CARD_NAMES} names of 1 to {MAX_NAME_CHARACTERS}"
+                " printable characters"
+            )
         self._check_sampling()
         check_bounds(self)
         self._check_tiers()

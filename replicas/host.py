@@ -14,6 +14,7 @@ import random
 import secrets
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -34,6 +35,7 @@ from replicas.observation.metrics import ReplicaMetrics, metrics_endpoint
 from replicas.observation.trace_points import Tracing
 from replicas.openings import open_peer_tls, open_secret, open_tls, open_tracing
 from replicas.process.tls import FollowedFiles, server_credentials
+from replicas.protocol.bounds import MAX_CARD_NAMES
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from replicas.protocol.frames import StepFrame
 from replicas.protocol.keys import ReplicaRecord
@@ -287,6 +289,7 @@ class _Parts:
         secret: ClusterSecret | None,
     ) -> None:
         engine = self._engine = proven.engine
+        self._aliases = config.model_aliases
         self.tracing = tracing
         self.metrics = _metrics_of(config, self.card, tracing)
         self.bridge = FrameBridge(asyncio.get_running_loop(), self._deliver)
@@ -334,8 +337,13 @@ class _Parts:
 
     @property
     def card(self) -> ModelCard:
-        """The model's card as it is now."""
-        return self._engine.card
+        """The model's card as it is now: the engine's, with the other names that the settings add."""
+        card = self._engine.card
+        if not self._aliases:
+            return card
+        names = dict.fromkeys((*self._aliases, *card.aliases))
+        names.pop(card.name, None)
+        return replace(card, aliases=tuple(names)[:MAX_CARD_NAMES])
 
     def _index_writer(self, config: ReplicaConfig, epoch: Epoch) -> IndexWriter:
         return IndexWriter(

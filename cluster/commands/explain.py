@@ -18,6 +18,10 @@ from cluster.errors import ClusterError
 
 MOST_RANKS = 8
 
+IN_BYTES = (
+    "counted in bytes: the model's tokenizer is not known here, so a token below is a byte of the prompt"
+)
+
 _HEADER = ("REPLICA", "RANK", "OVERLAP", "REQUESTS", "PENDING", "WAIT", "PREFILL", "DELAY", "ROOM", "COST")
 
 _TIERS = ("DEVICE", "HOST", "DISK", "MOVE")
@@ -76,6 +80,7 @@ def render(explained: Mapping[str, Any]) -> str:
     size = f"{num_tokens} tokens, {num_tokens // block_size} full blocks of {block_size}"
     lines = [
         f"{explained['model']}{adapter}: {size}",
+        *([IN_BYTES] if explained.get("unit") == "bytes" else []),
         f"bucket {explained['bucket']}, affinity order {', '.join(order[:MOST_RANKS])}{more}",
         "",
         *align(rows),

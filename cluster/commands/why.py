@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import httpx
 
+from cluster.commands.explain import IN_BYTES
 from cluster.commands.refusals import KEY_VARIABLE, refused
 from cluster.errors import ClusterError
 from router.explain.findings import sentence_of
@@ -75,6 +76,8 @@ def _hint(status: int, arguments: argparse.Namespace) -> str | None:
 
 def render(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"{found['answer_id'] or found['request_id']}: {found['model']}, {found['route']}"
+    if found.get("unit") == "bytes":
+        yield f"  {IN_BYTES}"
     if found["error"] is not None:
         yield f"  ended with {found['error']}"
     several = len(found["prompts"]) > 1

@@ -169,7 +169,7 @@ def environment_of(config: ReplicaConfig) -> dict[str, str]:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if value != field.default:
-            text = json.dumps(dict(value)) if isinstance(value, Mapping) else str(value)
+            text = json.dumps(value) if isinstance(value, Mapping | tuple) else str(value)
             chosen[ENVIRONMENT_PREFIX + field.name.upper()] = text
     return chosen
 

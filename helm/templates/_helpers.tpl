@@ -163,7 +163,7 @@ and the reserve that leases are kept apart by.
 
 {{/* A value as the text of an environment variable. Whole numbers come as floats: 1.34217728e+08. */}}
 {{- define "kvasir.text" -}}
-{{- if kindIs "map" . -}}
+{{- if or (kindIs "map" .) (kindIs "slice" .) -}}
 {{- toJson . | quote -}}
 {{- else if kindIs "float64" . -}}
 {{- if eq (floor .) . -}}{{- int64 . | toString | quote -}}{{- else -}}{{- toString . | quote -}}{{- end -}}

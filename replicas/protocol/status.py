@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import NewType
+from typing import Literal, NewType
 
 from replicas.protocol.bounds import Uint32
 from replicas.protocol.sampling_defaults import SamplingDefaults
@@ -18,6 +18,10 @@ ReplicaId = NewType("ReplicaId", str)
 
 Epoch = NewType("Epoch", str)
 """One incarnation of a replica. Everything said under an earlier one is void."""
+
+
+Unit = Literal["tokens", "bytes"]
+"""Bytes count as tokens where the server's tokenizer is not known."""
 
 
 class ReplicaState(enum.StrEnum):
@@ -115,6 +119,11 @@ class ModelCard:
     def told_context_length(self) -> int:
         """The context length that clients are told."""
         return self.told_context or self.context_length
+
+    @property
+    def unit(self) -> Unit:
+        """What counts of a prompt's tokens are in."""
+        return "bytes" if self.told_context else "tokens"
 
     @property
     def num_cache_tokens(self) -> int:

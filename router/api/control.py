@@ -46,6 +46,7 @@ class Model(Struct, kw_only=True):
     root: str
     parent: str | None
     max_model_len: Count
+    block_size: Count | UnsetType = UNSET
     sampling_defaults: Mapping[str, float] | UnsetType = UNSET
 
 
@@ -174,5 +175,6 @@ def _model_object(name: str, model: ServedModel) -> Model:
         root=model.card.name,
         parent=None if model.adapter is None else model.card.name,
         max_model_len=model.card.told_context_length,
+        block_size=model.card.block_size if model.card.unit == "tokens" else UNSET,
         sampling_defaults=model.sampling_defaults or UNSET,
     )

@@ -278,6 +278,8 @@ class Exchange:
             (b"x-kvasir-overlap-tokens", b"%d" % run.decision.overlap_tokens),
             (b"x-kvasir-reason", str(run.decision.reason).encode()),
         ]
+        if (unit := self._request.model.card.unit) != "tokens":
+            self._run_headers.append((b"x-kvasir-unit", unit.encode()))
 
     def _take(self, prompt: Prompt, run: Runs, batch: Sequence[TokenDelta]) -> bytes:
         """Feed a batch to its choices. Returns what to stream."""

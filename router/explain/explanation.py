@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from replicas.protocol.frames import PromptUsage, num_cached_of
+from replicas.protocol.status import Unit
 from router.explain.nearest import Nearest, PromptFacts
 from router.explain.places import Place, PlaceKind
 from router.misses import Cause, Misses, losses
@@ -75,6 +76,7 @@ class Explanation(msgspec.Struct, frozen=True, array_like=True):
     route: str
     error: str | None
     prompts: tuple[PromptExplanation, ...]
+    unit: Unit = "tokens"
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -16,11 +16,11 @@ from router.routing.decision import Candidate, Decision, DecisionReason
 from router.routing.table import Preview
 
 _BECAUSE: Mapping[DecisionReason, str] = {
-    DecisionReason.ONLY_REPLICA: "no other replica ready",
-    DecisionReason.OVERLAP: "none with more of the prompt",
-    DecisionReason.HOME: "first of the bucket's affinity order",
-    DecisionReason.SPILL: "cheaper than its home and than those with more of the prompt",
-    DecisionReason.POLICY: "chosen by a baseline policy",
+    DecisionReason.ONLY_REPLICA: "no other replica is ready",
+    DecisionReason.OVERLAP: "no other replica holds more of the prompt",
+    DecisionReason.HOME: "it is the first of the bucket's affinity order",
+    DecisionReason.SPILL: "it costs less than its home and than those with more of the prompt",
+    DecisionReason.POLICY: "a baseline policy chose it",
 }
 
 _TERMS: Mapping[str, str] = {
@@ -47,6 +47,7 @@ def preview_data(
         "model": generation.model,
         "adapter": None if generation.adapter is None else generation.adapter.name,
         "num_tokens": len(generation.token_ids),
+        "unit": card.unit,
         "block_size": block_size,
         "bucket": generation.bucket.hex(),
         "affinity_order": list(preview.affinity_order),

@@ -53,7 +53,9 @@ def test_a_redis_url_that_is_given_goes_before_the_file() -> None:
 
 
 def test_a_host_that_is_set_stays() -> None:
-    (only,) = parse_fleet(text(pool(settings={"model": "toy", "host": "10.0.0.1"}))).pools
+    settings = {"model": "toy", "host": "10.0.0.1", "model_aliases": ["gpt-4o", "a,b"]}
+    (only,) = parse_fleet(text(pool(settings=settings))).pools
+    assert only.replica.model_aliases == ("gpt-4o", "a,b")
     assert (only.replica.host, only.is_on_node_address, only.replica.model) == ("10.0.0.1", False, None)
 
 
@@ -85,6 +87,8 @@ def test_pools_of_one_model_may_differ_in_what_no_router_minds() -> None:
         (text({"name": "small"}), "pool small has no model"),
         (text(pool(settings={"engine": "vllm"})), "pool small has no model"),
         (text(pool(settings={"model": "toy", "engine": "magic"})), "pool small: setting engine is"),
+        (text(pool(settings={"model": "toy", "model_aliases": ["a\nb"]})), "at most 4096 names of 1 to 512"),
+        (text(pool(settings={"model": "toy", "model_aliases": ["a"] * 4097})), "at most 4096 names"),
         (text(pool(settings={"model": "toy", "block_sise": 3})), "block_sise; did you mean block_size"),
         (text(pool(settings={"model": "toy", "replica_id": "x"})), "cannot set replica_id"),
         (text(pool(settings={"model": "toy", "redis_url": "x"})), "cannot set redis_url"),

@@ -78,7 +78,10 @@ TOGGLES: dict[str, Values] = {
         "router": {"settings": {"max_in_flight": 10_000_000, "room_price": 1.5, "log_requests": True}},
         "poolDefaults": {
             "engine": "vllm",
-            "settings": {"kv_cache_bytes": 2**40, "engine_args": {"tensor_parallel_size": 2, "seed": None}},
+            "settings": {
+                **{"kv_cache_bytes": 2**40, "engine_args": {"tensor_parallel_size": 2, "seed": None}},
+                "model_aliases": ["gpt-4o", "a,b"],
+            },
         },
         "traces": {"endpoint": "http://collector:4318", "sampleRatio": 0.25},
     },

@@ -133,6 +133,7 @@ def test_settings_arrive_as_they_were_written() -> None:
     assert (router.max_in_flight, router.room_price, router.log_requests) == (10_000_000, 1.5, True)
     assert replica.kv_cache_bytes == 2**40
     assert replica.engine_args == {"tensor_parallel_size": 2, "seed": None}
+    assert replica.model_aliases == ("gpt-4o", "a,b")
     assert router.otlp_endpoint == replica.otlp_endpoint == "http://collector:4318"
     assert router.trace_sample_ratio == replica.trace_sample_ratio == 0.25
 

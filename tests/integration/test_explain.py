@@ -123,7 +123,7 @@ def test_the_commands_show_a_prompt_that_one_replica_holds(
 
     assert main(["explain", "--file", str(file), *places]) == 0
     shown = capsys.readouterr().out
-    assert f"It would go to {holder}" in shown and "none with more of the prompt" in shown
+    assert f"It would go to {holder}" in shown and "no other replica holds more of the prompt" in shown
     assert main(["where", "--file", str(file), *places]) == 0
     assert f"{deepest['num_tokens']} tokens" in capsys.readouterr().out
 

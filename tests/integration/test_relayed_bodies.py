@@ -27,7 +27,8 @@ def servers() -> Iterator[list[TextServer]]:
 
 @pytest.fixture(scope="module")
 def stack(servers: list[TextServer]) -> Iterator[LocalStack]:
-    replicas = [{"engine": "openai", "engine_url": server.url} for server in servers]
+    settings = {"engine": "openai", "model_aliases": "gpt-4o"}
+    replicas = [{**settings, "engine_url": server.url} for server in servers]
     with local_stack(replica_settings=replicas) as stack:
         yield stack
 
@@ -70,6 +71,19 @@ def test_a_prompt_finds_its_cache_again(stack: LocalStack) -> None:
         assert again.headers["x-kvasir-replica"] == first.headers["x-kvasir-replica"]
         assert int(again.headers["x-kvasir-overlap-tokens"]) > 500
         assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 150
+
+
+def test_another_name_is_answered_and_counts_are_said_to_be_bytes(stack: LocalStack) -> None:
+    body = {**chat(WORDS), "model": "gpt-4o"}
+    answer = ask(stack, body)
+    assert answer.status_code == 200, answer.text
+    why = httpx.get(f"{stack.url}/v1/cache/explain/{answer.headers['x-request-id']}", timeout=60).json()
+    shown = ask(stack, body, "/explain/v1/chat/completions").json()["prompts"][0]
+    counted = [answer.headers["x-kvasir-unit"], why["unit"], shown["unit"]]
+    assert (counted, why["model"]) == (["bytes"] * 3, "wordy")
+    assert why["prompts"][0]["prompt_tokens"] == shown["num_tokens"] > len(WORDS)
+    listed = httpx.get(f"{stack.url}/v1/models", timeout=60).json()["data"]
+    assert [(each["id"], each["root"]) for each in listed][1:] == [("gpt-4o", "wordy")]
 
 
 def test_openais_client_streams(stack: LocalStack) -> None:

@@ -97,7 +97,8 @@ def test_the_proof_refuses_an_engine_without_room_for_a_block() -> None:
 async def test_names_that_change_are_in_the_card_and_its_digest_in_the_lease(
     redis_url: str, server: StandIn
 ) -> None:
-    host = ReplicaHost(config(redis_url, engine="remote", engine_url=server.url))
+    own = ("gpt-5", "gpt-4o", "served")
+    host = ReplicaHost(config(redis_url, engine="remote", engine_url=server.url, model_aliases=own))
     redis = connect(redis_url)
     async with running(host) as client:
 
@@ -105,8 +106,9 @@ async def test_names_that_change_are_in_the_card_and_its_digest_in_the_lease(
             return decode_description(await client.stub.describe(DescribeRequest())).card
 
         first = await described()
+        assert first.aliases == ("gpt-5", "gpt-4o")
         for adapters in ({"later": "/adapters/later"}, {}):
-            server.other_names, server.adapters = ["gpt-4o"], adapters
+            server.other_names, server.adapters = ["gpt-4o", "theirs"], adapters
 
             async def is_told(adapters: Collection[str] = adapters) -> bool:
                 card, record = await described(), await read_record(redis, "served", REPLICA)
@@ -115,8 +117,9 @@ async def test_names_that_change_are_in_the_card_and_its_digest_in_the_lease(
 
             async with asyncio.timeout(60):
                 await until(is_told)
-            assert replace(await described(), aliases=(), adapters=first.adapters) == first
-        assert (await described()).aliases == ("gpt-4o",)
+            later = await described()
+            assert later.aliases == ("gpt-5", "gpt-4o", "theirs")
+            assert replace(later, aliases=first.aliases, adapters=first.adapters) == first
     await redis.aclose()
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from replicas.protocol.status import Unit
 from router.explain.explanation import Earlier, Explanation, Outcome, PromptExplanation
 from router.shared.answer_types import Count, TierTokens
 
@@ -60,6 +61,7 @@ class CacheExplanation(Struct, kw_only=True):
     model: str | None
     route: str
     error: str | None
+    unit: Unit
     prompts: list[ExplainedPrompt]
 
 
@@ -71,6 +73,7 @@ def answer_of(explanation: Explanation) -> CacheExplanation:
         model=explanation.model,
         route=explanation.route,
         error=explanation.error,
+        unit=explanation.unit,
         prompts=[_prompt(prompt, explanation.at) for prompt in explanation.prompts],
     )
 

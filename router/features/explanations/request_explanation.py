@@ -226,6 +226,7 @@ class RequestExplanation:
             request.route,
             error,
             tuple(prompts),
+            request.model.card.unit,
         )
         self._store.put(request.caller.tenant.name, remembered, explanation)
 

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from cluster.cli import main
+from cluster.commands.explain import IN_BYTES
 from cluster.commands.why import render
 from tests.router.features.api_keys.some_keys import ACME, BETA, OPERATOR, bearer, some_keys
 from tests.router.http_server import HttpServer, http_server
@@ -61,7 +62,7 @@ async def test_another_tenant_is_told_nothing(server: HttpServer, capsys: pytest
     assert capsys.readouterr().out == ""
 
 
-def test_the_size_of_large_blocks_is_told() -> None:
+def test_the_size_of_large_blocks_and_the_unit_are_told() -> None:
     prompt = {
         **{"outcome": "miss", "replica": None, "block_size": 1056, "prompt_tokens": 300, "cached_tokens": 0},
         **{"cached_tokens_by_tier": {}, "lost_tokens": 0, "lost_ms": None, "nearest": None, "place": None},
@@ -69,4 +70,5 @@ def test_the_size_of_large_blocks_is_told() -> None:
     }
     found = {"answer_id": "a", "request_id": None, "model": "m", "route": "completions", "error": None}
     said = "\n".join(render({**found, "prompts": [prompt]}))
-    assert "tokens 1 to 300 do not fill a block of 1,056 tokens" in said
+    assert "tokens 1 to 300 do not fill a block of 1,056 tokens" in said and IN_BYTES not in said
+    assert [*render({**found, "prompts": [prompt], "unit": "bytes"})][1] == f"  {IN_BYTES}"

@@ -57,6 +57,7 @@ def test_a_replica_has_the_settings_of_its_pool_from_its_environment() -> None:
         trust_code=True,
         redis_url="redis://:pass word@redis:6379/1",
         host_kv_bytes=2**40,
+        model_aliases=("gpt-4o", "a,b"),
     )
     read = load_settings(
         ReplicaConfig,

@@ -32,8 +32,8 @@ def decided(first: ReplicaLoad, second: ReplicaLoad, blocks: dict[ReplicaId, int
             *(FULL, IDLE, {FIRST: 100}),
             f"{AWAY}, which has more of the prompt: {FULLER} (1920 ms, 480 ms at {SECOND})",
         ),
-        (IDLE, IDLE, {}, "first of the bucket's affinity order"),
-        (FULL, FULL, {SECOND: 9}, "none with more of the prompt"),
+        (IDLE, IDLE, {}, "it is the first of the bucket's affinity order"),
+        (FULL, FULL, {SECOND: 9}, "no other replica holds more of the prompt"),
     ],
 )
 def test_what_decided_is_said(
