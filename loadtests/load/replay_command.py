@@ -39,6 +39,9 @@ from loadtests.workloads.sources import open_workload, typed_parameters
 
 INTERRUPTED = 130
 
+UNTOLD_BLOCK_SIZE = 16
+"""Tokens of a block if the server does not say."""
+
 
 class ReplayError(ClusterError):
     """One sentence for the user who typed the command."""
@@ -83,9 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--block-size",
         type=count,
-        default=16,
         metavar="N",
-        help="the cluster's block size, for the ideal (default: 16)",
+        help="block size for the ideal (default: the cluster's, or 16 if it does not say)",
     )
     add("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     add(
@@ -117,7 +119,7 @@ def run(arguments: argparse.Namespace, url: str, say: Callable[[str], None]) -> 
         if not workload.requests:
             raise ReplayError("nothing is left to send; --scale-tokens makes prompts smaller")
         alphabet = list(SAMPLE_WORDS) if arguments.text else cluster.alphabet()
-        num_replicas = cluster.num_replicas()
+        num_replicas, block_size = cluster.num_replicas(), arguments.block_size or cluster.block_size
     prompts = Prompts(cluster.model, workload.block_tokens, arguments.seed, alphabet)
     replay = Replay(_target(url, arguments.api_key), workload, prompts, timeout_seconds=arguments.timeout)
     kind = "words" if arguments.text else "token ids"
@@ -129,7 +131,15 @@ def run(arguments: argparse.Namespace, url: str, say: Callable[[str], None]) -> 
     was_interrupted = _run(replay, len(workload.requests))
     if was_interrupted:
         workload = first_requests(workload, replay.num_sent)
-    status = _report(arguments, workload, replay.records, num_replicas, say, was_interrupted=was_interrupted)
+    status = _report(
+        arguments,
+        workload,
+        replay.records,
+        num_replicas,
+        block_size,
+        say,
+        was_interrupted=was_interrupted,
+    )
     if arguments.run_file is not None:
         _write_run_file(arguments, workload, replay.records, num_replicas, origin)
     return status
@@ -189,6 +199,7 @@ def _report(
     workload: Workload,
     records: dict[int, RequestRecord],
     num_replicas: int | None,
+    block_size: int,
     say: Callable[[str], None],
     *,
     was_interrupted: bool,
@@ -197,7 +208,7 @@ def _report(
     counted = [record for number, record in sorted(records.items()) if number >= num_warm_up]
     slo = Slo(arguments.slo_ttft, arguments.slo_tpot, arguments.slo_e2e)
     report = make_report(counted, slo, num_replicas=num_replicas)
-    ideal = ideal_hits(workload, hit_tokens=arguments.block_size, warm_up=num_warm_up)
+    ideal = ideal_hits(workload, hit_tokens=block_size, warm_up=num_warm_up)
     say(render(report, ideal))
     if arguments.json is not None:
         settings = {
@@ -208,6 +219,7 @@ def _report(
         content = {
             "workload": workload.name,
             "settings": settings,
+            "block_size": block_size,
             "ideal_token_hit_rate": ideal.token_hit_rate,
             "ideal_cross_user_hit_rate": ideal.cross_user_hit_rate,
             "report": report.as_json(),
@@ -257,6 +269,7 @@ class _Cluster:
         chosen = models[0] if model is None else models[names.index(model)]
         self.model: str = chosen["id"]
         self.context_length: int = chosen.get("max_model_len") or sys.maxsize
+        self.block_size: int = chosen.get("block_size") or UNTOLD_BLOCK_SIZE
 
     def alphabet(self) -> list[int]:
         def tokenize(text: str) -> list[int]:

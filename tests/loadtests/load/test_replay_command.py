@@ -31,7 +31,10 @@ SMALL_B2B = ["b2b", "--scale-tokens", "0.1", "--set", "num_groups=4", "--set", "
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[LocalStack]:
-    replica = {"engine": "simulated", "model_name": "toy", "num_blocks": 4096, "simulated_speed": 4.0}
+    replica = {
+        **{"engine": "simulated", "model_name": "toy", "simulated_speed": 4.0},
+        **{"block_size": 32, "num_blocks": 2048},
+    }
     router = {"max_in_flight": MAX_IN_FLIGHT, "address_share": 1.0}  # all clients are one address here
     with local_stack(replica_settings=replica, router_settings=router) as running:
         yield running
@@ -73,12 +76,13 @@ def test_a_trace_finds_all_that_it_could_find_and_says_how_far_it_is(
     assert report["num_answered"] == 12
     assert report["num_input_tokens"] == 12 * 1300
     assert report["num_output_tokens"] == 12 * 8
-    assert report["token_hit_rate"] == content["ideal_token_hit_rate"] == 0.5 * (1300 // 16 * 16) / 1300
+    assert content["block_size"] == 32
+    assert report["token_hit_rate"] == content["ideal_token_hit_rate"] == 0.5 * (1300 // 32 * 32) / 1300
     assert report["requests_per_replica"] == {"replica-0": 12}
     assert report["imbalance_requests"]["max_over_mean"] == 1.0
     assert report["prediction"]["mean_absolute_error"] < 32
     said = capsys.readouterr()
-    assert "100.0% of the ideal 49.8%" in said.out
+    assert "100.0% of the ideal 49.2%" in said.out
     assert re.match(r" +\d+ s  \d+ of 12 sent, \d+ in flight, 0 failed\n", said.err)
 
 
