@@ -43,7 +43,9 @@ def replica_rows(state: ClusterState, registry: Registry) -> Iterator[ReplicaRow
     for replica_id in sorted(entries.keys() | registry.records.keys()):
         entry, record = entries.get(replica_id), registry.records.get(replica_id)
         if entry is not None and record is not None and record.epoch != entry.epoch:
-            record = None  # the lease of an earlier incarnation, which has yet to expire
+            serves_on = entry.state == ReplicaState.STARTING and entry.epoch is not None
+            if not serves_on:  # else the next incarnation has registered, and is about to be known
+                record = None  # the lease of an earlier incarnation, which has yet to expire
         yield ReplicaRow(
             replica_id,
             _state(entry, record, is_registry_read=registry.complaint is None),
@@ -102,11 +104,12 @@ def _state(entry: ReplicaEntry | None, record: ReplicaRecord | None, *, is_regis
     if entry is None:
         assert record is not None, "a row comes from the one or the other"
         return record.state.value
-    if entry.state not in (ReplicaState.READY, ReplicaState.DRAINING):
-        return entry.state
-    if record is not None:
-        return record.state.value
-    return SILENT if is_registry_read else entry.state
+    if record is not None and entry.state != ReplicaState.STOPPED:
+        return (
+            record.state.value
+        )  # also of one that serves until its next incarnation, which starts, is ready
+    is_running = entry.state in (ReplicaState.READY, ReplicaState.DRAINING)
+    return SILENT if is_running and is_registry_read else entry.state
 
 
 def _cells(row: ReplicaRow, block_size: int) -> tuple[str, ...]:

@@ -23,9 +23,10 @@ from cluster.errors import StartFailed
 from cluster.local.fleet_watch import FleetWatch
 from cluster.local.processes import Service, kill_marked
 from cluster.local.ray_head import RayHead, start_ray, stop_ray
-from cluster.local.raylet import Raylet
+from cluster.local.raylet import Raylet, lives
 from cluster.local.redis_server import PrivateRedis, free_ports_in_a_row
-from cluster.local.run_directory import ClusterState, ReplicaEntry, RunDirectory
+from cluster.local.replica_entries import replica_entries
+from cluster.local.run_directory import ClusterState, RunDirectory
 from cluster.local.state_writer import StateWriter
 from cluster.sizes import in_words
 from replicas.config import ReplicaConfig
@@ -228,22 +229,12 @@ class LocalCluster:
 
     def _on_view(self, view: FleetView) -> None:
         assert self._state is not None
-        entries = [
-            ReplicaEntry(
-                replica_id=replica.replica_id,
-                state=replica.state.value,
-                pid=replica.report.pid if replica.report else None,
-                address=replica.report.address if replica.report else None,
-                epoch=replica.report.epoch if replica.report else None,
-                metrics_address=replica.report.metrics_address if replica.report else None,
-            )
-            for replica in view.replicas
-        ]
+        entries = replica_entries(view, self._state.replicas, lives)
         self._complaints = view.complaints
         if self._state.ready:
             for note in view.notes:
                 self._say(f"fleet     {note}")
-        self._write(replace(self._state, replicas=tuple(entries), controller_metrics=view.metrics_address))
+        self._write(replace(self._state, replicas=entries, controller_metrics=view.metrics_address))
 
     def _write(self, state: ClusterState) -> None:
         self._state = state

@@ -29,18 +29,18 @@ class Raylet:
     def __init__(self, head: RayHead, directory: Path, log: Path, environment: Mapping[str, str]) -> None:
         self._directory = directory
         self._first = named_children(os.getpid()).get("raylet")
-        command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--address", head.address]
+        command = [sys.executable, "-P", "-m", "cluster.local.ray_start", "start", "--address", head.address]
         command += ["--node-ip-address", NODE_ADDRESS, "--num-cpus", f"{head.num_cpus:g}"]
         command += ["--num-gpus", f"{head.num_gpus:g}", "--object-store-memory", str(OBJECT_STORE_BYTES)]
         command += ["--disable-usage-stats", "--block"]
-        # Given ports it does not wait for its agents to say theirs, for which it has but 15 s.
+        # Given ports it does not wait for its agents to say theirs, which it does for 15 s only.
         for number, name in enumerate(_PORTS, start=free_ports_in_a_row(len(_PORTS))):
             command += [f"--{name}-port", str(number)]
         self.service = Service("Ray's raylet", command, log, environment, children_outlive_it=True)
 
     async def wait_first_dead(self) -> None:
         """Wait until the first raylet dies; forever if it cannot be found."""
-        while self._first is None or await asyncio.to_thread(_lives, self._first):  # noqa: ASYNC110
+        while self._first is None or await asyncio.to_thread(lives, self._first):  # noqa: ASYNC110
             await asyncio.sleep(LOOK_SECONDS)
 
     def orphans(self, run_directory: Path) -> list[int]:
@@ -62,8 +62,8 @@ class Raylet:
             await asyncio.sleep(ORPHAN_SECONDS)
 
 
-def _lives(pid: int) -> bool:
-    """Whether the child lives; a zombie does not."""
+def lives(pid: int) -> bool:
+    """Whether the process lives; a zombie does not."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     return False

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from cluster.local.processes import named_children
+from tests.cluster.commands.test_status import row
 from tests.cluster.kvasir_command import KvasirCommand, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -91,17 +92,24 @@ def test_a_killed_raylet_comes_back_and_new_replicas_take_over_from_those_that_s
 
     def is_replaced() -> bool:
         assert complete(running) == 200, "somebody serves all the while"
-        replicas = running.state().replicas  # none, while the controller starts anew
+        replicas = running.state().replicas
         return [each.state for each in replicas] == ["ready"] and replicas[0].pid != before.pid
 
     said = running.directory.path.parent / "up.out"
+    wait_until(lambda: running.state().replicas[0].state != "ready", lambda: said.read_text(), 60)
+    assert row(running.run("status").stdout, before.replica_id)[1] == "ready", "it serves on"
+    assert before.metrics_address in running.directory.targets_file.read_text()
     wait_until(is_replaced, lambda: said.read_text(), 300)
     assert "Ray's raylet ended" in said.read_text()
     assert before.pid is not None
     wait_until(lambda: not Path(f"/proc/{before.pid}").exists(), lambda: "the old replica is still there")
     (now,) = running.state().replicas
     assert now.pid is not None
-    os.kill(psutil.Process(now.pid).ppid(), signal.SIGKILL)
+    raylet = psutil.Process(now.pid).parent()
+    assert raylet is not None
+    (told,) = [word for word in raylet.cmdline() if word.startswith("--dashboard_agent_listen_port=")]
+    assert int(told.partition("=")[2]), "else it ends unless an agent starts within 15 s"
+    raylet.kill()
     wait_until(lambda: said.read_text().count("Ray's raylet ended") == 2, lambda: said.read_text())
     until = time.monotonic() + 4.0  # Ray's workers look after their raylet every second
     while time.monotonic() < until:
