@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.api.access import admin_access
@@ -90,24 +90,22 @@ def create_apps(context: ApiContext) -> Apps:
         asked = model_method(path) if path.startswith(MODELS_PATHS) else None
         return None if asked is None or asked.method == COUNT else generate_content
 
-    config, new_id = context.config, context.new_id
+    config = context.config
     common, index = plain.health_routes(), plain.index_routes()
     clients = client_routes(context)
     if not config.has_admin_listener:
-        everything = _authenticated(context, _app([*common, *clients, *admin, *index], endpoint_of, new_id))
-        return Apps(_guarded(context, everything, config.host), None)
-    main = _authenticated(context, _app([*common, *clients, *index], endpoint_of, new_id))
+        everything = [*common, *clients, *admin, *index]
+        return Apps(_listener(context, everything, endpoint_of, config.host), None)
+    main = _listener(context, [*common, *clients, *index], endpoint_of, config.host)
     admin_host = None if config.admin_port is None else config.admin_host
-    admin_app = _app([*common, *admin], lambda path: None, new_id)
-    return Apps(_guarded(context, main, config.host), _guarded(context, admin_app, admin_host))
+    return Apps(main, _listener(context, [*common, *admin], lambda path: None, admin_host, has_keys=False))
 
 
 def create_gateway_app(context: ApiContext, endpoint_of: Callable[[str], ASGIApp | None]) -> ASGIApp:
     """The app of requests at a gateway. Those that generate are `endpoint_of`'s, the others are answered here
     as the clients' listener answers them."""
     routes = [*ControlRoutes(context).health_routes(), *client_routes(context)]
-    app = _app(routes, endpoint_of, context.new_id)
-    return _guarded(context, _authenticated(context, app), None)
+    return _listener(context, routes, endpoint_of, None)
 
 
 def _authenticated(context: ApiContext, app: ASGIApp) -> ASGIApp:
@@ -125,9 +123,25 @@ def _authenticated(context: ApiContext, app: ASGIApp) -> ASGIApp:
     )
 
 
-def _guarded(context: ApiContext, app: ASGIApp, host: str | None) -> ASGIApp:
+def _listener(
+    context: ApiContext,
+    routes: Sequence[Route],
+    endpoint_of: Callable[[str], ASGIApp | None],
+    host: str | None,
+    *,
+    has_keys: bool = True,
+) -> ASGIApp:
+    """Everything of one listener, behind its guards."""
+    app = _app(routes, endpoint_of, context.new_id)
+
+    def is_route(scope: Scope) -> bool:
+        if endpoint_of(scope["path"]) is not None:
+            return True
+        return any(route.matches(scope)[0] is not Match.NONE for route in routes)
+
     return RequestGuard(
-        app,
+        _authenticated(context, app) if has_keys else app,
+        is_route=is_route,
         host=host,
         allowed_hosts=context.config.allowed_hosts,
         cross_origin=CrossOrigin(context.config.cors_origins),
@@ -170,7 +184,8 @@ async def _on_router_error(request: Request, error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
-    if error.status_code == 404:
+    is_of_model = request.method == "POST" and path.startswith(MODELS_PATHS)  # with a method that is none
+    if error.status_code == 404 or is_of_model:
         return _response(request, unknown_route(request.method, path))
     if error.status_code == 405:
         response = _response(request, method_not_allowed(request.method, path))

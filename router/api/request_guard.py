@@ -38,12 +38,14 @@ _MOST_SHOWN = 100
 class RequestGuard:
     """ASGI middleware of a whole listener. `host` is what that listens on, None for a Unix socket, which no
     browser opens; `allowed_hosts` are the names that clients call the router by, besides loopback's.
-    `count` hears of each refusal, and `new_id` makes an id out of its beginning."""
+    `is_route` knows which paths there are, `count` hears of each refusal, and `new_id` makes an id out of its
+    beginning."""
 
     def __init__(
         self,
         app: ASGIApp,
         *,
+        is_route: Callable[[Scope], bool],
         host: str | None,
         allowed_hosts: Sequence[str],
         cross_origin: CrossOrigin,
@@ -51,6 +53,7 @@ class RequestGuard:
         new_id: Callable[[str], str],
     ) -> None:
         self._app = app
+        self._is_route = is_route
         self._is_on_loopback = host is not None and means_loopback(host.lower())
         self._allowed_names = frozenset(host_name(name.encode()) or name for name in allowed_hosts)
         self._has_names = self._is_on_loopback or (host is not None and bool(allowed_hosts))
@@ -61,6 +64,8 @@ class RequestGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         origin = self._cross_origin.origin_of(scope)
         fault = self._fault_of(scope, is_allowed=origin is not None)
+        if fault is HeadFault.CONTENT_TYPE and not self._is_route(scope):
+            fault = None  # nothing is there, whatever the body is
         if origin is not None:
             send = allowing(send, origin)
         if fault is None:

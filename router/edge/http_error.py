@@ -5,7 +5,7 @@ error is written is the dialect's: `error_shapes.py`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -170,19 +170,25 @@ NOT_SERVED = (
     "/v1/audio",
     "/v1/images",
     "/v1/moderations",
-    "/v1/batches",
-    "/v1/files",
-    "/v1/fine_tuning",
-    "/v1/assistants",
-    "/v1/threads",
-    "/v1/vector_stores",
     "/tokenizer_info",
 )
 """Routes of other servers, or what their paths begin with."""
 
+NOT_KEPT = (
+    *("/v1/batches", "/v1/files", "/v1/uploads", "/v1/fine_tuning", "/v1/assistants", "/v1/threads"),
+    *("/v1/vector_stores", "/v1/messages/batches"),
+)
+"""Likewise, of what a vendor keeps or does later."""
+
 
 def unknown_route(method: str, path: str) -> HttpError:
     message = f"Unknown request URL: {method} {path}."
-    if any(path == known or path.startswith(known + "/") for known in NOT_SERVED):
+
+    def begins_with(known: Sequence[str]) -> bool:
+        return any(path == each or path.startswith(each + "/") for each in known)
+
+    if begins_with(NOT_SERVED):
         message += " The models that are served here generate text, and do nothing else."
+    elif begins_with(NOT_KEPT):
+        message += " There are no batches, files, fine-tuning or assistants: send each request by itself."
     return HttpError(404, message, "invalid_request_error", None, "unknown_url")

@@ -400,7 +400,7 @@ async def test_what_is_not_there_is_said_in_gemini_s_shape(
         ("GET", "/v1beta/models/nobody", 404),
         ("GET", GENERATE, 405),
         ("GET", f"/v1beta/models/{MODEL}:countTokens", 404),
-        ("POST", f"/v1beta/models/{MODEL}:embedContent", 405),
+        ("POST", f"/v1beta/models/{MODEL}:embedContent", 404),
         ("POST", "/v1beta/nothing", 404),
         ("POST", f"/v1beta/models/{MODEL}:streamGenerateContent", 400),
     ):

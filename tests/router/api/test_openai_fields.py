@@ -360,6 +360,8 @@ async def test_routes_that_other_servers_have_are_refused_with_a_reason(http: ht
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (404, "unknown_url")
         assert "generate text" in error["message"]
+    for path in ("/v1/files", "/v1/batches/b", "/v1/messages/batches"):
+        assert "no batches, files" in (await http.post(path, json={})).json()["error"]["message"]
     assert "generate text" not in (await http.get("/v1/embedding")).json()["error"]["message"]
     assert (await http.get("/load")).json() == {"server_load": 0}
 

@@ -237,9 +237,12 @@ async def test_json_is_taken_by_any_of_its_names_and_without_one(content_type: s
 async def test_other_types_are_refused_on_every_route_that_reads_a_body(content_type: str) -> None:
     async with http_server() as server:
         headers = {"host": "localhost", "content-type": content_type}
-        for path in POSTS:
+        there = [path for path in POSTS if path != "/nowhere"]
+        for path in there:
             assert await status_of(server, headers, path) == (415, "unsupported_content_type")
-        assert refused(server)["content_type"] == len(POSTS)
+        for path in ("/nowhere", "/v1/files", "/v1/batches", "/v1/moderations"):
+            assert await status_of(server, headers, path) == (404, "unknown_url")
+        assert refused(server)["content_type"] == len(there)
 
 
 async def test_a_body_packed_otherwise_is_refused_and_told_what_is_taken() -> None:
