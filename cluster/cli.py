@@ -101,7 +101,8 @@ def _parser(environment: Mapping[str, str], command: str) -> argparse.ArgumentPa
     parser = _Parser(
         prog="kvasir",
         description="A serving cluster in which a prompt goes to the replica that holds its KV blocks.",
-        epilog="`kvasir COMMAND --help` explains a command. `./kvasir docs` shows the documentation.",
+        epilog="`kvasir COMMAND --help` explains a command. `./kvasir docs` shows the documentation, "
+        "and `./kvasir test` checks the code.",
         allow_abbrev=False,
     )
     common = _Parser(add_help=False)

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser, common: argparse.ArgumentPars
     )
     show.add_argument("--tenant", metavar="NAME", help="of one tenant alone")
     show.add_argument("--json", action="store_true", help="print them as JSON")
-    revoke = add("revoke", "let keys in no more")
+    revoke = add("revoke", "revoke keys: requests with them are refused from then on")
     revoke.add_argument("key_ids", nargs="+", metavar="KEY_ID", help="12 hex digits, as `list` shows them")
     tenant = add("tenant", "declare a tenant, change it, or remove it")
     tenant.add_argument("tenant", metavar="NAME", help="its name")

@@ -62,7 +62,7 @@ def _create(arguments: argparse.Namespace, store: KeyStore, say: Say, tell: Say)
     new = store.change(change, may_begin=True)
     if sum(key.tenant == record.tenant for key in new.keys) == 1:
         tell(f"This is the first key of the tenant {record.tenant}.")
-    tell(f"{store.place} has the key {key_id} now. Keep this text: it is shown once, and kept nowhere.")
+    tell(f"{store.place} has the key {key_id} now. Store the key below: it is shown only once.")
     say(text)
 
 

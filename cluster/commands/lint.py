@@ -135,6 +135,8 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
 
 
 def render(tally: Tally, num_forgotten: int, prefill_rate: float | None) -> str:
+    if not tally.num_prompts:
+        return "The log has no prompt, so nothing was checked."
     lost, total = tally.num_lost_tokens, max(1, tally.num_tokens)
     cached, lost_words = 100 * tally.num_cached_tokens / total, _count(lost, "token")
     lines = [

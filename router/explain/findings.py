@@ -84,7 +84,7 @@ _SENTENCES: Mapping[Cause, Callable[[str], str]] = {
     Cause.FILE_LOST: lambda at: (
         f"had been written to the disk of {at}, and their file was damaged or is gone."
     ),
-    Cause.CLEARED: lambda at: f"had been cached at {at}, until somebody had its cache emptied.",
+    Cause.CLEARED: lambda at: f"had been cached at {at}, until its cache was emptied.",
     Cause.REPLICA_RESTARTED: lambda at: f"had been cached at {at}, in an incarnation that is gone.",
     Cause.UNKNOWN: lambda at: f"had been seen before, at {at}; why they are not there any more is not known.",
 }

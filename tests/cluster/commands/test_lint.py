@@ -129,6 +129,7 @@ def test_without_a_request_there_is_nothing_to_say(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["lint", _log(tmp_path / "log")]) == 2
+    assert capsys.readouterr().out == "The log has no prompt, so nothing was checked.\n"
     assert main(["lint", str(tmp_path / "none")]) == 2
     assert main(["lint", _log(tmp_path / "log"), "--model", str(tmp_path)]) == 2
     assert "tokenizer" in capsys.readouterr().err
