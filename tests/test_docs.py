@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import expect, sync_playwright
 
 from cluster.cli import _parser
 from replicas.config import ENVIRONMENT_PREFIX as REPLICA_PREFIX
@@ -19,6 +20,7 @@ from replicas.config import ReplicaConfig
 from replicas.process.settings import load_settings, old_settings_of, settings_of
 from router.config import ENVIRONMENT_PREFIX as ROUTER_PREFIX
 from router.config import RouterConfig
+from tests.tools import needed_tool
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -241,13 +243,29 @@ def test_the_fields_words_lead_to_the_pages_that_are_about_them(word: str, pages
     assert pages | {"README.md"} <= found
 
 
-def test_the_site_builds_asks_nothing_of_the_network_and_finds_words(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if importlib.util.find_spec("material") is None and not os.environ.get("CI"):
         pytest.skip("mkdocs is not installed; ./kvasir docs installs it")
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for page in tmp_path.glob("*.html"):
+    return folder
+
+
+def test_the_site_asks_nothing_of_the_network_and_finds_words(site: Path) -> None:
+    for page in site.glob("*.html"):
         text = page.read_text(encoding="utf-8")
         assert not re.search(r'<(?:script|img|link rel="(?:stylesheet|preconnect)")[^>]*"https?://', text)
-    assert "KvasirNoRouter" in (tmp_path / "search/search_index.json").read_text("utf-8")
+    assert "KvasirNoRouter" in (site / "search/search_index.json").read_text("utf-8")
+
+
+def test_the_site_finds_words_when_it_is_opened_from_the_disk(site: Path) -> None:
+    chromium = needed_tool("chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto(f"{(site / 'index.html').as_uri()}?q=KvasirNoRouter")
+        expect(page.locator(".md-search-result__meta")).to_contain_text("matching document", timeout=30_000)
+        browser.close()

@@ -122,7 +122,7 @@ class ModelCard:
 
     @property
     def unit(self) -> Unit:
-        """What counts of a prompt's tokens are in."""
+        """The unit of counts and positions in a prompt."""
         return "bytes" if self.told_context else "tokens"
 
     @property

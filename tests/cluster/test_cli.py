@@ -159,3 +159,32 @@ def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(
     else:
         assert ran.stderr == ""
         assert ran.returncode == 141 or "--help" in words, "argparse itself passes over what it cannot write"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["docs", "--help"], 0, "./kvasir docs --build"),
+        (
+            ["up", "--engine", "vllm", "--model", "/none"],
+            1,
+            "kvasir: there is no checkpoint directory /none\n",
+        ),
+        (["up", "--model=/none", "--engine=vllm"], 1, "kvasir: there is no checkpoint directory /none\n"),
+    ],
+)
+def test_the_script_says_what_needs_no_environment_without_making_one(
+    words: list[str], code: int, said: str, tmp_path: Path
+) -> None:
+    script = Path(__file__).resolve().parents[2] / "kvasir"
+    environment = {**os.environ, "KVASIR_VENV": str(tmp_path / "venv")}
+    ran = subprocess.run([script, *words], env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == code and said in ran.stdout + ran.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_the_help_names_what_the_script_does_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "`./kvasir docs` shows the documentation, and `./kvasir test` checks the code." in shown
