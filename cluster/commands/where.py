@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import redis
 
-from cluster.commands.explain import ask_router
+from cluster.commands.explain import IN_BYTES, ask_router
 from cluster.commands.tables import align
 from cluster.errors import ClusterError
 from cluster.registry import live_names
@@ -69,6 +69,7 @@ def where(
 ) -> int:
     """Run the command. Raises ClusterError."""
     block_hash = None if arguments.file is not None else _block_hash(arguments.prompt)
+    is_in_bytes = False
     points: Sequence[IndexEntry] | None
     if block_hash is not None:
         model, entries = arguments.model, [IndexEntry(0, block_hash)]
@@ -76,6 +77,7 @@ def where(
     else:
         explained = ask_router(arguments, router_url())
         model, entries = explained["model"], _entries(explained["block_hashes"])
+        is_in_bytes = explained.get("unit") == "bytes"
         if not entries:
             raise ClusterError(
                 f"the prompt does not fill a block of {explained['block_size']} tokens: it has"
@@ -93,6 +95,8 @@ def where(
     if arguments.json:
         say(json.dumps([place.as_json() for place in places], indent=2))
     else:
+        if is_in_bytes:
+            say(IN_BYTES)
         say(render(places, len(entries), has_depth=block_hash is None))
     return 0
 

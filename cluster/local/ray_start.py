@@ -24,7 +24,7 @@ def main() -> None:
         return start(command, process_type, **options)
 
     services.start_ray_process = start_process
-    scripts.main()
+    scripts.main()  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -198,6 +198,12 @@ def test_nothing_has_to_be_scrolled_sideways(visit: Visit) -> None:
     expect(page.locator("#decisions .details").first).to_contain_text("Sent to")
     width, shown = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
     assert width <= shown
+    if width <= 390:
+        hits = page.locator(".prefixes .hit .cut").first
+        assert hits.evaluate(
+            "(e) => { e.textContent = '1,234×: 500 cross-user, 300 own, 434 unattributed';"
+            " return e.scrollWidth <= e.clientWidth; }"
+        ), "it is cut"
 
 
 @pytest.mark.parametrize("visit", [390, 1280], indirect=True)

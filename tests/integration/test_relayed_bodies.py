@@ -1,6 +1,7 @@
 """Servers that take no tokens, behind a router: bodies and answers pass as they are, and find their cache."""
 
 import json
+import subprocess
 from collections.abc import Iterator
 
 import anthropic
@@ -8,8 +9,9 @@ import httpx
 import openai
 import pytest
 
+from cluster.commands.explain import IN_BYTES
 from loadtests.stacks.local_stack import LocalStack, local_stack
-from tests.cluster.kvasir_command import wait_until
+from tests.cluster.kvasir_command import COMMAND, wait_until
 from tests.replicas.openai_engine.text_server import TextServer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
@@ -77,11 +79,16 @@ def test_another_name_is_answered_and_counts_are_said_to_be_bytes(stack: LocalSt
     body = {**chat(WORDS), "model": "gpt-4o"}
     answer = ask(stack, body)
     assert answer.status_code == 200, answer.text
-    why = httpx.get(f"{stack.url}/v1/cache/explain/{answer.headers['x-request-id']}", timeout=60).json()
+    why = httpx.get(f"{stack.url}/v1/cache/explain/{answer.json()['id']}", timeout=60).json()
+    assert why["request_id"] == answer.headers["x-request-id"]
     shown = ask(stack, body, "/explain/v1/chat/completions").json()["prompts"][0]
     counted = [answer.headers["x-kvasir-unit"], why["unit"], shown["unit"]]
     assert (counted, why["model"]) == (["bytes"] * 3, "wordy")
     assert why["prompts"][0]["prompt_tokens"] == shown["num_tokens"] > len(WORDS)
+    for command in ("explain", "where"):
+        words = [*COMMAND, command, WORDS, "--url", stack.url, "--redis-url", stack.redis_url]
+        ran = subprocess.run(words, capture_output=True, text=True, check=True)
+        assert IN_BYTES in ran.stdout.splitlines()
     listed = httpx.get(f"{stack.url}/v1/models", timeout=60).json()["data"]
     assert [(each["id"], each["root"]) for each in listed][1:] == [("gpt-4o", "wordy")]
 
