@@ -16,14 +16,14 @@ FLAG = "--dashboard-agent-listen-port"
 
 def main() -> None:
     port = sys.argv[sys.argv.index(FLAG) + 1]
-    start = services.start_ray_process
+    start: Any = services.start_ray_process
 
     def start_process(command: Sequence[str], process_type: str, **options: Any) -> Any:
         if process_type == "raylet":
             command = [*command, f"--dashboard_agent_listen_port={port}"]
         return start(command, process_type, **options)
 
-    services.start_ray_process = start_process
+    services.start_ray_process = start_process  # type: ignore[assignment]
     scripts.main()  # type: ignore[no-untyped-call]
 
 
