@@ -136,7 +136,7 @@ and the reserve that leases are kept apart by.
 {{- end -}}
 {{- else -}}
 {{- $settings := .Values.router.settings -}}
-{{- $isShared := not (regexMatch "(^|,) *(shared_)?history *(,|$)" (dig "off" "" $settings)) -}}
+{{- $isShared := not (regexMatch "(^|,) *(shared_)?history *(,|$)" (join "," (dig "off" "" $settings))) -}}
 {{- $share := ternary (div (dig "redis_bytes" 201326592 $settings | int64) 3) 0 $isShared -}}
 {{- $total := add 256 (div (dig "all_history_bytes" $share $settings | int64) 1048576) -}}
 {{- range $pool := include "kvasir.pools" . | fromYaml -}}
@@ -165,6 +165,8 @@ and the reserve that leases are kept apart by.
 {{- define "kvasir.text" -}}
 {{- if or (kindIs "map" .) (kindIs "slice" .) -}}
 {{- toJson . | quote -}}
+{{- else if kindIs "slice" . -}}
+{{- join "," . | quote -}}
 {{- else if kindIs "float64" . -}}
 {{- if eq (floor .) . -}}{{- int64 . | toString | quote -}}{{- else -}}{{- toString . | quote -}}{{- end -}}
 {{- else -}}

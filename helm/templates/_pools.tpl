@@ -108,6 +108,9 @@ resources:
 {{- if and (has $pool.engine (list "remote" "openai")) (not $pool.settings.engine_url) -}}
 {{- fail (printf "pool %s: engine %s is for servers that run already, so engines must say how they are found" $name $pool.engine) -}}
 {{- end -}}
+{{- if gt (int $pool.gpu.count) (int $pool.gpu.perNode) -}}
+{{- fail (printf "pool %s: a replica is one pod, and would ask for %d GPUs, more than a node has (gpu.perNode is %d): divide the model over fewer, or let engines find servers that span nodes" $name (int $pool.gpu.count) (int $pool.gpu.perNode)) -}}
+{{- end -}}
 {{- if ne $pool.engine "vllm" -}}
 {{- range $setting := list "engine_args" "adapters" "trust_code" -}}
 {{- if get $pool.settings $setting -}}
