@@ -73,7 +73,7 @@ def parse_fleet(text: str, redis_url: str | None = None) -> FleetSpec:
     fields = _mapping(content, "the fleet file", FLEET_FIELDS)
     redis_url = redis_url or _text(fields, "redis_url", "the fleet file")
     if redis_url is None:
-        raise SettingsError("the fleet has no redis_url: add it to the file, or give --redis-url")
+        raise SettingsError("the fleet has no redis_url: add it to the file, or set REDIS_URL")
     if not redis_url.startswith(("redis://", "rediss://", "unix://")):
         raise SettingsError(
             f"redis_url begins with redis:// or rediss://, not as {without_password(redis_url)}"

@@ -60,7 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     apply = add("apply", "make the fleet what FILE describes, and keep it that way")
     apply.add_argument("file", metavar="FILE", type=Path, help="YAML; deploy/fleet.yaml explains every field")
-    apply.add_argument("--redis-url", metavar="URL", help="used instead of the file's redis_url")
+    apply.add_argument(
+        "--redis-url",
+        metavar="URL",
+        help="default: $REDIS_URL, else the file's redis_url",
+    )
     apply.add_argument(
         "--without-token", action="store_true", help="accept a Ray cluster that asks for no token"
     )
@@ -135,6 +139,7 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str], say: Say)
     if arguments.fleet_command == "apply":
         if arguments.ready_file is not None and not arguments.follow:
             raise ClusterError("--ready-file needs --follow")
+        arguments.redis_url = arguments.redis_url or environment.get("REDIS_URL")
         spec = _read(arguments)
         if (complaint := open_secret_complaint(spec.secret_file)) is not None:
             say(complaint)

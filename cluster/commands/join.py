@@ -17,7 +17,11 @@ from replicas.process.settings import SettingsError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", type=Path, help="a fleet file whose pools have engines")
-    parser.add_argument("--redis-url", metavar="URL", help="used instead of the file's redis_url")
+    parser.add_argument(
+        "--redis-url",
+        metavar="URL",
+        help="default: $REDIS_URL, else the file's redis_url",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="where replicas listen (default: %(default)s)")
     parser.add_argument(
         "--port",
@@ -36,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, environment: Mapping[str, str], say: Callable[[str], None]) -> int:
     """Run until SIGTERM or SIGINT. Raises ClusterError."""
     try:
-        spec = parse_fleet(arguments.file.read_text(encoding="utf-8"), arguments.redis_url)
+        redis_url = arguments.redis_url or environment.get("REDIS_URL")
+        spec = parse_fleet(arguments.file.read_text(encoding="utf-8"), redis_url)
     except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(f"cannot read {arguments.file}: {error}") from error
     except SettingsError as error:

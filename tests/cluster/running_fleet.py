@@ -173,11 +173,12 @@ class Follower:
         self.end()
 
     def start(self) -> None:
-        words = ["--redis-url", self._fleet.redis_url, "--follow", "--ready-file", str(self.ready_file)]
+        words = ["--follow", "--ready-file", str(self.ready_file)]
+        variables = {**self._fleet.environment, "REDIS_URL": self._fleet.redis_url}
         with self._said.open("wb") as said, self.complaints.open("wb") as complaints:
             self.process = subprocess.Popen(
                 [*COMMAND, "fleet", "apply", str(self.file), *words, "--address", self._fleet.address],
-                **{"stdout": said, "stderr": complaints, "env": self._fleet.environment},
+                **{"stdout": said, "stderr": complaints, "env": variables},
             )
 
     def said(self) -> list[str]:

@@ -149,7 +149,7 @@ def test_what_pods_mount_is_there() -> None:
 
 def test_the_fleet_is_one_that_fits_the_cluster_and_shares_redis_with_the_routers() -> None:
     (config_map,) = objects("ConfigMap")
-    (redis_url,) = re.findall(r'--redis-url "([^"]+)"', MANIFEST.read_text(encoding="utf-8"))
+    (redis_url,) = re.findall(r'REDIS_URL="([^"]+)" kvasir', MANIFEST.read_text(encoding="utf-8"))
     fleet = parse_fleet(
         config_map["data"]["fleet.yaml"], redis_url=redis_url.replace("$REDIS_PASSWORD", "pass")
     )

@@ -35,6 +35,7 @@ Object = dict[str, Any]
 Values = Mapping[str, Any]
 
 MONITORING = {"monitors": {"enabled": True}, "rules": {"enabled": True}, "dashboards": {"enabled": True}}
+GATEWAYS: Values = {"gatewayFrom": [{"podSelector": {"matchLabels": {"app": "envoy"}}}]}
 EXTERNAL: Values = {"host": "redis.example", "passwordSecret": "credentials"}
 PROMETHEUS = "http://prometheus.monitoring:9090"
 EVERY_TARGET: Values = {
@@ -61,9 +62,11 @@ TOGGLES: dict[str, Values] = {
     },
     "endpoint picker": {
         "router": {"picker": {"enabled": True, "selector": {"app": "vllm"}, "targetPorts": [8000, 8001]}},
+        "networkPolicy": GATEWAYS,
     },
     "endpoint picker over TLS": {
         "router": {"picker": {"enabled": True, "selector": {"app": "vllm"}, "tlsSecret": "picker"}},
+        "networkPolicy": {**GATEWAYS, "routerFrom": [{"podSelector": {}}]},
     },
     "external Redis": {"redis": {"mode": "external", "external": EXTERNAL}},
     "external Redis over TLS": {
@@ -75,7 +78,12 @@ TOGGLES: dict[str, Values] = {
     "given secret": {"clusterSecret": {"existingSecret": "mine", "key": "hex"}},
     "monitoring": {"monitoring": MONITORING},
     "settings": {
-        "router": {"settings": {"max_in_flight": 10_000_000, "room_price": 1.5, "log_requests": True}},
+        "router": {
+            "settings": {
+                **{"max_in_flight": 10_000_000, "room_price": 1.5, "log_requests": True},
+                **{"cors_origins": ["https://a.example", "https://b.example"], "off": ["caches"]},
+            }
+        },
         "poolDefaults": {
             "engine": "vllm",
             "settings": {

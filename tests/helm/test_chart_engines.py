@@ -32,7 +32,7 @@ def arguments_of(case: str) -> argparse.Namespace:
     parser, seen = argparse.ArgumentParser(), environment(container)
     add_arguments(parser)
     words = [seen[word[2:-1]] if word.startswith("$(") else word for word in container["command"][2:]]
-    return parser.parse_args(words)
+    return parser.parse_args(words, argparse.Namespace(environment=seen))
 
 
 def fleet_of(case: str) -> FleetSpec:
@@ -41,7 +41,7 @@ def fleet_of(case: str) -> FleetSpec:
     assert {"name": "fleet", "mountPath": str(arguments.file.parent), "readOnly": True} in container_of(case)[
         "volumeMounts"
     ]
-    return parse_fleet(text, arguments.redis_url)
+    return parse_fleet(text, arguments.environment["REDIS_URL"])
 
 
 @pytest.mark.parametrize(

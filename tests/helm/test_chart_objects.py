@@ -13,6 +13,7 @@ from tests.helm.chart import (
     CASES,
     EXAMPLES,
     FOLDER,
+    GATEWAYS,
     chart,
     check_fields,
     component_of,
@@ -109,8 +110,9 @@ def test_a_pool_of_servers_asks_the_routers_where_to() -> None:
     (container,) = router["spec"]["template"]["spec"]["containers"]
     assert {"name": "picker", "containerPort": 9002} in container["ports"]
     assert {"name": "KVASIR_ROUTER_PICKER_PORT", "value": "9002"} in container["env"]
-    policy = named("NetworkPolicy", "demo-kvasir-router", objects)["spec"]["ingress"][0]
-    assert {"port": "picker"} in policy["ports"]
+    clients, gateways, _ = named("NetworkPolicy", "demo-kvasir-router", objects)["spec"]["ingress"]
+    assert clients == {"ports": [{"port": "http"}]}
+    assert gateways == {"ports": [{"port": "picker"}], "from": GATEWAYS["gatewayFrom"]}
     assert not of_kind("InferencePool", rendered("nothing set"))
 
 
@@ -216,6 +218,7 @@ def test_what_a_pool_does_not_say_of_image_engine_and_resources_follows_from_its
             8,
         ),
         ({"engine": "vllm", "gpu": {"count": 2}}, 2),
+        ({"engine": "vllm", "gpu": {"count": 16, "perNode": 16}}, 16),
         ({"engine": "vllm", "gpu": {"count": 0}}, 0),
         ({}, 0),
         ({"engine": "simulated"}, 0),

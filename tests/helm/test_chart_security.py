@@ -86,6 +86,10 @@ def test_passwords_and_secrets_are_in_secrets_only(case: str) -> None:
     for value in hidden:
         assert len(value) >= 32
         assert value not in shown
+    for name, pod in pods(objects):
+        for container in containers(pod):
+            words = str([*container.get("command", []), *container.get("args", [])])
+            assert not re.search(r"\$\W?\w*(PASSWORD|REDIS_URL|SECRET|TOKEN)", words), name
 
 
 def test_images_are_taken_by_digest_where_one_is_set() -> None:

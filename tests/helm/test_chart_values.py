@@ -141,6 +141,7 @@ def test_every_setting_of_the_programs_can_be_set_once(
         ({"monitoring": {"monitors": {"labels": {"a": 1}}}}, "/monitoring/monitors/labels/a"),
         ({"traces": {"endpoint": "collector:4318"}}, "/traces/endpoint"),
         ({"test": {"timeout": 3}}, "timeout"),
+        ({"extraObjects": [{"kind": "ConfigMap", "metadata": {}}]}, "apiVersion"),
     ],
 )
 def test_a_typo_is_refused_with_a_message_that_names_it(values: Mapping[str, Any], named: str) -> None:
@@ -167,6 +168,7 @@ def test_additions_that_would_take_the_place_of_the_charts_own_are_refused(pool:
 KUBERAY = {"fleet": {"mode": "kuberay"}}
 ZERO = {"enabled": True, "by": "keda", "prometheus": PROMETHEUS, "minReplicas": 0}
 WAITING = {"router": {"settings": {"wait_for_replica_seconds": 600}}}
+SIXTEEN = {"engine_args": {"tensor_parallel_size": 8, "pipeline_parallel_size": 2}}
 HUB = {"source": "hub", "repository": "Qwen/Qwen3-8B"}
 
 
@@ -251,6 +253,14 @@ HUB = {"source": "hub", "repository": "Qwen/Qwen3-8B"}
         (
             {**KUBERAY, "poolDefaults": {"autoscaling": {"enabled": True, "targetInFlight": 0}}},
             "pool main: .* no target says by what",
+        ),
+        (
+            {"router": {"picker": {"enabled": True, "selector": {"app": "vllm"}}}},
+            "router.picker is enabled, so networkPolicy.gatewayFrom must say who reaches its port",
+        ),
+        (
+            {"pools": {"a": {"engine": "vllm", "settings": SIXTEEN}}},
+            "pool a: a replica is one pod, and would ask for 16 GPUs, more than a node has .gpu.perNode is 8",
         ),
         (
             {"mtls": {"enabled": True, "existingSecrets": {"router": "mine"}}},

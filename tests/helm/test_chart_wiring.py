@@ -131,6 +131,7 @@ def test_no_variable_is_set_twice_and_kubernetes_adds_none(case: str) -> None:
 def test_settings_arrive_as_they_were_written() -> None:
     router, (replica,) = router_config("settings"), replica_configs("settings")
     assert (router.max_in_flight, router.room_price, router.log_requests) == (10_000_000, 1.5, True)
+    assert (router.cors_origins, router.off) == (("https://a.example", "https://b.example"), ("caches",))
     assert replica.kv_cache_bytes == 2**40
     assert replica.engine_args == {"tensor_parallel_size": 2, "seed": None}
     assert replica.model_aliases == ("gpt-4o", "a,b")

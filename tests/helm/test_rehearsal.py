@@ -10,6 +10,21 @@ from tests.helm.chart import EXAMPLES, FOLDER
 
 pytestmark = pytest.mark.timeout(60)
 
+NAME = {"name": "{{ .Release.Name }}-keys"}
+
+
+def test_objects_of_ones_own_are_installed_whether_kubernetes_has_their_schema_or_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    foreign = {"apiVersion": "external-secrets.io/v1", "kind": "ExternalSecret", "metadata": NAME}
+    claim = {**foreign, "apiVersion": "v1", "kind": "PersistentVolumeClaim"}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"extraObjects": [foreign, claim]}))
+    assert rehearsal.main([str(FOLDER / "ci/laptop.yaml"), str(tmp_path / "mine.yaml")]) == 0
+    said = capsys.readouterr().out
+    assert "ExternalSecret kvasir-keys" in said
+    assert "PersistentVolumeClaim kvasir-keys" in said
+    assert "1 are of kinds that are not Kubernetes' own" in said
+
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_example_is_installed_upgraded_and_gone(name: str, capsys: pytest.CaptureFixture[str]) -> None:

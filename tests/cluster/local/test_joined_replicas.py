@@ -1,6 +1,7 @@
 """`kvasir join`: which replicas run, where, and what becomes of them."""
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -79,10 +80,11 @@ def joining(folder: Path, *, redis_url: str, port: int) -> Iterator["subprocess.
         "settings": {"model": str(checkpoint_directory(None))},
     }
     (folder / "fleet.yaml").write_text(yaml.safe_dump({"pools": [pool], "drain_seconds": 5}))
-    command = [*COMMAND, "join", str(folder / "fleet.yaml"), "--redis-url", redis_url]
+    command = [*COMMAND, "join", str(folder / "fleet.yaml")]
     command += ["--port", str(port), "--metrics-port", str(port + 10)]
     with (folder / "out").open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, text=True)
+        variables = {**os.environ, "REDIS_URL": redis_url}
+        process = subprocess.Popen(command, stdout=output, stderr=output, text=True, env=variables)
     try:
         yield process
     finally:
