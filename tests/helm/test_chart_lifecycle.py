@@ -44,7 +44,8 @@ def rendered_with_lookup(helm: helm_python.Config, values: dict[str, Any]) -> di
     files = helm.render(chart(), values, name="demo", namespace="llm", is_upgrade=True)
     return {
         (item["kind"], item["metadata"]["name"]): item
-        for item in objects_in({path: text for path, text in files.items() if "/test.yaml" not in path})
+        for item in objects_in(files)
+        if "helm.sh/hook" not in item["metadata"].get("annotations", {})
     }
 
 

@@ -25,6 +25,7 @@ Pod/router:
         livenessProbe: null
         volumeMounts: [{name: ca, mountPath: /ca}, {name: tmp, mountPath: /scratch}]
 Pod/pool:
+  metadata: {annotations: {pool: any}}
   spec:
     schedulerName: volcano
     hostNetwork: true
@@ -32,7 +33,7 @@ Pod/pool:
     resourceClaims: [{name: gpu, resourceClaimTemplateName: gpus}]
     topologySpreadConstraints:
       - {maxSkew: 1, topologyKey: zone, whenUnsatisfiable: ScheduleAnyway, labelSelector: {}}
-Pod/pool-a: {spec: {schedulerName: kueue, containers: [{name: log, image: fluent-bit}]}}
+Pod/pool-a: {metadata: {annotations: {pool: a}}, spec: {schedulerName: kueue, containers: [{name: log, image: fluent-bit}]}}
 Pod/redis: {spec: {priorityClassName: high, affinity: {podAntiAffinity: {}}}}
 Deployment/router: {spec: {strategy: {type: Recreate, rollingUpdate: null}}}
 Service/router:
@@ -87,6 +88,7 @@ def test_overlays_are_merged_into_every_object_and_pod_and_change_nothing_else(m
             assert (spec["hostNetwork"], spec["resourceClaims"][0]["name"]) == (True, "gpu")
             assert spec["topologySpreadConstraints"][0]["topologyKey"] == "zone"
             is_a = name.endswith("-a")
+            assert pod["metadata"]["annotations"]["pool"] == ("a" if is_a else "any")
             assert spec["schedulerName"] == ("kueue" if is_a else "volcano")
             assert [item["name"] for item in spec["containers"]][1:] == ["log"] * is_a
     plain = by_key(tuple(render(values(mode))))
