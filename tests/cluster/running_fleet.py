@@ -173,12 +173,11 @@ class Follower:
         self.end()
 
     def start(self) -> None:
-        words = ["--follow", "--ready-file", str(self.ready_file)]
-        variables = {**self._fleet.environment, "REDIS_URL": self._fleet.redis_url}
+        words = ["--redis-url", self._fleet.redis_url, "--follow", "--ready-file", str(self.ready_file)]
         with self._said.open("wb") as said, self.complaints.open("wb") as complaints:
             self.process = subprocess.Popen(
                 [*COMMAND, "fleet", "apply", str(self.file), *words, "--address", self._fleet.address],
-                **{"stdout": said, "stderr": complaints, "env": variables},
+                **{"stdout": said, "stderr": complaints, "env": self._fleet.environment},
             )
 
     def said(self) -> list[str]:

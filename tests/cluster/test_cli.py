@@ -97,6 +97,18 @@ def test_without_a_cluster_there_is_a_sentence_and_code_1(
     assert capsys.readouterr().err == f"kvasir: no cluster runs in {tmp_path}; {start}{remedy}\n"
 
 
+@pytest.mark.parametrize("command", ["join", "fleet apply"])
+def test_the_environment_says_which_redis_so_that_no_argument_shows_its_password(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REDIS_URL", "rubbish://me:hidden@redis:1/0")
+    for words, named in (([], "rubbish://"), (["--redis-url", "given://a"], "given://")):
+        assert main([*command.split(), "deploy/fleet.yaml", *words]) in (1, 2)
+        said = capsys.readouterr().err
+        assert f"redis_url begins with redis:// or rediss://, not as {named}" in said
+        assert "hidden" not in said
+
+
 @pytest.mark.parametrize("words", [["--help"], ["up", "--help"], ["status", "--run-dir", "/nonexistent"]])
 def test_help_and_status_import_nothing_heavy(words: list[str]) -> None:
     script = (
