@@ -33,7 +33,9 @@ Pod/pool:
     resourceClaims: [{name: gpu, resourceClaimTemplateName: gpus}]
     topologySpreadConstraints:
       - {maxSkew: 1, topologyKey: zone, whenUnsatisfiable: ScheduleAnyway, labelSelector: {}}
-Pod/pool-a: {metadata: {annotations: {pool: a}}, spec: {schedulerName: kueue, containers: [{name: log, image: fluent-bit}]}}
+Pod/pool-a:
+  metadata: {annotations: {pool: a}}
+  spec: {schedulerName: kueue, containers: [{name: log, image: fluent-bit}]}
 Pod/redis: {spec: {priorityClassName: high, affinity: {podAntiAffinity: {}}}}
 Deployment/router: {spec: {strategy: {type: Recreate, rollingUpdate: null}}}
 Service/router:
