@@ -60,11 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     apply = add("apply", "make the fleet what FILE describes, and keep it that way")
     apply.add_argument("file", metavar="FILE", type=Path, help="YAML; deploy/fleet.yaml explains every field")
-    apply.add_argument(
-        "--redis-url",
-        metavar="URL",
-        help="default: $REDIS_URL, else the file's redis_url",
-    )
+    apply.add_argument("--redis-url", metavar="URL", help="default: $REDIS_URL, else the file's redis_url")
     apply.add_argument(
         "--without-token", action="store_true", help="accept a Ray cluster that asks for no token"
     )

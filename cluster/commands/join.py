@@ -17,11 +17,7 @@ from replicas.process.settings import SettingsError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", type=Path, help="a fleet file whose pools have engines")
-    parser.add_argument(
-        "--redis-url",
-        metavar="URL",
-        help="default: $REDIS_URL, else the file's redis_url",
-    )
+    parser.add_argument("--redis-url", metavar="URL", help="default: $REDIS_URL, else the file's redis_url")
     parser.add_argument("--host", default="127.0.0.1", help="where replicas listen (default: %(default)s)")
     parser.add_argument(
         "--port",
