@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from cluster.config import BackoffSpec, FoundServer
-from replicas.remote_engine.server import KEY_ADVICE, KEY_STATUSES, read_key, read_whole
+from replicas.remote_engine.server import KEY_ADVICE, KEY_STATUSES, check_plain, read_key, read_whole
 from replicas.remote_engine.sglang_dialect import ranks_of
 
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
@@ -49,6 +49,7 @@ class Asker:
         self._asked: dict[str, _Asked] = {}
         self._backoff = BackoffSpec(initial_seconds=2.0)
         self._client = httpx.AsyncClient(
+            headers={"accept-encoding": "identity"},
             timeout=ANSWER_SECONDS,
             verify=httpx.create_ssl_context(),  # with the CAs of SSL_CERT_FILE
             follow_redirects=False,
@@ -101,7 +102,8 @@ class Asker:
     async def _said(self, url: str, headers: Mapping[str, str]) -> Any:
         """None where there is nothing."""
         async with self._client.stream("GET", url, headers=headers) as answer:
-            content = await read_whole(answer.aiter_bytes(), MOST_BYTES)
+            check_plain(answer.headers)
+            content = await read_whole(answer.aiter_raw(), MOST_BYTES)
         if answer.status_code == 404:
             return None
         if answer.status_code != 200:

@@ -15,7 +15,7 @@ import msgspec
 
 from cluster.config import EngineSource
 from cluster.engines.addresses import SourceFailed, urls_of
-from replicas.remote_engine.server import read_whole
+from replicas.remote_engine.server import check_plain, read_whole
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Folder with a pod's token, the API server's CA and the pod's namespace."""
@@ -135,7 +135,7 @@ class KubernetesFinder:
                 asyncio.timeout(WATCH_SECONDS + ANSWER_SECONDS),
                 self._client.stream("GET", path, params=query, headers=headers, timeout=None) as answer,
             ):
-                async for piece in answer.aiter_bytes():
+                async for piece in answer.aiter_raw():
                     if piece.strip():
                         return
 
@@ -185,7 +185,8 @@ class KubernetesFinder:
             self._client = await asyncio.to_thread(self._connect)
         headers = await self._headers()
         async with self._client.stream("GET", path, params=query, headers=headers) as answer:
-            content = await read_whole(answer.aiter_bytes(), MOST_BYTES)
+            check_plain(answer.headers)
+            content = await read_whole(answer.aiter_raw(), MOST_BYTES)
         if answer.status_code != 200:
             raise SourceFailed(f"Kubernetes answers {answer.status_code} to {path}: {_said(content)}")
         return msgspec.json.decode(content, type=kind)
@@ -193,6 +194,7 @@ class KubernetesFinder:
     def _connect(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(
             base_url=f"https://{self._api_server}",
+            headers={"accept-encoding": "identity"},
             verify=ssl.create_default_context(cafile=self._account / "ca.crt"),
             timeout=ANSWER_SECONDS,
             follow_redirects=False,

@@ -134,7 +134,7 @@ class BodyServer(Server):
         async with self._post(sent.path, sent.content) as answer:
             if answer.status != 200:
                 return await self._refusal(answer, sent.form)
-            check_plain(answer)
+            check_plain(answer.headers)
             if sent.is_again and self.asks_usage:
                 self.asks_usage = False
                 logger.warning("the server refuses stream_options: usage of its streams is unknown")

@@ -257,7 +257,7 @@ class Server:
         async with asyncio.timeout(seconds):
             asked = self._looks.get(url, allow_redirects=False) if body is None else self._post(path, body)
             async with asked as answer:
-                check_plain(answer)
+                check_plain(answer.headers)
                 content = await read_whole(answer.content.iter_any(), MOST_ANSWER_BYTES)
                 return Answer(answer.status, content, answer.headers.get("location"))
 
@@ -300,7 +300,7 @@ class Server:
                 if answer.status != 200 or not kind.startswith(EVENT_STREAM):
                     refusal = await self._refusal(answer)
                 else:
-                    check_plain(answer)
+                    check_plain(answer.headers)
                     async for event in _events(answer.content.iter_any(), sent.most_bytes):
                         chunk = sent.read(event)
                         if chunk.refusal is not None:
@@ -315,7 +315,7 @@ class Server:
     async def _refusal(self, answer: aiohttp.ClientResponse, form: BodyForm | None = None) -> Refusal:
         """Read an error, or an answer of another kind than was asked for. Raises ValueError for a compressed
         one."""
-        check_plain(answer)
+        check_plain(answer.headers)
         content = b""
         with suppress(*HTTP_ERRORS):
             async with asyncio.timeout(ERROR_SECONDS):
@@ -347,9 +347,9 @@ async def read_whole(pieces: AsyncIterator[bytes], most_bytes: int) -> bytes:
     return bytes(content)
 
 
-def check_plain(answer: aiohttp.ClientResponse) -> None:
+def check_plain(headers: Mapping[str, str]) -> None:
     """Raises ValueError for a compressed answer."""
-    encoding = answer.headers.get("content-encoding", "identity")
+    encoding = headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise ValueError(f"it is compressed: {encoding[:20]}")
 

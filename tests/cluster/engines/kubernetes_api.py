@@ -1,6 +1,7 @@
 """An API server of Kubernetes' as far as finders ask it: lists and watches over TLS, and their faults."""
 
 import asyncio
+import gzip
 import json
 import ssl
 from collections.abc import AsyncIterator
@@ -80,6 +81,11 @@ class KubernetesApi:
                 return self._whole(writer, 200, [{"items": 7}])
             case "endless":
                 return self._whole(writer, 200, "x" * 5000)
+            case "compresses":
+                body = gzip.compress(json.dumps(self.objects).encode())
+                head = f"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: {len(body)}\r\n\r\n"
+                writer.write(head.encode() + body)
+                return True
             case "gone" if "watch" in query:
                 return self._whole(writer, 410, {"message": "too old resource version"})
         if "watch" not in query:

@@ -1,6 +1,7 @@
 """Servers that say which data-parallel ranks they have, and nothing else."""
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -13,6 +14,7 @@ class NamedServer:
         self.url = f"http://127.0.0.1:{port}"
         self.answer = answer
         self.status = 200
+        self.is_compressed = False
         self.lacks = ""
         """A path that it does not know."""
         self.num_asked = 0
@@ -40,8 +42,10 @@ async def named_server(answer: str | None = "{}") -> AsyncIterator[NamedServer]:
             writer.write(b"HTTP/1.1 404 Not Found\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
         elif named.answer is not None:
             body = named.answer.encode()
-            head = f"HTTP/1.1 {named.status} OK\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
-            writer.write(head.encode() + body)
+            head = f"HTTP/1.1 {named.status} OK\r\nconnection: close\r\n"
+            if named.is_compressed:
+                body, head = gzip.compress(body), f"{head}content-encoding: gzip\r\n"
+            writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)

@@ -40,6 +40,16 @@ async def test_a_server_that_wants_a_key_is_told_with_the_option_that_gives_one(
         await asker.close()
 
 
+async def test_no_compressed_answer_is_asked_for_or_inflated() -> None:
+    async with named_server('{"0": {}, "1": {}}') as bomb:
+        bomb.is_compressed = True
+        asker = Asker(None)
+        assert await asker.ask([bomb.url]) == []
+        assert "it is compressed: gzip" in str(asker.complaint)
+        assert "accept-encoding: identity\r\n" in bomb.last_head.lower()
+        await asker.close()
+
+
 async def test_sglang_names_its_ranks_in_its_own_description() -> None:
     async with named_server('{"dp_size": 2}') as two, named_server('{"dp_size": 2000}') as many:
         two.lacks = many.lacks = "/kv_event_sources"

@@ -112,6 +112,7 @@ async def test_a_pool_that_selects_nothing_has_not_every_pod(api: KubernetesApi,
         *(("closes", "cannot be asked"), ("hangs", "cannot be asked"), ("drips", "cannot be asked")),
         *(("forbids", "answers 403 .*endpointslices is forbidden"), ("fails", "answers 500")),
         *(("nonsense", "cannot be asked"), ("endless", "more than 1000 bytes")),
+        ("compresses", "it is compressed: gzip"),
     ],
 )
 async def test_what_goes_wrong_is_said_and_over_with_the_next_look(
