@@ -5,6 +5,7 @@ Owns the requests in flight by replica, the suspects, the waiting requests, and 
 chosen.
 """
 
+import logging
 import random
 import time
 from collections import deque
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+from replicas.protocol.frames import PromptUsage
 from replicas.protocol.status import ReplicaId
 from router.dispatch.attempt import Attempt, PromptOf
 from router.dispatch.generation_run import GenerationRun
@@ -27,12 +29,17 @@ from router.queue.held import QueueRules
 from router.queue.holding import Holding
 from router.queue.work import BYTES_PER_TOKEN
 from router.routing.decision import RoutingRequest
-from router.routing.table import Preview, RoutingTable
+from router.routing.table import REFUSING_SECONDS, UNREAD_SECONDS, Preview, RoutingTable
 from router.shared.instruments import Instrument, counter, gauge
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_RETRY = RetryPolicy()
 MAX_WAITING = 2048
 MAX_WAITING_BYTES = 256 << 20
+
+LEAST_PROMISED_TOKENS = 1024
+"""A shorter promise that is not kept is no sign: vendors cache no prompts that are shorter."""
 
 MAX_LEFT = 64
 LEFT_SECONDS = 5.0
@@ -203,6 +210,37 @@ class Dispatcher:
         return _Prompts(
             attempt.prompt for there in living for attempt in there.attempts if attempt.has_survived
         )
+
+    # What answers show of replicas.
+
+    def taken(self, attempt: Attempt, refused_by: ReplicaId | None) -> None:
+        """An attempt has its first token, after the server of `refused_by` had refused the request."""
+        refusing, replica_id = self.table.refusing, attempt.replica_id
+        if refusing.counts and refusing.right(replica_id):
+            logger.info("replica %s takes requests again", replica_id)
+        if refused_by in (None, replica_id) or self.table.card(refused_by) is None:
+            return
+        if refusing.wrong(refused_by, self.clock()):
+            self._tell_doubt(refused_by, REFUSING_SECONDS)
+
+    def measured(self, attempt: Attempt, usage: PromptUsage) -> None:
+        """Compare a prompt's cached tokens with what the index had promised of it, predictions apart."""
+        unread, replica_id = self.table.unread, attempt.replica_id
+        if usage.num_cached_tokens:
+            if unread.counts and unread.right(replica_id):
+                logger.info("what the index has of replica %s counts again", replica_id)
+            return
+        decision = attempt.routed.decision
+        if usage.num_cached_tokens is None or usage.num_unresumable_tokens or decision.holdings is None:
+            return
+        is_promised = decision.overlap_tokens >= LEAST_PROMISED_TOKENS and decision.pull_from is None
+        if not (is_promised and decision.holdings.stored_depth(replica_id) and self.table.card(replica_id)):
+            return
+        if unread.wrong(replica_id, self.clock()):
+            self._tell_doubt(replica_id, UNREAD_SECONDS)
+
+    def _tell_doubt(self, replica_id: ReplicaId, seconds: float) -> None:
+        logger.warning("replica %s, for %g s: %s", replica_id, seconds, self.table.doubt(replica_id))
 
     # Suspects.
 

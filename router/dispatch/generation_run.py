@@ -76,6 +76,8 @@ class GenerationRun:
         self._error: Exception | None = None
         self._upload: Upload | None = None
         self._num_missed = 0
+        self._refused_by: ReplicaId | None = None
+        """The server there has refused what we have checked."""
 
     @property
     def num_attempts(self) -> int:
@@ -177,6 +179,9 @@ class GenerationRun:
             return
         if not attempt.started:
             attempt.first_token()
+            self._dispatcher.taken(attempt, self._refused_by)
+        if delta.usage is not None:
+            self._dispatcher.measured(attempt, delta.usage)
         choice = self._choices[index]
         choice.token_ids += delta.token_ids
         charge = self._placement.charge
@@ -230,10 +235,8 @@ class GenerationRun:
         self, attempt: Attempt, choice: ChoiceProgress, refusal: Refusal | None, *, visible: bool
     ) -> None:
         code = RefusalCode.INTERNAL if refusal is None else refusal.code
-        if refusal is not None and code in (
-            RefusalCode.CONTEXT_LENGTH_EXCEEDED,
-            RefusalCode.INVALID_REQUEST,
-        ):
+        is_refused = code in (RefusalCode.CONTEXT_LENGTH_EXCEEDED, RefusalCode.INVALID_REQUEST)
+        if refusal is not None and is_refused and not self._may_ask_another(attempt, refusal):
             self._error = self._client_error(refusal, visible=visible)
             for index in range(len(self._choices)):
                 self.abort_choice(index)
@@ -256,6 +259,16 @@ class GenerationRun:
             self._unplace(attempt, choice, code, refusal)
         else:
             self._abandon(attempt, code, refusal)
+
+    def _may_ask_another(self, attempt: Attempt, refusal: Refusal) -> bool:
+        """Whether a server has refused what we have checked, and another can be asked. Once."""
+        generation = self._generation
+        if self._refused_by is not None or refusal.error is None or generation.submit.body:
+            return False
+        self._refused_by = attempt.replica_id
+        exclude = {attempt.replica_id, *self._placement.patience.excluded}
+        table = self._dispatcher.table
+        return table.has_ready(generation.model, adapter=generation.adapter, exclude=exclude)
 
     def _abandon(self, attempt: Attempt, code: RefusalCode, refusal: Refusal | None = None) -> None:
         for index in attempt.choices:

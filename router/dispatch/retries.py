@@ -4,6 +4,7 @@ Owns the bounds. Time and randomness are arguments.
 
     it was lost with its replica             again elsewhere, spread over a moment; see also `suspects.py`
     a living replica refused or failed it    again elsewhere, if the router's budget has a retry left
+    a server refuses what we have checked    once elsewhere; see also `router/routing/doubts.py`
     all that are ready have refused it       all once more, after a wait that doubles each time
     the last of them has a busy server       given up, in the words of that server
     none is ready, but some are coming       wait in line, for `wait_seconds`

@@ -172,6 +172,21 @@ class Overlaps(Mapping[ReplicaId, int]):
         stored = self._view(View.STORED) if self._has_foretold else self._levels
         return Holdings(self.slots, self._levels, stored, gone)
 
+    def without(self, replica_ids: Iterable[ReplicaId]) -> "Overlaps":
+        """Return the same, as if these had nothing."""
+        kept, look = ~self.slots.mask(replica_ids), self._look
+
+        def masked(levels: Sequence[Depth]) -> list[Depth]:
+            return [(depth, mask & kept) for depth, mask in levels if mask & kept]
+
+        return Overlaps(
+            self.slots,
+            masked(self._levels),
+            None if look is None else lambda view: masked(look(view)),
+            has_foretold=self._has_foretold,
+            reach=masked(self.reach),
+        )
+
     def alike(self, among: int) -> list[tuple[int, Depths]]:
         """Group the replicas in the mask `among` that hold anything by equal depths."""
         anywhere = [(depth, mask & among) for depth, mask in self._levels if mask & among]

@@ -22,10 +22,11 @@ from replicas.protocol.ways import num_image_tokens_left
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.routing.cost import CostParameters
 from router.routing.decision import Decision, Replicas, RoutingRequest
+from router.routing.doubts import Doubts
 from router.routing.load import LoadBook, ReplicaLoad, Reservation
 from router.routing.overlap import PrefixIndex
 from router.routing.policies import POLICIES
-from router.shared.instruments import Instrument, gauge
+from router.shared.instruments import Instrument, counter, gauge
 
 if TYPE_CHECKING:
     import random
@@ -33,6 +34,13 @@ if TYPE_CHECKING:
 LINGER_SECONDS = 0.2
 """How long a prediction that the index did not hear of (Redis is away, or the request was quick) outlives
 the first token: the index hears of the blocks a little later."""
+
+REFUSALS_IN_A_ROW, REFUSING_SECONDS = 3, 30.0
+"""A replica is passed over after this many requests that its server refused and another took, for so long."""
+
+UNREAD_IN_A_ROW, UNREAD_SECONDS = 4, 60.0
+"""A replica's share of the index does not count after this many prompts of which it promised much and read
+nothing, for so long."""
 
 
 @dataclass(slots=True)
@@ -149,6 +157,10 @@ class RoutingTable:
         self._num_routed = 0
         self._first_id = rng.getrandbits(64)  # so that no two routers use the same ids
         self._lingering: deque[tuple[float, PrefixIndex, int]] = deque()
+        self.refusing = Doubts(REFUSALS_IN_A_ROW, REFUSING_SECONDS)
+        """Replicas that are passed over while others are ready."""
+        self.unread = Doubts(UNREAD_IN_A_ROW, UNREAD_SECONDS)
+        """Replicas whose share of the index does not count."""
         self.loads = LoadBook()
         self.load: Callable[[ReplicaId], ReplicaLoad] = self.loads.view
         self.on_change: Callable[[str, ReplicaId], None] = _ignore
@@ -220,6 +232,8 @@ class RoutingTable:
         model.ready.clear()
         model.index.forget(replica_id)
         self.loads.forget(replica_id)
+        self.refusing.right(replica_id)
+        self.unread.right(replica_id)
         self.on_absence(name, replica_id)
 
     def set_draining(self, replica_id: ReplicaId) -> None:
@@ -395,6 +409,9 @@ class RoutingTable:
         replicas = self._ready(fleet, adapter)
         if exclude:
             replicas = replicas.without(exclude)
+        if self.refusing.counts and (refusing := self.refusing.at(self._now())):
+            others = replicas.without(refusing)
+            replicas = others if len(others) else replicas
         if load_of is not None:
             replicas = replicas.seen_as(load_of)
         if not len(replicas):
@@ -412,7 +429,10 @@ class RoutingTable:
                 peek_tokens=fleet.card.peek_tokens,
             )
         overlaps = fleet.index.overlaps(block_hashes)
-        decision = self._policy(request, replicas, overlaps, self._parameters, self._rng)
+        counted = overlaps
+        if self.unread.counts and (unread := self.unread.at(self._now())):
+            counted = overlaps.without(unread)
+        decision = self._policy(request, replicas, counted, self._parameters, self._rng)
         holdings = overlaps.holdings(frozenset(fleet.gone))
         if holdings is not None:
             decision = msgspec.structs.replace(decision, holdings=holdings)
@@ -456,6 +476,23 @@ class RoutingTable:
                 for replica_id in self.replica_ids(model)
             }
 
+        yield counter(
+            "router_replica_faults_total",
+            "Requests that one replica's server refused and another's took (refused), and prompts of which a"
+            " replica's share of the index promised much and nothing was read (unread)",
+            lambda: {"refused": self.refusing.num_wrong, "unread": self.unread.num_wrong},
+            "kind",
+        )
+        yield gauge(
+            "router_doubted_replicas",
+            "Replicas that are passed over because of such refusals (refused), or whose share of the index"
+            " does not count (unread)",
+            lambda: {
+                "refused": len(self.refusing.at(self._now())),
+                "unread": len(self.unread.at(self._now())),
+            },
+            "kind",
+        )
         yield gauge(
             "router_reservations", "Reservations of load that are open", lambda: self.loads.num_reserved
         )
@@ -471,6 +508,17 @@ class RoutingTable:
             each(lambda load: load.num_pending_tokens),
             "replica",
         )
+
+    def doubt(self, replica_id: ReplicaId) -> str | None:
+        """Say why a replica is passed over, or its share of the index does not count."""
+        if replica_id in self.refusing.at(self._now()):
+            return "it is passed over: its server refuses requests that others take"
+        if replica_id in self.unread.at(self._now()):
+            return "its share of the index does not count: nothing was read of prompts that it should have"
+        return None
+
+    def _now(self) -> float:
+        return 0.0 if self._clock is None else self._clock()
 
     def end_lingering(self) -> None:
         """Drop the predictions whose time is over: before each decision, and before they are counted."""

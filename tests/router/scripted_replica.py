@@ -24,6 +24,7 @@ from replicas.protocol.frames import (
     RefusalCode,
     RequestKey,
     SamplingParams,
+    ServerError,
     ServerFrame,
     Submit,
     TokenDelta,
@@ -88,6 +89,8 @@ class Script:
     silent: bool = False  # nothing is sent any more, not even heartbeats
     ignores_aborts: bool = False  # as if every delta crossed the abort on its way
     refusal: RefusalCode | None = None
+    server_error: ServerError | None = None  # in whose words it refuses
+    num_cached: int = 0  # tokens of each prompt, so it says
     die_after_tokens: int | None = None  # the stream breaks once that many tokens were sent
     deadly_token: int | None = None  # whoever sends it in a prompt that makes progress kills the replica
     dies_at_position: int | None = None  # so does whoever has got so many tokens in all
@@ -261,7 +264,7 @@ class ScriptedReplica:
         for choice in range(submit.num_choices):
             key = RequestKey(submit.submit_id, choice)
             if code is not None:
-                refusal = Refusal(code, f"refused: {code.value}")
+                refusal = Refusal(code, f"refused: {code.value}", self.script.server_error)
                 stream.refusals.append(TokenDelta(key, finish_reason=FinishReason.ERROR, refusal=refusal))
             else:
                 stream.choices[key] = _Choice(submit, choice)
@@ -281,7 +284,11 @@ class ScriptedReplica:
                 self.was_killed = True
                 break
             token_id = token_at(choice.seed, choice.position) % self.card.vocab_size
-            usage = PromptUsage(choice.submit.num_tokens, 0, 0) if choice.num_sent == 0 else None
+            usage = (
+                PromptUsage(choice.submit.num_tokens, self.script.num_cached, 0)
+                if choice.num_sent == 0
+                else None
+            )
             choice.num_sent += 1
             self.num_tokens_sent += 1
             finished = choice.position >= choice.submit.sampling.max_tokens

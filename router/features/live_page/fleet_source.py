@@ -47,7 +47,7 @@ class FleetSource:
             state=record.state.value if member.is_routed else NOT_CONNECTED,
             load=load,
             num_on_the_way=num_on_the_way,
-            complaint=member.complaint,
+            complaint=member.complaint or self._table.doubt(record.replica_id),
         )
 
     def overlaps(self, model: str, block_hashes: Sequence[BlockHash]) -> Mapping[ReplicaId, int]:

@@ -88,6 +88,39 @@ def test_a_prediction_whose_time_is_over_can_be_dropped_without_another_decision
     assert table.num_predictions == 0
 
 
+@pytest.mark.parametrize("kind", ["refusing", "unread"])
+def test_a_doubted_replica_is_believed_again_after_a_while_and_doubted_anew_after_one_more_fault(
+    kind: str,
+) -> None:
+    clock = Clock()
+    table = table_of(2, clock=clock)
+    doubts = getattr(table, kind)
+    held = ReplicaId("r1")
+    store(table, held, prompt(2000, 1, 0))
+
+    def is_chosen() -> bool:
+        with route(table, prompt(2000, 1, 16)) as routed:
+            has_overlap = routed.decision.overlap_tokens > 0
+            assert has_overlap == (routed.decision.replica_id == held)
+            return has_overlap
+
+    while not doubts.wrong(held, clock.seconds):
+        assert is_chosen()
+    assert not is_chosen()
+    table.set_draining(ReplicaId("r0"))
+    with route(table, prompt(2000, 1, 16)) as routed:
+        assert routed.decision.replica_id == held, "it is the last one"
+    table.add_replica(ReplicaId("r0"), CARD, STRIDE)
+    clock.seconds = 61.0
+    assert is_chosen()
+    assert doubts.wrong(held, clock.seconds)
+    assert not is_chosen()
+    assert doubts.right(held)
+    assert is_chosen()
+    table.remove_replica(held)
+    assert not doubts.counts
+
+
 def test_an_announced_prediction_ends_when_the_replica_says_so_and_not_before() -> None:
     clock = Clock()
     table = table_of(1, clock=clock)
