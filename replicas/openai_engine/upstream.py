@@ -23,7 +23,7 @@ from replicas.openai_engine.bodies import (
     Read,
     SentBody,
 )
-from replicas.protocol.frames import BodyForm, Refusal, RefusalCode
+from replicas.protocol.frames import BodyForm, Refusal
 from replicas.remote_engine.dialect import NotThere
 from replicas.remote_engine.model_list import MODELS_PATH, read_models
 from replicas.remote_engine.server import (
@@ -35,9 +35,7 @@ from replicas.remote_engine.server import (
     Server,
     Unreachable,
     check_plain,
-    named,
     read_whole,
-    unreachable,
 )
 
 logger = logging.getLogger(__name__)
@@ -110,7 +108,7 @@ class BodyServer(Server):
             except NotThere as error:
                 self._tell(Unreachable(str(error), is_refused=True))
             except Exception as error:  # of any kind: it is told, and the next look follows
-                self._tell(unreachable(error))
+                self._tell(self._unreachable(error))
 
     async def _stream(self, name: str, sent: SentBody) -> None:
         reader = AnswerReader(sent)
@@ -123,7 +121,7 @@ class BodyServer(Server):
         except asyncio.CancelledError:
             return
         except Exception as error:  # of any kind: it ends this request and no other
-            refusal = Refusal(RefusalCode.INTERNAL, f"the server's answer breaks off: {named(error)}")
+            refusal = self._breaks_off(error)
             if reader.has_ended and isinstance(error, HTTP_ERRORS):
                 refusal = None
         self._tell(Answered(name, reader.read) if refusal is None else Ended(name, refusal))

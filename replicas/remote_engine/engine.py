@@ -73,6 +73,9 @@ PROOF_STEP_SECONDS = 0.05
 EVENT_SECONDS = 20.0
 """How long the end of a proof's request waits for the events of its blocks."""
 
+MOST_EMPTY_EVENTS = 1024
+"""Events of an answer beyond one for each token."""
+
 
 @dataclass(slots=True)
 class _Live(LiveRequest):
@@ -225,7 +228,9 @@ class RemoteEngine:
         if self._wake is None:
             self._awaited = {*hash_blocks(request.submit.root, request.token_ids, self._card.block_size)}
         self._stored_since_add, self._added_at = False, time.monotonic()
-        self._server.submit(name, Sent(body, dialect.reader(request), dialect.most_bytes(request)))
+        most_events = MOST_EMPTY_EVENTS + request.sampling.max_tokens - request.submit.num_output_tokens
+        sent = Sent(body, dialect.reader(request), dialect.most_bytes(request), most_events)
+        self._server.submit(name, sent)
 
     def abort(self, key: RequestKey) -> None:
         if self._live.pop(self._name(key)) is not None:
@@ -310,7 +315,6 @@ class RemoteEngine:
         """Translate a batch. Before `begin` only the proof's own blocks are reported, and never again."""
         events: list[CacheEvent] = []
         if news.after_gap:
-            logger.warning("the server's cache events have a gap: what it held counts as gone")
             events.append(self._residency.clear())
         if self._wake is not None:
             events += self._residency.apply(news.events)

@@ -11,6 +11,7 @@ in a replay is asked for again.
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -19,6 +20,7 @@ import msgspec
 import zmq
 
 from replicas.errors import StartupError
+from replicas.protocol.bounds import shown
 from replicas.remote_engine.facts import EventSource
 from replicas.remote_engine.residency import ServerEvent
 
@@ -34,6 +36,9 @@ MOST_BATCH_BYTES = 64 * 2**20
 
 MOST_SURE = 500
 """A replay of fewer batches fits into the sockets: ZeroMQ's take 1,000."""
+
+LOG_SECONDS = 10.0
+"""Time between two lines about the same defect of events."""
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -73,6 +78,7 @@ class EventFeed:
         self._newest = -math.inf
         """The server's own time of the newest batch."""
         self._is_first = True
+        self._complained_at: dict[str, float] = {}
         self._stops = threading.Event()
         self._decoder = msgspec.msgpack.Decoder(tuple[float, list[msgspec.Raw], int | None])
         self._subscriber = self._context.socket(zmq.SUB)
@@ -107,7 +113,7 @@ class EventFeed:
                 continue
             number, payload = _numbered(self._subscriber.recv_multipart())
             if number < 0:
-                logger.error("what is published at %s is no batch of cache events", self._source.endpoint)
+                self._complain(f"what is published at {self._source.endpoint} is no batch of cache events")
                 continue
             at, events = self._decode(payload)
             if number < self._expected and at > self._newest:
@@ -124,6 +130,8 @@ class EventFeed:
             return  # it came with a replay already
         # What was stored before the first batch that a server still has is only without a name.
         after_gap = number > self._expected and not self._is_first
+        if after_gap:
+            self._complain("the server's cache events have a gap: what it held counts as gone")
         self._expected, self._is_first, self._newest = number + 1, False, max(self._newest, at)
         self._deliver(Events(events, after_gap))
 
@@ -133,13 +141,13 @@ class EventFeed:
         try:
             at, raws, _ = self._decoder.decode(payload)
         except UNREADABLE as error:
-            logger.error("a batch of the server's cache events cannot be read: %s", error)
+            self._complain("a batch of the server's cache events cannot be read", error)
             return -math.inf, []
         for raw in raws:
             try:
                 events.append(self._read(raw))
             except UNREADABLE as error:
-                logger.warning("one of the server's cache events cannot be read: %s", error)
+                self._complain("one of the server's cache events cannot be read", error)
         return at, events
 
     def _replay(self, first: int) -> Iterator[tuple[int, bytes]]:
@@ -163,7 +171,14 @@ class EventFeed:
                     yield number, payload
                     expected, num_batches = max(expected, number + 1), num_batches + 1
         if endpoint is not None and not self._stops.is_set():
-            logger.warning("the server does not answer which cache events were missed")
+            self._complain("the server does not answer which cache events were missed")
+
+    def _complain(self, what: str, error: Exception | None = None) -> None:
+        """Log it, at most once in LOG_SECONDS."""
+        now = time.monotonic()
+        if now - self._complained_at.get(what, -math.inf) >= LOG_SECONDS:
+            self._complained_at[what] = now
+            logger.warning("%s", what if error is None else f"{what}: {shown(str(error))}")
 
 
 def _numbered(message: Sequence[bytes]) -> tuple[int, bytes]:

@@ -14,6 +14,7 @@ from replicas.protocol.status import TokenizerBundle
 from replicas.remote_engine.dialect import Ask, Dialect, NotThere
 from replicas.remote_engine.facts import tokens_of
 from replicas.remote_engine.model_list import MODELS_PATH, read_models
+from replicas.remote_engine.refusals import in_one_line
 from replicas.remote_engine.sglang_dialect import read_sglang
 from replicas.remote_engine.vllm_dialect import read_vllm
 
@@ -57,7 +58,7 @@ def find_dialect(
     sources = _maybe(ask, "/kv_event_sources")
     dialect = read_vllm(ask("/metrics", None), sources, model, url, rank)
     if sources is None:
-        version = (_maybe(ask, "/version") or b"unknown").decode(errors="replace")[:100]
+        version = in_one_line((_maybe(ask, "/version") or b"unknown").decode(errors="replace"))[:100]
         logger.warning("vLLM says where its cache events go from 0.31 on, and the server is %s", version)
     return dialect
 

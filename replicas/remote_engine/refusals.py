@@ -150,7 +150,7 @@ def _message(error: Mapping[str, Any]) -> str:
         message = error
     if message and not isinstance(message, str):
         message = json.dumps(message)
-    return _encodable(message or "")[:MAX_MESSAGE_CHARACTERS]
+    return in_one_line(message or "")
 
 
 def _beginning(content: bytes) -> str:
@@ -158,12 +158,14 @@ def _beginning(content: bytes) -> str:
 
 
 def _word(value: object) -> str | None:
-    return _encodable(value[:MAX_NAME_CHARACTERS]) if isinstance(value, str) and value else None
+    return in_one_line(value)[:MAX_NAME_CHARACTERS] if isinstance(value, str) and value else None
 
 
-def _encodable(text: str) -> str:
-    """Replace halves of characters, which JSON can name and UTF-8 cannot."""
-    return text.encode(errors="replace").decode()
+def in_one_line(text: str) -> str:
+    """Cut a server's words and replace what cannot be printed: line ends, escape codes, and halves of
+    characters, which JSON can name and UTF-8 cannot."""
+    text = text[:MAX_MESSAGE_CHARACTERS].encode(errors="replace").decode()
+    return "".join(each if each.isprintable() else " " for each in text)
 
 
 def _body(said: Any) -> bytes:

@@ -30,7 +30,7 @@ from replicas.protocol.frames import MAX_ERROR_BYTES, BodyForm, Refusal, Refusal
 from replicas.remote_engine.dialect import Chunk, Dialect, NotThere, Reader
 from replicas.remote_engine.facts import ServerLoad, ServerModel
 from replicas.remote_engine.model_list import MODELS_PATH, read_models
-from replicas.remote_engine.refusals import parsed, refusal_of, words_of
+from replicas.remote_engine.refusals import in_one_line, parsed, refusal_of, words_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ ANSWER_SECONDS = 30.0
 MOST_ANSWER_BYTES = 16 * 2**20
 """Longest answer that is no model's."""
 ERROR_SECONDS = 5.0
+LEAST_OF_KEY = 4
+"""Characters of a key at the end of an answer that are taken for its beginning."""
 
 KEY_STATUSES = (401, 403)
 KEY_ADVICE = "it wants an API key, or another one: give --join-key-file FILE, in a fleet file engine_key_file"
@@ -57,11 +59,13 @@ HTTP_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class Sent(NamedTuple):
-    """A request; `read` gets each event of its answer, which has at most `most_bytes`."""
+    """A request; `read` gets each event of its answer, which has at most `most_bytes`. There are at most
+    `most_events`."""
 
     body: Mapping[str, Any]
     read: Reader
     most_bytes: int
+    most_events: int
 
 
 class Piece(NamedTuple):
@@ -158,7 +162,7 @@ class Server:
             words = words_of(self._without_key(answer.content))
             raise kind(
                 f"{self.url}{path} answers {answer.status_code}: {words}"
-                + (f" (to {answer.location})" if answer.has_redirect_location else "")
+                + (f" (to {in_one_line(answer.location or '')})" if answer.has_redirect_location else "")
                 + (f": {KEY_ADVICE}" if answer.status_code in KEY_STATUSES else "")
             )
         return answer.content
@@ -169,7 +173,7 @@ class Server:
         try:
             return self._loop.run_until_complete(self._whole(path, ANSWER_SECONDS, content))
         except (*HTTP_ERRORS, ValueError) as error:
-            raise StartupError(f"{self.url} does not answer: {named(error)}") from error
+            raise StartupError(f"{self.url} does not answer: {self._named(error)}") from error
 
     def wait(self, deadline: float, path: str = "/health") -> None:
         """Return when the server answers. Raises StartupError at the deadline of the monotonic clock."""
@@ -279,7 +283,7 @@ class Server:
             except NotThere as error:
                 self._tell(Unreachable(str(error), is_refused=True))
             except (*HTTP_ERRORS, StartupError, ValueError) as error:
-                logger.debug("the last list of models holds: %s", named(error))
+                logger.debug("the last list of models holds: %s", self._named(error))
 
     async def _look(self) -> None:
         paths = self._dialect.look_paths
@@ -287,7 +291,7 @@ class Server:
             try:
                 self._tell(Looked(self._dialect.load([await self._get(path) for path in paths])))
             except Exception as error:  # of any kind: it is told, and the next look follows
-                self._tell(unreachable(error))
+                self._tell(self._unreachable(error))
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _stream(self, name: str, sent: Any) -> None:
@@ -301,7 +305,7 @@ class Server:
                     refusal = await self._refusal(answer)
                 else:
                     check_plain(answer.headers)
-                    async for event in _events(answer.content.iter_any(), sent.most_bytes):
+                    async for event in _events(answer.content.iter_any(), sent):
                         chunk = sent.read(event)
                         if chunk.refusal is not None:
                             chunk = sent.read(self._without_key(event))
@@ -309,8 +313,21 @@ class Server:
         except asyncio.CancelledError:
             return
         except Exception as error:  # of any kind: it ends this request and no other
-            refusal = Refusal(RefusalCode.INTERNAL, f"the server's answer breaks off: {named(error)}")
+            refusal = self._breaks_off(error)
         self._tell(Ended(name, refusal))
+
+    def _breaks_off(self, error: Exception) -> Refusal:
+        return Refusal(RefusalCode.INTERNAL, f"the server's answer breaks off: {self._named(error)}")
+
+    def _named(self, error: Exception) -> str:
+        """Name an error, which may quote the server, and that the key."""
+        return in_one_line(self._without_key(named(error).encode(errors="replace")).decode(errors="replace"))
+
+    def _unreachable(self, error: Exception) -> Unreachable:
+        """A name without an address says nothing of the server."""
+        is_nameless = isinstance(error, aiohttp.ClientConnectorDNSError)
+        is_refused = isinstance(error, aiohttp.ClientConnectorError) and not is_nameless
+        return Unreachable(self._named(error), is_refused)
 
     async def _refusal(self, answer: aiohttp.ClientResponse, form: BodyForm | None = None) -> Refusal:
         """Read an error, or an answer of another kind than was asked for. Raises ValueError for a compressed
@@ -326,14 +343,17 @@ class Server:
         return refusal_of(self._without_key(content), answer.status, answer.headers.get("retry-after"), form)
 
     def _without_key(self, content: bytes) -> bytes:
-        """A server may say with which key it was asked."""
+        """A server may say with which key it was asked, and its answer may end in the middle of that."""
         if self._key is None:
             return content
         said = parsed(content)
         if said is not None:  # so that there is one way to write the key
             content = json.dumps(said).encode()
-        for written in (json.dumps(self._key)[1:-1], self._key):
-            content = content.replace(written.encode(), b"***")
+        for written in (json.dumps(self._key)[1:-1].encode(), self._key.encode()):
+            content = content.replace(written, b"***")
+            cut = next((end for end in range(len(written), 0, -1) if content.endswith(written[:end])), 0)
+            if cut >= LEAST_OF_KEY:
+                content = content[:-cut] + b"***"
         return content
 
 
@@ -360,22 +380,24 @@ def named(error: Exception) -> str:
     return f"{type(cause).__name__}: {cause}"
 
 
-def unreachable(error: Exception) -> Unreachable:
-    """A name without an address says nothing of the server."""
-    is_nameless = isinstance(error, aiohttp.ClientConnectorDNSError)
-    return Unreachable(named(error), isinstance(error, aiohttp.ClientConnectorError) and not is_nameless)
-
-
-async def _events(pieces: AsyncIterator[bytes], longest: int) -> AsyncIterator[bytes]:
-    """Yield the data of each server-sent event but the last, `[DONE]`. Raises ValueError for a longer one."""
-    buffered = b""
+async def _events(pieces: AsyncIterator[bytes], sent: Sent) -> AsyncIterator[bytes]:
+    """Yield the data of each server-sent event but the last, `[DONE]`. Raises ValueError for a longer one,
+    for too many, and for too much between them."""
+    buffered, num_events, num_other_bytes = b"", 0, 0
     async for piece in pieces:
         *lines, buffered = (buffered + piece).split(b"\n")
         for line in lines:
             if line.startswith(b"data: {"):
+                num_events += 1
+                if num_events > sent.most_events:
+                    raise ValueError(f"more than {sent.most_events} events")
                 yield line[6:]
-        if len(buffered) > longest:
-            raise ValueError(f"an event of more than {longest} bytes")
+            else:
+                num_other_bytes += len(line) + 1
+        if len(buffered) > sent.most_bytes:
+            raise ValueError(f"an event of more than {sent.most_bytes} bytes")
+        if num_other_bytes > MOST_ANSWER_BYTES:
+            raise ValueError(f"more than {MOST_ANSWER_BYTES} bytes that are no events")
 
 
 def endpoint_of(url: str, configured: str | None) -> str:

@@ -240,6 +240,9 @@ class StandIn:
                 return JSONResponse({"error": {"message": "temperature is too high"}}, 400)
             case "fails":
                 return PlainTextResponse("Internal Server Error", 500)
+            case "escapes":
+                said = {"message": "no\r\n2026 INFO forged \x1b[31m\u2028", "type": "a\nb"}
+                return JSONResponse({"error": said}, 400)
             case "fails and drips":
                 return StreamingResponse(_endless(b" "), 500)
             case "redirects":
@@ -270,6 +273,12 @@ class StandIn:
                     yield 'data: {"object": "error", "message": "boom", "code": 400}\n\n'
                 if self.fault == "endless line" and number == 1:
                     yield "data: {" + "x" * 3_000_000
+                if self.fault in ("endless empties", "endless comments") and number == 1:
+                    is_empty = self.fault == "endless empties"
+                    async for piece in _endless(
+                        b"data: {}\n\n" * 100 if is_empty else b":%s\n" % bytes(2**20)
+                    ):
+                        yield piece.decode()
                 if self.fault == "never ends" and number == 1:
                     await asyncio.sleep(60)
                 is_last = number + 1 == body["max_tokens"] and self.fault != "no end"

@@ -245,7 +245,9 @@ def test_where_nothing_can_be_asked_for_events_are_heard_all_the_same(server: St
     heard.feed.close()
 
 
-def test_nonsense_costs_only_itself(server: StandIn, heard: Heard) -> None:
+def test_nonsense_costs_only_itself_and_few_lines_of_the_log(
+    server: StandIn, heard: Heard, caplog: pytest.LogCaptureFixture
+) -> None:
     first = listening(server, heard)
     server.publish_raw(b"\xc1 no batch")
     news = heard.next()
@@ -262,6 +264,7 @@ def test_nonsense_costs_only_itself(server: StandIn, heard: Heard) -> None:
     )
     news = heard.next()
     assert isinstance(news, Events) and news.events == [Cleared()]
+    assert [len(caplog.messages), caplog.text.count("\n")] == [3, 3], "one for each kind of defect"
     server.publish_raw(msgspec.msgpack.encode([0.0, [{**removed(first), "to_come": {"a": 1}}], None]))
     assert heard.number() == first
 

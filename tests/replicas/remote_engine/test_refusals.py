@@ -23,6 +23,7 @@ INVALID, BUSY, BROKEN = RefusalCode.INVALID_REQUEST, RefusalCode.OVERLOADED, Ref
         ({"message": {"detail": [1]}}, 422, INVALID, 422, '{"detail": [1]}'),
         ({"error": {"message": "x" * 9000}}, 413, INVALID, 413, "x" * 2000),
         ({"error": {"message": "\ud83d"}}, 400, INVALID, 400, "?"),
+        ({"error": {"message": "a\nb\x1b[1m\u202ec", "type": "d\te"}}, 400, INVALID, 400, "a b [1m c"),
         ({"error": {}}, 501, INVALID, 501, '{"error": {}}'),
         ([], 505, INVALID, 505, "the server answers 505: '[]'"),
         ({"error": {"message": "later"}}, 429, BUSY, 429, "later"),

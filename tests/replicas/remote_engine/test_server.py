@@ -71,7 +71,7 @@ def next_of(kind: type, news: queue.Queue[Any]) -> Any:
 def test_an_answer_that_is_no_http_is_told_without_the_key(news: queue.Queue[Any]) -> None:
     with served(b"neither HTTP nor anything else\r\n\r\n", news) as (raw, server):
         looked: Unreachable = next_of(Unreachable, news)
-        server.submit("a", Sent({"prompt": [1]}, lambda event: None, 100))  # type: ignore[arg-type, return-value]
+        server.submit("a", Sent({"prompt": [1]}, lambda event: None, 100, 100))  # type: ignore[arg-type, return-value]
         ended: Ended = next_of(Ended, news)
         assert ended.refusal is not None and "breaks off" in ended.refusal.message
         assert KEY.encode() in raw.asked[0]
@@ -81,7 +81,10 @@ def test_an_answer_that_is_no_http_is_told_without_the_key(news: queue.Queue[Any
 
 @pytest.mark.parametrize(
     "said",
-    [f'{{"error": {{"message": "no {KEY}"}}}}', f"<html>Bearer {KEY}", '{"error": {"message": "\xff"}}'],
+    [
+        *(f'{{"error": {{"message": "no {KEY}"}}}}', f"<html>Bearer {KEY}", '{"error": {"message": "\xff"}}'),
+        *("x" * 190 + KEY, "x" * 170 + KEY[:-2]),
+    ],
 )
 def test_a_server_that_says_with_which_key_it_was_asked_is_told_without_it(
     said: str, news: queue.Queue[Any]
@@ -89,7 +92,7 @@ def test_a_server_that_says_with_which_key_it_was_asked_is_told_without_it(
     body = said.encode("latin-1")
     answer = b"HTTP/1.1 401 No\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
     with served(answer, news) as (raw, server):
-        server.submit("a", Sent({"prompt": [1]}, lambda event: None, 100))  # type: ignore[arg-type, return-value]
+        server.submit("a", Sent({"prompt": [1]}, lambda event: None, 100, 100))  # type: ignore[arg-type, return-value]
         ended: Ended = next_of(Ended, news)
         assert ended.refusal is not None and ended.refusal.error is not None
         assert ended.refusal.error.status == 401
@@ -97,7 +100,16 @@ def test_a_server_that_says_with_which_key_it_was_asked_is_told_without_it(
         with pytest.raises(StartupError, match="answers 401") as refused:
             asking.ask("/v1/models")
         asking.close()
-        assert KEY not in f"{ended.refusal.message}{refused.value}"
+        assert KEY[:6] not in f"{ended.refusal.message}{refused.value}"
+
+
+def test_a_head_that_quotes_the_key_is_told_without_it(news: queue.Queue[Any]) -> None:
+    with served(f"HTTP/1.1 200 OK\r\nbad {KEY}: \x01\r\n\r\n".encode(), news) as (_, server):
+        server.submit("a", Sent({"prompt": [1]}, lambda event: None, 100, 100))  # type: ignore[arg-type, return-value]
+        ended: Ended = next_of(Ended, news)
+        assert ended.refusal is not None and "***" in ended.refusal.message
+        assert KEY not in ended.refusal.message + next_of(Unreachable, news).reason
+        assert ended.refusal.message.isprintable()
 
 
 def test_cookies_are_not_sent_back(news: queue.Queue[Any]) -> None:
