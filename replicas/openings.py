@@ -36,8 +36,9 @@ def open_secret(config: ReplicaConfig) -> ClusterSecret | None:
             "there is no cluster secret: the lease is not signed, anyone who reaches the port may call; set"
             " secret_file, as for routers"
         )
-    if (complaint := open_secret_complaint(config.secret_file)) is not None:
-        logger.warning(complaint)
+    for file in (config.secret_file, config.engine_key_file):
+        if (complaint := open_secret_complaint(file)) is not None:
+            logger.warning(complaint)
     return secret
 
 

@@ -5,6 +5,8 @@ it is `belief.py`'s.
 """
 
 import asyncio
+import logging
+import os
 import socket
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +16,11 @@ from cluster.config import EngineSource
 from cluster.engines.addresses import SourceFailed, urls_of
 from cluster.engines.kubernetes import KubernetesFinder
 from replicas.config import server_address
+from replicas.process.complaints import Complaints
+from replicas.process.secret_file import open_file_complaint
 from replicas.process.settings import SettingsError
+
+logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
 """Time between two looks."""
@@ -68,6 +74,7 @@ class FileFinder(_Polled):
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
+        self._complaints = Complaints(logger)
 
     async def look(self) -> set[str]:
         try:
@@ -84,7 +91,12 @@ class FileFinder(_Polled):
         if self._path.is_fifo():
             raise OSError("it is a pipe, which cannot be read again")
         with self._path.open("rb") as file:
+            complaint = open_file_complaint(self._path, os.fstat(file.fileno()).st_mode, is_secret=False)
             content = file.read(MOST_FILE_BYTES + 1)
+        if complaint is not None:  # each server that they write there gets the key and prompts
+            self._complaints.say("mode", complaint)
+        else:
+            self._complaints.settle("mode")
         if len(content) > MOST_FILE_BYTES:
             raise OSError("it is longer than a mebibyte")
         return content.decode("utf-8")

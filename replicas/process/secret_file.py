@@ -13,17 +13,19 @@ from replicas.protocol.cluster_secret import MAX_SECRET_BYTES, MIN_SECRET_BYTES,
 _OTHERS = stat.S_IWGRP | stat.S_IRWXO
 """Mode bits that only the owner should have. The group may read, as pods read Secrets."""
 
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
-def open_file_complaint(path: Path, mode: int) -> str | None:
-    """A warning about a file of secrets with this mode; None if others can neither read nor change it."""
-    if not mode & _OTHERS:
+
+def open_file_complaint(path: Path, mode: int, *, is_secret: bool = True) -> str | None:
+    """A warning about a file with this mode; None if others cannot change it, nor read it if it is secret."""
+    if not mode & (_OTHERS if is_secret else _OTHERS_WRITE):
         return None
-    return f"{path} has mode {stat.S_IMODE(mode):04o}: others may read or change it; chmod 600"
+    what = "others may read or change it; chmod 600" if is_secret else "others may change it; chmod go-w"
+    return f"{path} has mode {stat.S_IMODE(mode):04o}: {what}"
 
 
 def open_secret_complaint(secret_file: str | None) -> str | None:
-    """Check the mode of the setting `secret_file`. None if the file is missing, which `read_secret`
-    reports."""
+    """Check the mode of a setting's file. None if the file is missing, which its reader reports."""
     if secret_file is None:
         return None
     path = Path(secret_file).expanduser()

@@ -32,6 +32,18 @@ async def test_a_file_is_read_at_each_look(tmp_path: Path) -> None:
     assert await finder.look() == set()
 
 
+async def test_a_file_that_others_may_write_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "servers"
+    file.write_text("http://a:1")
+    finder = finder_of(EngineSource(file=str(file)))
+    for mode, num_warnings in ((0o644, 0), (0o666, 1), (0o666, 1), (0o644, 1), (0o660, 2)):
+        file.chmod(mode)
+        assert await finder.look() == {"http://a:1"}
+        assert caplog.text.count("others may change it; chmod go-w") == num_warnings
+
+
 class Resolver:
     """Answers for every name with these addresses, or raises."""
 

@@ -77,6 +77,9 @@ def test_router_and_replica_warn_of_a_secret_that_others_may_read_or_change(
     path.chmod(mode)
     for start in (
         lambda: open_secret(ReplicaConfig(secret_file=str(path))),
+        lambda: open_secret(
+            ReplicaConfig(engine="openai", engine_url="http://a:1", engine_key_file=str(path))
+        ),
         lambda: Router(RouterConfig(secret_file=str(path)), rng=random.Random(0)),
     ):
         caplog.clear()
