@@ -131,7 +131,8 @@ class Container:
     @property
     def words_that_run(self) -> tuple[str, ...]:
         program = self._program
-        return (*program.words, *(self._service.get("command") or ()), *program.last_words)
+        words = [each.replace("$$", "$") for each in self._service.get("command") or ()]
+        return (*program.words, *words, *program.last_words)
 
     @property
     def grace_seconds(self) -> float:
