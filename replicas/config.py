@@ -4,8 +4,10 @@ The environment and the file are read by `replicas/process/settings.py`.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from socket import inet_aton
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,6 +29,11 @@ ENGINES = ("torch", "vllm", "simulated", "remote", "openai")
 SERVERS = ("remote", "openai")
 """Engines that are a server which runs already."""
 _PORTS = {"http": 80, "https": 443}
+
+METADATA_HOSTS = frozenset(
+    {"169.254.169.254", "169.254.170.2", "100.100.100.200", "fd00:ec2::254", "metadata.google.internal"}
+)
+"""Hosts that give a cloud machine its credentials."""
 ATTENTIONS = ("auto", "gather", "kernel")
 
 DEFAULT_MAX_RUNNING = 256
@@ -251,6 +258,12 @@ class ReplicaConfig:
         "loopback address or has a path; none takes the address of engine_url; remote only",
     )
 
+    engine_events_elsewhere: bool = setting(
+        False,
+        help="take cache events and replays from wherever the server says: from another host, from a Unix "
+        "socket of a server elsewhere, or at an address of ours where anybody may send them; remote only",
+    )
+
     simulated_hardware: str = setting(
         "h100-8b", help="cost model of the simulated engine: h100-8b, h100x4-70b or instant"
     )
@@ -326,9 +339,10 @@ class ReplicaConfig:
         for name in ("engine_args", "adapters", "trust_code"):
             if getattr(self, name) and self.engine != "vllm":
                 raise SettingsError(f"setting {name} is for the engine vllm, not for {self.engine}")
-        for name in ("engine_url", "engine_key_file", "engine_model", "engine_rank", "engine_endpoint"):
-            engines = ("remote",) if name in ("engine_rank", "engine_endpoint") else SERVERS
-            if getattr(self, name) is not None and self.engine not in engines:
+        of_remote = ("engine_rank", "engine_endpoint", "engine_events_elsewhere")
+        for name in ("engine_url", "engine_key_file", "engine_model", *of_remote):
+            engines = ("remote",) if name in of_remote else SERVERS
+            if getattr(self, name) not in (None, False) and self.engine not in engines:
                 raise SettingsError(f"setting {name} is for the engine remote, not for {self.engine}")
         if self.engine in SERVERS:
             self._check_server()
@@ -432,6 +446,16 @@ class ReplicaConfig:
         return DEFAULT_VLLM_BLOCK_SIZE if self.engine == "vllm" else DEFAULT_BLOCK_SIZE
 
 
+def _dotted(host: str) -> str | None:
+    """Write a host that is an IP address, also as 0xa9fea9fe or ::ffff:169.254.169.254, in its usual way."""
+    with suppress(OSError):
+        return str(IPv4Address(inet_aton(host)))
+    with suppress(ValueError):
+        address = IPv6Address(host)
+        return str(address.ipv4_mapped or address)
+    return None
+
+
 def server_address(url: str) -> str:
     """Return the one spelling of a server's address. Raises SettingsError."""
     if "@" in url:
@@ -445,5 +469,7 @@ def server_address(url: str) -> str:
         is_address = False
     if not is_address or not url.isprintable() or " " in url:
         raise SettingsError(f"a server's address is one such as http://127.0.0.1:8000, not {url!r}")
+    if host.lower() in METADATA_HOSTS or _dotted(host) in METADATA_HOSTS:
+        raise SettingsError(f"{host} is a cloud's metadata service, and no server of models")
     shown = "" if port in (None, _PORTS[scheme]) else f":{port}"
     return f"{scheme}://{name}{shown}{parts.path.rstrip('/')}"

@@ -23,6 +23,7 @@ from replicas.errors import EngineDied, StartupError
 from replicas.kvcache.writers import NO_SHARES
 from replicas.kvstore.leasing.lease_outcome import without_tiers
 from replicas.protocol.blocks import BlockHash, hash_blocks
+from replicas.protocol.bounds import shown
 from replicas.protocol.events import BlockRemoved, BlockStored, CacheEvent
 from replicas.protocol.frames import (
     NO_USER,
@@ -42,7 +43,13 @@ from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.remote_engine.believed import BelievedResidency
 from replicas.remote_engine.dialect import Delta, Dialect
 from replicas.remote_engine.event_feed import EventFeed, Events, Restarted
-from replicas.remote_engine.facts import ServerLoad, ServerModel, declared_fingerprint
+from replicas.remote_engine.facts import (
+    EventSource,
+    ServerLoad,
+    ServerModel,
+    declared_fingerprint,
+    is_of_own_host,
+)
 from replicas.remote_engine.live_requests import LiveRequest, LiveRequests
 from replicas.remote_engine.model_list import with_names
 from replicas.remote_engine.probes import check_tokenizer, find_dialect
@@ -69,6 +76,8 @@ News = Piece | Ended | Looked | Listed | Unreachable | Events | Restarted
 
 PROOF_STEP_SECONDS = 0.05
 """How long a step takes before `begin`. A proof has a number of them, and the server may be busy."""
+
+ELSEWHERE = "which is not the server's own host; setting engine_events_elsewhere takes other addresses"
 
 EVENT_SECONDS = 20.0
 """How long the end of a proof's request waits for the events of its blocks."""
@@ -149,12 +158,24 @@ class RemoteEngine:
         self._proof: set[BlockHash] = set()
         self._residency = ServerResidency(*dialect.sizes)
         self._believed: BelievedResidency | None = None
-        source = dialect.source
+        source, why = dialect.source, f"it publishes none: {dialect.advice}"
+        if source is not None and not config.engine_events_elsewhere:
+            source, why = self._on_its_host(source), f"they go to {shown(source.endpoint)}, {ELSEWHERE}"
         self._feed = None if source is None else EventFeed(source, dialect.cache_event, self._tell)
         if source is None:
-            self._believe(f"it publishes none: {dialect.advice}")
+            self._believe(why)
         self._server.speak(dialect)
         self._server.start()
+
+    def _on_its_host(self, source: EventSource) -> EventSource | None:
+        """Return the part of its event source that is on the server's own host."""
+        if not (source.binds and is_of_own_host(source.endpoint, self._server.url)):
+            return None
+        replay = source.replay_endpoint
+        if replay is not None and not is_of_own_host(replay, self._server.url):
+            logger.warning("missed events are not asked for at %s, %s", shown(replay), ELSEWHERE)
+            return replace(source, replay_endpoint=None)
+        return source
 
     def _model_card(self, config: ReplicaConfig, directory: Path, vocab_size: int) -> ModelCard:
         model, sizes = self._dialect.model, self._dialect.sizes

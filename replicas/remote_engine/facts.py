@@ -7,7 +7,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from replicas.errors import StartupError
 from replicas.protocol.status import Adapter
@@ -71,6 +73,22 @@ def reachable(endpoint: str, host: str) -> tuple[str, bool]:
     if its_host.strip("[]") in ("*", "::", "0.0.0.0", ""):
         return f"tcp://{f'[{host}]' if ':' in host else host}:{port}", True
     return endpoint, False
+
+
+def is_of_own_host(endpoint: str, url: str) -> bool:
+    """Whether an address that a server names is on its host. A Unix socket is on that of one on loopback."""
+    scheme, _, rest = endpoint.partition("://")
+    hosts = {urlsplit(url).hostname or "", rest.rpartition(":")[0].strip("[]")}
+    if scheme == "ipc":
+        return _is_loopback(urlsplit(url).hostname or "")
+    return scheme == "tcp" and (len(hosts) == 1 or all(map(_is_loopback, hosts)))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def declared_fingerprint(root: str, files: Mapping[str, bytes]) -> str:

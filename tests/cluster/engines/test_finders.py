@@ -83,6 +83,20 @@ async def test_no_address_is_an_answer_and_no_answer_is_a_failure(monkeypatch: p
             await finder.look()
 
 
+async def test_an_address_of_a_metadata_service_is_none_of_a_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    resolve(monkeypatch, "10.0.0.1", "169.254.7.7")
+    with pytest.raises(SourceFailed, match=r"169\.254\.7\.7 is link-local"):
+        await finder_of(EngineSource(dns="http://vllm.example:8000")).look()
+    file = tmp_path / "servers"
+    hosts = ("169.254.169.254", "0xa9fea9fe", "2852039166", "[::ffff:a9fe:a9fe]", "[fd00:ec2:0::254]")
+    for host in (*hosts, "Metadata.google.internal"):
+        file.write_text(f"http://{host}")
+        with pytest.raises(SourceFailed, match="metadata service"):
+            await finder_of(EngineSource(file=str(file))).look()
+
+
 async def test_a_resolver_that_hangs_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finders, "DNS_SECONDS", 0.05)
     finder = finder_of(EngineSource(dns="http://vllm.example:8000"))

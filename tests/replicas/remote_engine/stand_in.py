@@ -52,6 +52,8 @@ class StandIn:
         self.key: str | None = None
         self.says_cached: Callable[[int], object] = lambda num_cached: num_cached
         self.has_events = True
+        self.event_addresses: dict[str, str] = {}
+        """What it says of where its events go."""
         self.is_mute = False
         """Whether none of its events reach anybody."""
         self.is_old = False
@@ -215,6 +217,7 @@ class StandIn:
                     "endpoint": f"tcp://*:{self.event_port}",
                     "replay_endpoint": f"tcp://*:{self.replay_port}",
                     "topic": "",
+                    **self.event_addresses,
                 }
             }
         )

@@ -40,8 +40,10 @@ from replicas.protocol.prefix_leases import PrefixLease
 from replicas.protocol.sampling_defaults import PARAMETERS, SamplingDefaults
 from replicas.protocol.status import ModelCard
 from replicas.remote_engine.believed import SHARE_BELIEVED
+from replicas.remote_engine.dialect import Dialect
 from replicas.remote_engine.engine import RemoteEngine
-from replicas.remote_engine.facts import MOST_REQUESTS
+from replicas.remote_engine.facts import MOST_REQUESTS, EventSource, is_of_own_host
+from replicas.remote_engine.probes import find_dialect
 from replicas.remote_engine.server import Server, Unreachable
 from replicas.toy_model import checkpoint_directory
 from tests.certificates import Authority
@@ -417,6 +419,56 @@ def test_a_server_that_is_busy_with_others_passes_the_proof(
     engine = RemoteEngine(config(server))
     prove_hashes(engine, random.Random(1))
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("named", "url", "are_followed", "are_replayed"),
+    [
+        ({}, "http://127.0.0.1:1", True, True),
+        ({"replay_endpoint": "tcp://localhost:5"}, "http://127.0.0.1:1", True, True),
+        ({"replay_endpoint": "tcp://10.0.0.9:5"}, "http://127.0.0.1:1", True, False),
+        ({"replay_endpoint": "tcp://127.0.0.1:5"}, "http://10.0.0.7:1", True, False),
+        ({"replay_endpoint": "ipc:///run/any.sock"}, "http://10.0.0.7:1", True, False),
+        ({"endpoint": "tcp://127.0.0.1:{free}"}, "http://127.0.0.1:1", False, False),
+        ({"endpoint": "ipc://{folder}/kv.sock"}, "http://127.0.0.1:1", True, True),
+        ({"endpoint": "ipc://{folder}/kv.sock"}, "http://10.0.0.7:1", False, False),
+        ({"endpoint": "pgm://127.0.0.1:5"}, "http://127.0.0.1:1", False, False),
+    ],
+)
+def test_events_are_taken_from_the_servers_own_host_unless_a_setting_says_more(
+    server: StandIn,
+    named: dict[str, str],
+    url: str,
+    are_followed: bool,
+    are_replayed: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    heard: list[EventSource] = []
+
+    class Feed:
+        def __init__(self, source: EventSource, *_: object) -> None:
+            heard.append(source)
+
+        def close(self) -> None:
+            pass
+
+    def dialect_of(ask: Any, _: str, **more: Any) -> Dialect:
+        return find_dialect(ask, url, **more)
+
+    monkeypatch.setattr(remote_engine.engine, "EventFeed", Feed)
+    monkeypatch.setattr(remote_engine.engine, "find_dialect", dialect_of)
+    monkeypatch.setattr(remote_engine.engine, "is_of_own_host", lambda at, _: is_of_own_host(at, url))
+    server.event_addresses = {
+        name: each.format(folder=tmp_path, free=server.port) for name, each in named.items()
+    }
+    RemoteEngine(config(server)).close()
+    assert [bool(source.replay_endpoint) for source in heard] == ([are_replayed] if are_followed else [])
+    assert ("engine_events_elsewhere" in caplog.text) != (are_followed and are_replayed)
+    heard.clear()
+    RemoteEngine(config(server, engine_events_elsewhere=True)).close()
+    assert [bool(source.replay_endpoint) for source in heard] == [True]
 
 
 def test_events_that_never_come_are_predicted(
