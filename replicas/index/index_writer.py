@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 ENTRY_BYTES = 128
 """Approximate bytes of a stream entry, besides its hashes."""
 
+MEMBER_BYTES = 100
+"""Approximate bytes of a hash in a set."""
+
 LAST_MILLISECONDS = b"18446744073709551615-"
 """After an entry with such an id a stream takes no other."""
 
@@ -264,7 +267,7 @@ class IndexWriter:
                 if self._must_rewrite and self._last_change:
                     await asyncio.sleep(self._rng.uniform(0, self._rewrite_spread_seconds))
                 async with asyncio.timeout(TIMEOUT_SECONDS):
-                    await self._room.check()
+                    await self._room.check(MEMBER_BYTES * len(self._residency.kept))
                 since, self._unwritten_since = self._unwritten_since, None
                 try:
                     if self._must_rewrite:

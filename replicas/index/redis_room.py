@@ -6,7 +6,8 @@ which stops well below Redis' `maxmemory`.
     bytes of the stream    measured by Redis when any writer's dice say so: on average whenever all
                            writers together have written a sixteenth of the bound
     used memory            read every few seconds by each writer at its own times. A writer that finds
-                           Redis too full removes its own set, so that just enough do so
+                           Redis too full removes its own set, so that just enough do so: first those
+                           that hold much of it, so that one that grows without bound costs the others nothing
 """
 
 import logging
@@ -23,6 +24,12 @@ logger = logging.getLogger(__name__)
 
 HOLD_RATIO = 0.85
 """Share of `maxmemory` above which the index is not written."""
+
+LAST_RATIO = 0.92
+"""Above, no index is written. Between the two those are not that hold much of the memory."""
+
+MUCH = 0.5
+"""The share of the memory that must be a writer's at `HOLD_RATIO`; none need be at `LAST_RATIO`."""
 
 RESUME_RATIO = 0.7
 """Below, it is written again."""
@@ -60,10 +67,10 @@ class RedisRoom:
         self._is_blind = False
         """Redis does not tell us how full it is."""
 
-    async def check(self) -> None:
-        """Before a write. Raises NoRoom, RedisError or OSError."""
+    async def check(self, own_bytes: int) -> None:
+        """Before a write of a set with so many bytes. Raises NoRoom, RedisError or OSError."""
         if self._clock() >= self._look_due:
-            await self._look()
+            await self._look(own_bytes)
         if self._is_full:
             raise NoRoom("Redis has no room for the index")
 
@@ -96,7 +103,7 @@ class RedisRoom:
             if length <= 1:
                 return
 
-    async def _look(self) -> None:
+    async def _look(self, own_bytes: int) -> None:
         self._look_due = self._clock() + self._next_look_seconds()
         try:
             memory = await self._redis.info("memory")
@@ -106,7 +113,11 @@ class RedisRoom:
         used, limit = int(memory.get("used_memory", 0)), int(memory.get("maxmemory", 0))
         ratio = used / limit if limit else 0.0
         self._metrics.redis_memory_ratio.set(ratio)
-        self._set_full(ratio >= (RESUME_RATIO if self._is_full else HOLD_RATIO))
+        if self._is_full:
+            self._set_full(ratio >= RESUME_RATIO)
+            return
+        much = MUCH * (LAST_RATIO - ratio) / (LAST_RATIO - HOLD_RATIO)
+        self._set_full(ratio >= HOLD_RATIO and own_bytes >= much * used)
 
     def _next_look_seconds(self) -> float:
         return LOOK_SECONDS * self._rng.uniform(0.5, 1.5)

@@ -160,7 +160,8 @@ class RemoteEngine:
         self._believed: BelievedResidency | None = None
         source, why = dialect.source, f"it publishes none: {dialect.advice}"
         if source is not None and not config.engine_events_elsewhere:
-            source, why = self._on_its_host(source), f"they go to {shown(source.endpoint)}, {ELSEWHERE}"
+            why = f"they go to {shown(source.endpoint)}, {ELSEWHERE}"
+            source = self._on_its_host(source)
         self._feed = None if source is None else EventFeed(source, dialect.cache_event, self._tell)
         if source is None:
             self._believe(why)

@@ -5,6 +5,7 @@ Pure: parses texts that `server.py` has fetched. What every server must say is a
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -14,8 +15,13 @@ from urllib.parse import urlsplit
 from replicas.errors import StartupError
 from replicas.protocol.status import Adapter
 
+logger = logging.getLogger(__name__)
+
 MOST_REQUESTS = 100_000
 """More are not believed to be at one server."""
+
+MOST_CACHE_TOKENS = 2**25
+"""A larger cache is not believed: at 16 KiB a token it would have 512 GiB, and a share of the index 26 MB."""
 
 
 class ServerModel(NamedTuple):
@@ -62,6 +68,14 @@ class CacheSizes(NamedTuple):
     block_size: int
     num_blocks: int
     page_size: int
+
+    def believed(self) -> "CacheSizes":
+        """Return the part of it that can be."""
+        most = max(1, MOST_CACHE_TOKENS // self.block_size)
+        if self.num_blocks <= most:
+            return self
+        logger.warning("the server says that its cache has %d blocks; %d are believed", self.num_blocks, most)
+        return self._replace(num_blocks=most)
 
 
 def reachable(endpoint: str, host: str) -> tuple[str, bool]:

@@ -25,6 +25,9 @@ MOST_REMEMBERED = 8192
 MOST_TIMES = 4
 """How many times the blocks that the server has may be held at most, by its events."""
 
+MOST_DISTINCT = 2
+"""The same, of different blocks, of which no server holds more than it has at a time."""
+
 _DEVICE = "GPU"
 """The medium that attention reads, on a CPU too."""
 
@@ -154,7 +157,8 @@ class ServerResidency:
         except UnknownBlock:
             self.num_unnamed += len(event.block_hashes)
             return []
-        if self.num_copies > MOST_TIMES * self._num_blocks:
+        num_blocks = self._num_blocks
+        if self.num_copies > MOST_TIMES * num_blocks or len(self._hashes) > MOST_DISTINCT * num_blocks:
             self.complaint = f"more blocks are stored and not removed than the {self._num_blocks} that it has"
         for run in stored:
             self._writers.wrote(run.block_hashes, NO_USER if storer is None else storer.user)

@@ -286,7 +286,7 @@ def _sizes(page: int, num_tokens: int, block_size: int | None) -> CacheSizes:
         raise StartupError(f"the server's pages have {page} tokens, and block_size {size} is no multiple")
     if num_tokens < size:
         raise StartupError(f"the server says that its cache has {num_tokens} tokens")
-    return CacheSizes(size, num_tokens // size, page)
+    return CacheSizes(size, num_tokens // size, page).believed()
 
 
 def _source(events: Mapping[str, Any], rank: int, url: str) -> EventSource:

@@ -278,7 +278,7 @@ def read_cache_sizes(text: str, rank: int) -> CacheSizes:
             raise StartupError("the server caches no prefixes: start it without --no-enable-prefix-caching")
         if sizes.block_size < 1 or sizes.num_blocks < 1:
             raise StartupError(f"the server says that its cache has {sizes}")
-        return sizes
+        return sizes.believed()
     raise StartupError(
         f"the server's metrics have no {_CONFIGURATION} for rank {rank}: is it vLLM? Servers of"
         " other kinds are joined with --engine openai"

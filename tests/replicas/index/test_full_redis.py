@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from redis.exceptions import OutOfMemoryError
 
 from replicas.index import redis_room
 from replicas.index.index_writer import IndexWriter
+from replicas.index.redis_room import NoRoom, RedisRoom
 from replicas.observation.metrics import ReplicaMetrics
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import BlockStored
@@ -132,6 +134,24 @@ async def test_leases_stay_in_a_redis_that_others_have_filled_and_the_index_come
         await until(lambda: writer.is_settled)
         assert await read_set(redis, MODEL, REPLICA, EPOCH) == writer.block_hashes
         assert value(metrics, "replica_index_withheld") == 0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "share", "may_write"),
+    [(0.8, 0.9, True), (0.87, 0.6, False), (0.87, 0.1, True), (0.91, 0.1, False), (0.95, 0.0, False)],
+)
+async def test_of_a_redis_that_fills_up_those_are_the_first_to_go_that_hold_much_of_it(
+    own_redis: RedisServer, ratio: float, share: float, may_write: bool
+) -> None:
+    async with aclosing(connect(own_redis.url)) as redis:
+        await redis.set("other", bytes(20 * MEBIBYTE))
+        used = (await redis.info("memory"))["used_memory"]
+        await redis.config_set("maxmemory", int(used / ratio))
+        metrics = ReplicaMetrics(CollectorRegistry())
+        room = RedisRoom(redis, "events", stream_bytes=1, rng=Random(1), metrics=metrics)
+        with nullcontext() if may_write else pytest.raises(NoRoom):
+            await room.check(int(share * used))
+        assert value(metrics, "replica_redis_memory_ratio") == pytest.approx(ratio, abs=0.01)
 
 
 async def test_an_index_that_is_too_large_for_redis_leaves_room_for_leases(own_redis: RedisServer) -> None:

@@ -1,5 +1,6 @@
 """What a server holds, by its events: our names, and nothing of other clients."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,11 +77,12 @@ def test_what_cannot_be_followed_is_said() -> None:
     assert "4 tokens" in (other_size.complaint or "")
 
 
-def test_a_server_that_removes_nothing_is_believed_no_longer() -> None:
+@pytest.mark.parametrize(("num_distinct", "times"), [(20, 2), (2, 4)])
+def test_a_server_that_removes_nothing_is_believed_no_longer(num_distinct: int, times: int) -> None:
     residency = ServerResidency(SIZE, 2)
     for number in range(20):
-        assert (residency.complaint is not None) == (number > 4 * 2)
-        residency.apply([stored([number], 0, salt=ROOT.hex())])
+        assert (residency.complaint is not None) == (number > times * 2)
+        residency.apply([stored([number % num_distinct], 0, salt=ROOT.hex())])
     assert "not removed than the 2" in str(residency.complaint)
 
 

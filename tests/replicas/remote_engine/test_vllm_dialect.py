@@ -10,7 +10,16 @@ from replicas.protocol.blocks import PublishedBeginning
 from replicas.protocol.frames import TokenLogprobs
 from replicas.protocol.sampling_defaults import PARAMETERS
 from replicas.remote_engine.dialect import Chunk, Delta
-from replicas.remote_engine.vllm_dialect import Logprobs, as_lark, body_of, logprobs_of, read_chunk
+from replicas.remote_engine.facts import MOST_CACHE_TOKENS, CacheSizes, ServerModel
+from replicas.remote_engine.sglang_dialect import read_sglang
+from replicas.remote_engine.vllm_dialect import (
+    Logprobs,
+    as_lark,
+    body_of,
+    logprobs_of,
+    read_cache_sizes,
+    read_chunk,
+)
 from tests.replicas.builders import ANOTHER_ROOT, ROOT, engine_request
 
 EOS = (2, 5)
@@ -114,6 +123,19 @@ def test_the_likeliest_tokens_come_first() -> None:
 
 def replace_tops(found: Logprobs) -> Logprobs:
     return Logprobs(found.tokens, found.token_logprobs)
+
+
+def test_a_cache_that_cannot_be_is_believed_in_part(caplog: pytest.LogCaptureFixture) -> None:
+    for claimed, believed in (("1000001", 1_000_000), ("1000000000", 2**21)):
+        labels = f'block_size="16",enable_prefix_caching="True",engine="0",num_gpu_blocks="{claimed}"'
+        assert read_cache_sizes(f"vllm:cache_config_info{{{labels}}} 1.0\n", 0) == CacheSizes(
+            16, believed, 16
+        )
+        assert ("are believed" in caplog.text) == (believed == 2**21)
+    info = {"max_total_num_tokens": 10**12}
+    model = ServerModel("served", "/models/toy", 512, ())
+    sizes = read_sglang(info, model, "http://a", rank=None, block_size=None).sizes
+    assert sizes.num_blocks * sizes.block_size == MOST_CACHE_TOKENS
 
 
 @pytest.mark.parametrize("tokens", [["hello"], ["token_id:x"], ["token_id:7", "token_id:8"]])
