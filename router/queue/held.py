@@ -85,6 +85,7 @@ class Held(Waiter):
 class HoldingCounts:
     """Since the start. `held_seconds` were spent in line by those that have gone."""
 
+    num_passed: int = 0
     num_held: int = 0
     num_released: int = 0
     num_refused_at_once: int = 0

@@ -116,6 +116,7 @@ class Holding:
                 self._must_be_in_time(asking, asking.deadline, line, num_uncached, now)
             fleet.queue.counters.passes(asking.tenant, asking.weight, work)
             fleet.shares.gives(asking.tenant, asking.weight, work, now)
+            self.counts.num_passed += 1
             return choice.act()
         held = Held(line, asking, call, work=work, order=self._num_asked, now=now)
         held.exclude = exclude
