@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from socket import inet_aton
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -447,12 +446,17 @@ class ReplicaConfig:
 
 
 def _dotted(host: str) -> str | None:
-    """Write a host that is an IP address, also as 0xa9fea9fe or ::ffff:169.254.169.254, in its usual way."""
-    with suppress(OSError):
-        return str(IPv4Address(inet_aton(host)))
+    """Write an IP address in its usual way, also one such as 0xa9fea9fe, 169.254.43518 or
+    ::ffff:169.254.169.254; None for a name."""
     with suppress(ValueError):
-        address = IPv6Address(host)
-        return str(address.ipv4_mapped or address)
+        if ":" in host:
+            address = IPv6Address(host)
+            return str(address.ipv4_mapped or address)
+        bases = {"0x": 16, "0": 8}
+        *first, last = (
+            int(each, bases.get(each[:2].lower(), bases.get(each[:1], 10))) for each in host.split(".")
+        )
+        return str(IPv4Address(last + sum(each << 8 * (3 - place) for place, each in enumerate(first))))
     return None
 
 

@@ -68,7 +68,7 @@ class RedisRoom:
         """Redis does not tell us how full it is."""
 
     async def check(self, own_bytes: int) -> None:
-        """Before a write of a set with so many bytes. Raises NoRoom, RedisError or OSError."""
+        """Before a write of a set of this size. Raises NoRoom, RedisError or OSError."""
         if self._clock() >= self._look_due:
             await self._look(own_bytes)
         if self._is_full:

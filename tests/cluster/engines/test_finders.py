@@ -91,10 +91,13 @@ async def test_an_address_of_a_metadata_service_is_none_of_a_server(
         await finder_of(EngineSource(dns="http://vllm.example:8000")).look()
     file = tmp_path / "servers"
     hosts = ("169.254.169.254", "0xa9fea9fe", "2852039166", "[::ffff:a9fe:a9fe]", "[fd00:ec2:0::254]")
-    for host in (*hosts, "Metadata.google.internal"):
+    for host in (*hosts, "169.254.43518", "0xa9.0376.169.254", "Metadata.google.internal"):
         file.write_text(f"http://{host}")
         with pytest.raises(SourceFailed, match="metadata service"):
             await finder_of(EngineSource(file=str(file))).look()
+    for host in ("10.0.0.1", "a.b", "0.0.0.0", "[fd00::1]", "1.2.3.4.5", "metadata"):
+        file.write_text(f"http://{host}")
+        assert await finder_of(EngineSource(file=str(file))).look() == {f"http://{host}"}
 
 
 async def test_a_resolver_that_hangs_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
