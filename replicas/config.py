@@ -20,6 +20,7 @@ from replicas.process.settings import (
     setting,
 )
 from replicas.protocol.bounds import MAX_CARD_NAMES, MAX_NAME_CHARACTERS, checked_address, is_name
+from replicas.protocol.passed_routes import ROUTES
 from replicas.protocol.sampling_defaults import NAMES, checked_default
 
 ENVIRONMENT_PREFIX = "KVASIR_REPLICA_"
@@ -254,7 +255,12 @@ class ReplicaConfig:
     engine_endpoint: str | None = setting(
         None,
         help="host:port by which a gateway in front of the server reaches it, where engine_url names a "
-        "loopback address or has a path; none takes the address of engine_url; remote only",
+        "loopback address or has a path; none takes the address of engine_url; remote, or openai with routes",
+    )
+    routes: tuple[str, ...] = setting(
+        (),
+        help="routes that are passed on to the server as they are, besides those that it generates at, such "
+        "as /v1/embeddings,/rerank; openai only",
     )
 
     engine_events_elsewhere: bool = setting(
@@ -338,13 +344,14 @@ class ReplicaConfig:
         for name in ("engine_args", "adapters", "trust_code"):
             if getattr(self, name) and self.engine != "vllm":
                 raise SettingsError(f"setting {name} is for the engine vllm, not for {self.engine}")
-        of_remote = ("engine_rank", "engine_endpoint", "engine_events_elsewhere")
-        for name in ("engine_url", "engine_key_file", "engine_model", *of_remote):
+        of_remote = ("engine_rank", "engine_events_elsewhere")
+        for name in ("engine_url", "engine_key_file", "engine_model", "engine_endpoint", *of_remote):
             engines = ("remote",) if name in of_remote else SERVERS
             if getattr(self, name) not in (None, False) and self.engine not in engines:
                 raise SettingsError(f"setting {name} is for the engine remote, not for {self.engine}")
         if self.engine in SERVERS:
             self._check_server()
+        self._check_routes()
         if len(self.model_aliases) > MAX_CARD_NAMES or not all(map(is_name, self.model_aliases)):
             raise SettingsError(
                 f"setting model_aliases takes at most {MAX_CARD_NAMES} names of 1 to {MAX_NAME_CHARACTERS}"
@@ -376,6 +383,15 @@ class ReplicaConfig:
         for name in [*foreign, "num_blocks"] if self.engine == "remote" else foreign:
             if getattr(self, name):
                 raise SettingsError(f"setting {name} is not for the engine {self.engine}: its server decides")
+
+    def _check_routes(self) -> None:
+        if self.engine == "openai" and self.engine_endpoint and not self.routes:
+            raise SettingsError("setting engine_endpoint is for the engine openai only with routes")
+        if self.routes and self.engine != "openai":
+            raise SettingsError(f"setting routes is for the engine openai, not for {self.engine}")
+        for route in self.routes:
+            if route not in ROUTES:
+                raise SettingsError(f"setting routes has {route}; it takes {', '.join(ROUTES)}")
 
     def _check_sampling(self) -> None:
         if self.sampling_defaults not in ("model", "neutral"):

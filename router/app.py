@@ -28,6 +28,7 @@ from router.api.gemini.models import GeminiRoutes
 from router.api.gemini.paths import COUNT, GENERATE_CONTENT, MODELS_PATHS, model_method
 from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
+from router.api.passed import PassedExchange, passed_endpoints, prepare_passed
 from router.api.previews import PreviewRoutes
 from router.api.request_guard import RequestGuard
 from router.api.responses.answers import prepare_plain_response
@@ -62,7 +63,7 @@ def client_routes(context: ApiContext) -> list[Route]:
         *GeminiRoutes(context).routes(),
         *AnthropicRoutes(context).routes(),
         *ControlRoutes(context).routes(),
-        *docs_routes(),
+        *docs_routes(lambda: tuple(context.catalog.routes())),
         *(route for feature in context.features for route in feature.client_routes()),
     ]
 
@@ -82,13 +83,14 @@ def create_apps(context: ApiContext) -> Apps:
         if path != GENERATE_CONTENT
     }
     generate_content = GenerationEndpoint(context, "generate_content", prepares[GENERATE_CONTENT])
+    passed = passed_endpoints(context, prepare_passed, PassedExchange)
 
     def endpoint_of(path: str) -> ASGIApp | None:
         endpoint = hot.get(path)
         if endpoint is not None:
             return endpoint
         asked = model_method(path) if path.startswith(MODELS_PATHS) else None
-        return None if asked is None or asked.method == COUNT else generate_content
+        return passed(path) if asked is None or asked.method == COUNT else generate_content
 
     config = context.config
     common, index = plain.health_routes(), plain.index_routes()

@@ -7,9 +7,12 @@ of its tokens. All else passes as it is, and what cannot be read is unknown.
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from replicas.protocol.bounds import MAX_NAME_CHARACTERS
 from replicas.protocol.frames import MAX_ERROR_BYTES, BodyForm, FinishReason, Refusal, RefusalCode
@@ -26,6 +29,10 @@ MOST_ANSWER_BYTES = 32 * 2**20
 """Longest answer that does not stream."""
 MOST_STREAM_BYTES = 2**30
 MOST_EVENT_BYTES = 8 * 2**20
+MOST_PASSED_BYTES = 128 * 2**20
+"""Longest answer of a route that is passed on; of one beyond MOST_ANSWER_BYTES the usage is not read."""
+PASSED_SECONDS = 600.0
+"""Longest time of such an answer, from its beginning to its end."""
 MOST_PROMPT_MS = 86_400_000.0
 """Longer is not believed."""
 
@@ -98,6 +105,26 @@ class Read(UsedTokens):
     finish: FinishReason | None = None
     prompt_seconds: float | None = None
     answer_id: str = ""
+
+
+class PassedBody(NamedTuple):
+    """A body that is passed on to a route of the server."""
+
+    path: str
+    content: bytes
+    content_type: str
+
+
+class _Answer(msgspec.Struct):
+    usage: Any = None
+
+
+def read_passed(answer: bytes) -> Read:
+    """Read what the whole answer to a passed body says of its usage."""
+    read = Read(finish=FinishReason.STOP)
+    with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+        read.take(msgspec.json.decode(answer, type=_Answer).usage)
+    return read
 
 
 class AnswerReader:

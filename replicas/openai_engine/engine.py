@@ -18,30 +18,33 @@ from replicas.engine import EngineRequest, RequestRefused, SharedKv
 from replicas.errors import StartupError
 from replicas.kvstore.leasing.lease_outcome import without_tiers
 from replicas.kvstore.rate import DECAY
-from replicas.openai_engine.bodies import Read, body_to_send
+from replicas.openai_engine.bodies import PassedBody, Read, SentBody, body_to_send
 from replicas.openai_engine.byte_text import NUM_BYTES, byte_bundle
 from replicas.openai_engine.upstream import Alive, Answered, BodyPiece, BodyServer
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import (
     MAX_LISTED,
+    BodyForm,
     FinishReason,
     LoadSnapshot,
     PromptUsage,
     RefusalCode,
     RequestKey,
     StepFrame,
+    Submit,
     TokenDelta,
 )
 from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.media import ImageQuery
+from replicas.protocol.passed_routes import with_model
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.remote_engine.believed import BelievedResidency
 from replicas.remote_engine.facts import declared_fingerprint
 from replicas.remote_engine.live_requests import LiveRequest, LiveRequests
 from replicas.remote_engine.model_list import MODELS_PATH, read_models, with_names
 from replicas.remote_engine.refusals import RefusalLog
-from replicas.remote_engine.server import Ended, Listed, Unreachable, Watched, read_key
+from replicas.remote_engine.server import Ended, Listed, Unreachable, Watched, endpoint_of, read_key
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +92,8 @@ class OpenAiEngine:
         self._server.wait(deadline, MODELS_PATH)
         served = read_models(self._server.ask(MODELS_PATH), config.engine_model)
         forms = self._server.forms(served.served_name)
+        if config.routes:
+            forms = (*forms, BodyForm.PASSED)
         if not forms:
             raise StartupError(f"{self._server.url} takes no bodies of OpenAI's or Anthropic's forms")
         directory = None if config.model is None else Path(config.model)
@@ -100,7 +105,9 @@ class OpenAiEngine:
         self._server.served_name = served.served_name
         self._card = ModelCard(
             name=config.model_name or served.served_name,
-            fingerprint=declared_fingerprint(served.served_name, self._bundle.files),
+            fingerprint=declared_fingerprint(
+                "\0".join([served.served_name, *config.routes]), self._bundle.files
+            ),
             engine="openai",
             block_size=config.block_size or BLOCK_SIZE,
             num_blocks=config.num_blocks or NUM_BLOCKS,
@@ -108,6 +115,8 @@ class OpenAiEngine:
             vocab_size=NUM_BYTES if directory is None else read_text_sizes(directory).vocab_size,
             max_running=config.max_running,
             takes_published=False,
+            endpoint=endpoint_of(self._server.url, config, served) if config.routes else "",
+            routes=config.routes,
             takes_bodies=forms,
             told_context=min(told, context) if directory is None else 0,
         )
@@ -144,15 +153,22 @@ class OpenAiEngine:
         name = _name(request.key)
         self._live.check_room(name, request.key)
         try:
-            served_name = submit.adapter or self._server.served_name
-            sent = body_to_send(
-                submit.body_form, submit.body, served_name, asks_usage=self._server.asks_usage
-            )
+            sent = self._sent(submit, submit.body_form)
         except ValueError as error:
             raise RequestRefused(RefusalCode.INVALID_REQUEST, f"the body cannot be read: {error}") from error
         has_place = not self._num_places or len(self._live) < self._num_places
         self._live.add(name, _Live(request, has_place=has_place))
         self._server.submit(name, sent)
+
+    def _sent(self, submit: Submit, form: BodyForm) -> SentBody | PassedBody:
+        """Raises ValueError."""
+        served_name = submit.adapter or self._server.served_name
+        if form is not BodyForm.PASSED:
+            return body_to_send(form, submit.body, served_name, asks_usage=self._server.asks_usage)
+        if submit.route not in self._card.routes:
+            raise ValueError(f"{submit.route} is not passed on here")
+        body = with_model(submit.content_type, submit.body, served_name)
+        return PassedBody(submit.route, body, submit.content_type)
 
     def abort(self, key: RequestKey) -> None:
         if self._live.pop(_name(key)) is not None:
@@ -251,6 +267,8 @@ class OpenAiEngine:
     def _usage_of(self, live: _Live, read: Read) -> PromptUsage:
         """In tokens of ours, of which the prompt may have another number than of the server's."""
         request, size = live.request, self._card.block_size
+        if request.submit.route:  # its tokens are the server's alone
+            return PromptUsage(read.num_prompt_tokens or 0, None, 0)
         num_tokens, num_cached = len(request.token_ids), None
         if read.num_cached_tokens is not None and read.num_prompt_tokens:
             share = min(1.0, read.num_cached_tokens / read.num_prompt_tokens)

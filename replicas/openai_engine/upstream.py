@@ -1,7 +1,8 @@
 """BodyServer: HTTP with a server that takes bodies.
 
 Owns which model it has, which forms of bodies it takes, and what of an answer is one piece: a whole event of
-a stream, or all of an answer that does not stream. Comments in a stream are left out: routers send their own.
+a stream, all of an answer that does not stream, or what comes where a route is passed on. Comments in a
+stream are left out: routers send their own.
 """
 
 import asyncio
@@ -11,19 +12,25 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from typing import Annotated, NamedTuple
 
+import aiohttp
 import msgspec
 
 from replicas.errors import StartupError
 from replicas.openai_engine.bodies import (
     MOST_ANSWER_BYTES,
+    MOST_PASSED_BYTES,
     MOST_STREAM_BYTES,
+    PASSED_SECONDS,
     PATHS,
     AnswerReader,
     EventSplitter,
+    PassedBody,
     Read,
     SentBody,
+    read_passed,
 )
-from replicas.protocol.frames import BodyForm, Refusal
+from replicas.protocol.frames import BodyForm, Refusal, RefusalCode, ServerError
+from replicas.protocol.passed_routes import MOST_TYPE_CHARACTERS
 from replicas.remote_engine.dialect import NotThere
 from replicas.remote_engine.model_list import MODELS_PATH, read_models
 from replicas.remote_engine.server import (
@@ -44,6 +51,9 @@ END_SECONDS = 1.0
 """Time that an answer has to end after its last event, so that its connection can be used again."""
 
 NOT_THERE = (404, 405, 501)
+
+BROKEN_OFF = ServerError(502, "server_error", code="server_failed")
+"""The client's error, of a body that was passed on and not answered."""
 
 
 class BodyPiece(NamedTuple):
@@ -79,7 +89,7 @@ class BodyServer(Server):
 
     def forms(self, served_name: str) -> tuple[BodyForm, ...]:
         """Ask with bodies that have no prompt, which a server refuses. Raises StartupError."""
-        return tuple(form for form in BodyForm if self._takes(PATHS[form], served_name))
+        return tuple(form for form, path in PATHS.items() if self._takes(path, served_name))
 
     def num_places(self) -> int:
         """Ask llama.cpp how many requests it computes at a time; 0 of others, which do not tell."""
@@ -110,7 +120,10 @@ class BodyServer(Server):
             except Exception as error:  # of any kind: it is told, and the next look follows
                 self._tell(self._unreachable(error))
 
-    async def _stream(self, name: str, sent: SentBody) -> None:
+    async def _stream(self, name: str, sent: SentBody | PassedBody) -> None:
+        if isinstance(sent, PassedBody):
+            await self._pass(name, sent)
+            return
         reader = AnswerReader(sent)
         try:
             refusal = await self._answer(name, sent, reader)
@@ -145,6 +158,41 @@ class BodyServer(Server):
                     async for _ in answer.content.iter_any():
                         pass
         return reader.refusal(self._without_key)
+
+    async def _pass(self, name: str, sent: PassedBody) -> None:
+        """Pass on a body, and its answer as it comes. Once it may have been sent, it is not tried elsewhere:
+        what a route does is not known, so once must be enough."""
+        try:
+            async with asyncio.timeout(PASSED_SECONDS), self._post(*sent) as answer:
+                if answer.status != 200:
+                    self._tell(Ended(name, await self._refusal(answer, BodyForm.CHAT)))
+                    return
+                check_plain(answer)
+                self._tell(Answered(name, await self._pieces(name, answer)))
+        except asyncio.CancelledError:
+            return
+        except Exception as error:  # of any kind: it ends this request and no other
+            message = f"the server's answer breaks off: {named(error)}"
+            refusal = Refusal(RefusalCode.INVALID_REQUEST, message, BROKEN_OFF)
+            if isinstance(error, aiohttp.ClientConnectorError):
+                refusal = Refusal(RefusalCode.INTERNAL, named(error))
+            self._tell(Ended(name, refusal))
+
+    async def _pieces(self, name: str, answer: aiohttp.ClientResponse) -> Read:
+        """Tell an answer's content type, then its pieces. Raises HTTP_ERRORS, and ValueError if it is too
+        long."""
+        content_type = answer.headers.get("content-type", "application/octet-stream")
+        self._tell(BodyPiece(name, content_type[:MOST_TYPE_CHARACTERS].encode(), 0, time.monotonic()))
+        kept, num_bytes = bytearray(), 0
+        is_read = content_type.lower().startswith("application/json")
+        async for piece in answer.content.iter_any():
+            num_bytes += len(piece)
+            if num_bytes > MOST_PASSED_BYTES:
+                raise ValueError(f"more than {MOST_PASSED_BYTES} bytes")
+            if is_read and num_bytes <= MOST_ANSWER_BYTES:
+                kept += piece
+            self._tell(BodyPiece(name, piece, 0, time.monotonic()))
+        return read_passed(bytes(kept))
 
 
 def _names_options(refusal: Refusal) -> bool:

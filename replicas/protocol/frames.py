@@ -36,6 +36,7 @@ from replicas.protocol.events import CacheEvent
 from replicas.protocol.grammar_bounds import MAX_GRAMMAR_CHARACTERS
 from replicas.protocol.hand_overs import MAX_BUCKET_BYTES, StoreAnswer
 from replicas.protocol.media import ImageQueryAnswer
+from replicas.protocol.passed_routes import MOST_TYPE_CHARACTERS
 from replicas.protocol.prefix_leases import MAX_LEASES, LeaseAnswer, LeaseBreak, LeaseTotals, PrefixLease
 from replicas.protocol.pulls import PullHint
 from replicas.protocol.tier_figures import TierFigures
@@ -96,11 +97,13 @@ class RefusalCode(enum.StrEnum):
 
 
 class BodyForm(enum.StrEnum):
-    """The form of a client's body, one for each path of OpenAI's and Anthropic's APIs."""
+    """The form of a client's body, one for each path of OpenAI's and Anthropic's APIs; PASSED is that of a
+    route which is passed on."""
 
     CHAT = "chat"
     COMPLETION = "completion"
     MESSAGES = "messages"
+    PASSED = "passed"
 
 
 class SamplingParams(Struct, frozen=True, omit_defaults=True):
@@ -156,7 +159,7 @@ class Submit(Struct, frozen=True, omit_defaults=True):
     - `request_id`: the client's request, for logs. `trace_parent`, `trace_state`: as W3C's headers. These
       three change nothing.
     - `body`: the client's, of the form `body_form`, for a replica whose card `takes_bodies`; its answer is
-      not resumed elsewhere.
+      not resumed elsewhere. One that is passed on goes to `route`, one of the card's, as `content_type`.
 
     Raises ValueError for torn tokens, and for more announced blocks than tokens.
     """
@@ -191,6 +194,8 @@ class Submit(Struct, frozen=True, omit_defaults=True):
     trace_state: str = ""
     body: Annotated[bytes, Meta(max_length=MAX_BODY_BYTES)] = b""
     body_form: BodyForm | None = None
+    route: Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)] = ""
+    content_type: Annotated[str, Meta(max_length=MOST_TYPE_CHARACTERS)] = ""
 
     def __post_init__(self) -> None:
         if len(self.packed_tokens) % 4:
@@ -312,7 +317,7 @@ class TokenDelta(Struct, frozen=True, array_like=True):
 
     `usage` comes with the first delta of each choice. `refusal` comes with FinishReason.ERROR only. `body` is
     more of the answer to a submit with a body, in whole events if it streams; its tokens are then only
-    counted, and all are 0.
+    counted, and all are 0. Where a route is passed on, the first `body` is the content type of what follows.
     """
 
     key: RequestKey

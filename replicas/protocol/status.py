@@ -80,6 +80,7 @@ class ModelCard:
     `takes_bodies`: its server takes a client's body instead of tokens, in these forms (`BodyForm`);
     the tokens of a submit then only say what the server is expected to have cached. `told_context` is the
     server's own context length, where a token of ours is none of the server's; 0 if they are the same.
+    `routes` are those that are passed on to it.
 
     `sampling_defaults` hold where a client has no word; None is neutral. A server has its own for those that
     are None in them.
@@ -112,6 +113,7 @@ class ModelCard:
     endpoint_rank: Uint32 | None = None
     takes_bodies: tuple[str, ...] = ()
     told_context: int = 0
+    routes: tuple[str, ...] = ()
     sampling_defaults: SamplingDefaults | None = None
     aliases: tuple[str, ...] = ()
 

@@ -17,8 +17,8 @@ class UsedTokens:
     num_output_tokens: int | None = None
 
     def take(self, usage: object) -> None:
-        """Read OpenAI's names for chats and completions, those for Responses, and Anthropic's. Later events
-        say more, or the same; what cannot be read is not told."""
+        """Read OpenAI's names for chats and completions, those for Responses, and Anthropic's; rerankers may
+        tell one number for all. Later events say more, or the same; what cannot be read is not told."""
         if not isinstance(usage, dict):
             return
         prompt, rest = believed(usage.get("prompt_tokens")), believed(usage.get("input_tokens"))
@@ -28,6 +28,8 @@ class UsedTokens:
             self.num_prompt_tokens = prompt
         elif rest is not None:
             self.num_prompt_tokens = rest + (read or 0) + (written or 0)
+        elif self.num_prompt_tokens is None and self.num_output_tokens is None:
+            self.num_prompt_tokens = believed(usage.get("total_tokens"))
         for details in (usage.get("prompt_tokens_details"), usage.get("input_tokens_details")):
             cached = believed(details.get("cached_tokens")) if isinstance(details, dict) else None
             if cached is not None:

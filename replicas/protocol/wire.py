@@ -194,8 +194,8 @@ def _check_card(card: ModelCard) -> None:
     checked_name(card.fingerprint)
     checked_name(card.engine)
     checked_count(len(card.kv_layout), MAX_NAME_CHARACTERS, "the length of a KV layout")
-    for form in card.takes_bodies:
-        checked_name(form)
+    for name in (*card.takes_bodies, *card.routes):
+        checked_name(name)
     for what, value, most in (
         ("a block size", card.block_size, 1 << 16),
         ("a context length", card.context_length, MAX_TOKENS),

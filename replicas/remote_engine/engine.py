@@ -201,26 +201,10 @@ class RemoteEngine:
             max_batched_tokens=config.tokens_per_step,
             max_running=config.max_running,
             takes_published=False,
-            endpoint=self._endpoint(config, model),
+            endpoint=endpoint_of(self._server.url, config, model),
             endpoint_rank=config.engine_rank,
             sampling_defaults=defaults,
         )
-
-    def _endpoint(self, config: ReplicaConfig, model: ServerModel) -> str:
-        if config.model_name not in (None, model.served_name):
-            logger.warning(
-                "gateways cannot send requests to the server: it has the model as %s, and clients ask for %s",
-                *(model.served_name, config.model_name),
-            )
-            return ""
-        endpoint = endpoint_of(self._server.url, config.engine_endpoint)
-        if not endpoint:
-            logger.info(
-                "gateways cannot send requests to the server: %s is on loopback or has a path, and"
-                " engine_endpoint names no other address",
-                self._server.url,
-            )
-        return endpoint
 
     @property
     def card(self) -> ModelCard:

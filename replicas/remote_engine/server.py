@@ -24,6 +24,7 @@ import httpx
 import msgspec
 import uvloop
 
+from replicas.config import ReplicaConfig
 from replicas.errors import EngineDied, StartupError
 from replicas.process.settings import SettingsError
 from replicas.protocol.frames import MAX_ERROR_BYTES, BodyForm, Refusal, RefusalCode
@@ -265,8 +266,10 @@ class Server:
                 content = await read_whole(answer.content.iter_any(), MOST_ANSWER_BYTES)
                 return Answer(answer.status, content, answer.headers.get("location"))
 
-    def _post(self, path: str, content: bytes) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        headers = {"content-type": "application/json"}
+    def _post(
+        self, path: str, content: bytes, content_type: str = "application/json"
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        headers = {"content-type": content_type}
         return self._http.post(self.url + path, data=BytesIO(content), headers=headers, allow_redirects=False)
 
     def _looking(self) -> list[Coroutine[None, None, None]]:
@@ -400,7 +403,26 @@ async def _events(pieces: AsyncIterator[bytes], sent: Sent) -> AsyncIterator[byt
             raise ValueError(f"more than {MOST_ANSWER_BYTES} bytes that are no events")
 
 
-def endpoint_of(url: str, configured: str | None) -> str:
+def endpoint_of(url: str, config: ReplicaConfig, model: ServerModel) -> str:
+    """Return the host:port by which a gateway reaches the server; empty, with a line in the log, if none
+    can. Raises StartupError."""
+    if config.model_name not in (None, model.served_name):
+        logger.warning(
+            "gateways cannot send requests to the server: it has the model as %s, and clients ask for %s",
+            *(model.served_name, config.model_name),
+        )
+        return ""
+    endpoint = address_of(url, config.engine_endpoint)
+    if not endpoint:
+        logger.info(
+            "gateways cannot send requests to the server: %s is on loopback or has a path, and"
+            " engine_endpoint names no other address",
+            url,
+        )
+    return endpoint
+
+
+def address_of(url: str, configured: str | None) -> str:
     """Return the host:port by which a gateway reaches the server. Unless it is configured, it is empty for a
     server on loopback or below a path, which gateways do not add. A name is resolved, since gateways take
     addresses. Raises StartupError."""

@@ -195,10 +195,16 @@ class ApiRequest:
         self.error, self.error_kind = error, kind
 
     def num_used_tokens(self) -> int | None:
-        """Count the answers' tokens so far; None if no replica was chosen for any."""
+        """Count the answers' tokens so far, and those of a passed body beyond what is taken for it; None if
+        no replica was chosen for any."""
         if all(prompt.usage is None and prompt.decision is None for prompt in self.prompts):
             return None
-        return sum(output.num_tokens for prompt in self.prompts for output in prompt.outputs)
+        num_more = sum(
+            prompt.usage.num_prompt_tokens - len(prompt.generation.token_ids)
+            for prompt in self.prompts
+            if prompt.usage is not None and prompt.generation.submit.route
+        )
+        return num_more + sum(output.num_tokens for prompt in self.prompts for output in prompt.outputs)
 
     def usage(self) -> AnswerUsage:
         outputs = [output for prompt in self.prompts for output in prompt.outputs]

@@ -3,6 +3,7 @@
 Knows no dialect. `router/assembly.py` builds it and its features.
 """
 
+import copy
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -162,6 +163,13 @@ class ApiContext:
         )
         for part in parts:
             yield from part.instruments()
+
+    def without_hooks(self, *stages: str) -> "ApiContext":
+        """Return it without these stages of the features' hooks."""
+        other = copy.copy(self)
+        other.hooks = Hooks()
+        vars(other.hooks).update(vars(self.hooks), **{stage: [] for stage in stages})
+        return other
 
     def add(self, feature: Feature) -> None:
         self.features.append(feature)

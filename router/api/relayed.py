@@ -34,7 +34,7 @@ def relay(context: ApiContext, asked: ApiRequest, model: ServedModel, form: Body
     prompt.generation = replace(prompt.generation, submit=submit)
     output = RelayedOutput(model)
     prompt.outputs = [output]
-    asked.writer = _RelayWriter(context.new_id("relay-"), output)
+    asked.writer = RelayWriter(context.new_id("relay-"), output)
 
 
 class RelayedOutput(ChoiceOutput):
@@ -68,7 +68,9 @@ class RelayedOutput(ChoiceOutput):
         return body
 
 
-class _RelayWriter:
+class RelayWriter:
+    """Writes what has come."""
+
     keep_alive = COMMENT
 
     def __init__(self, answer_id: str, output: RelayedOutput) -> None:

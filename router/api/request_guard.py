@@ -6,14 +6,15 @@ name. A header that says who asks, or whom, comes once: of two, what stands in f
 one. What browsers post for pages of other origins is refused;
 under a public name not if it says that it is JSON, which a browser sends for them only where something in
 front of the router has allowed it, or the router does (`cross_origin.py`). And a body is JSON, as it is or as
-gzip: what is encoded otherwise or of another type is not guessed at. Who may see what is decided in
-`access.py`.
+gzip, or a form where a route takes files: what is encoded otherwise or of another type is not guessed at. Who
+may see what is decided in `access.py`.
 """
 
 from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from replicas.protocol.passed_routes import FORM, FORM_ROUTES
 from router.api.cross_origin import CrossOrigin, allowing, preflight_headers
 from router.api.error_shapes import error_shape
 from router.edge.http import Header, client_request_id, send_whole
@@ -29,6 +30,7 @@ from router.shared.origins import (
 )
 
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+_FORM_TYPE = FORM.encode()
 _JSON_TYPES = (b"application/json", b"text/json")
 _SINGLE = frozenset((b"host", b"authorization", b"x-api-key", b"x-goog-api-key", b"x-kvasir-cache-group"))
 _JUDGED = _SINGLE | {b"origin", b"sec-fetch-site", b"content-type", b"content-encoding"}
@@ -98,10 +100,11 @@ class RequestGuard:
         if scope["method"] in _SAFE_METHODS:
             return None
         content_type = head.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        is_form = content_type == _FORM_TYPE and scope["path"] in FORM_ROUTES
         is_foreign = is_of_other_origin(head.get(b"sec-fetch-site"), head.get(b"origin"), host)
-        if is_foreign and not is_allowed and not (is_public and content_type):
+        if is_foreign and not is_allowed and not (is_public and content_type and not is_form):
             return HeadFault.ORIGIN
-        if content_type and not _is_json(content_type):
+        if content_type and not (_is_json(content_type) or is_form):
             return HeadFault.CONTENT_TYPE
         if head.get(b"content-encoding", b"").lower() not in (b"", b"identity", GZIP):
             return HeadFault.CONTENT_ENCODING

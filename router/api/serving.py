@@ -320,12 +320,15 @@ class Exchange:
         self._num_sent += 1
         if not self._is_streaming:
             self._is_streaming = True
-            headers = [*EVENT_STREAM_HEADERS, *self._own_headers()]
+            headers = [*self._stream_headers(), *self._own_headers()]
             await send_first(self._send, self._connection, headers, events)
             if not is_last:
                 return
             events = b""
         await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
+
+    def _stream_headers(self) -> Sequence[Header]:
+        return EVENT_STREAM_HEADERS
 
     async def _beat(self) -> None:
         """Proxies cut what is silent: a stream of which nothing was sent since the last time is kept alive.

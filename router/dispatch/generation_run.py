@@ -279,6 +279,8 @@ class GenerationRun:
         self, attempt: Attempt, choice: ChoiceProgress, code: RefusalCode, refusal: Refusal | None
     ) -> None:
         is_death = attempt.inflight.lost is not None or code is RefusalCode.ENGINE_FAILED
+        if is_death and self._generation.submit.route:
+            self._visible = True  # its server may have done it: what it does is not known, so once is enough
         self._placement.failed(attempt.replica_id, code, is_death=is_death, refusal=refusal)
         choice.tries.failed(is_death=is_death, has_survived=attempt.has_survived)
         attempt.trace.failed(code.value if attempt.inflight.lost is None else "replica_lost")

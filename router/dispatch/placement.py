@@ -150,6 +150,7 @@ class Placement:
                 num_tokens,
                 table.block_size(generation.model),
                 media=generation.submit.media,
+                by_load=bool(generation.submit.route),
             )
             started = time.perf_counter()
             if self.suspected is None and not self.num_attempts:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from replicas.protocol.passed_routes import ROUTES
 from router.errors import (
     BodiesFull,
     BodyTooLarge,
@@ -159,14 +160,6 @@ def method_not_allowed(method: str, path: str) -> HttpError:
 
 
 NOT_SERVED = (
-    "/v1/embeddings",
-    "/v1/rerank",
-    "/v2/rerank",
-    "/rerank",
-    "/v1/score",
-    "/score",
-    "/pooling",
-    "/classify",
     "/v1/audio",
     "/v1/images",
     "/v1/moderations",
@@ -187,7 +180,12 @@ def unknown_route(method: str, path: str) -> HttpError:
     def begins_with(known: Sequence[str]) -> bool:
         return any(path == each or path.startswith(each + "/") for each in known)
 
-    if begins_with(NOT_SERVED):
+    if path in ROUTES:
+        message += (
+            " No server here has this route: a pool of engine openai whose servers do names it in its setting"
+            " routes."
+        )
+    elif begins_with(NOT_SERVED):
         message += " The models that are served here generate text, and do nothing else."
     elif begins_with(NOT_KEPT):
         message += " There are no batches, files, fine-tuning or assistants: send each request by itself."

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from replicas.protocol.passed_routes import FORM, FORM_ROUTES
 from router.api.anthropic.body import MessagesBody
 from router.api.anthropic.counts import MessageTokens
 from router.api.anthropic.errors import AnthropicError
@@ -41,6 +42,7 @@ from router.features.responses.feature import DeletedResponse, ResponseItems, Re
 from router.features.usage.feature import UsageAnswer
 
 OPENAI, ANTHROPIC, GEMINI, CACHES, CONTROL = "OpenAI", "Anthropic", "Gemini", "Named caches", "Control"
+PASSED = "Passed on"
 
 Schema = Mapping[str, Any]
 Kind = Any
@@ -195,13 +197,13 @@ OPERATIONS: Mapping[str, Sequence[Operation]] = {
 }
 
 
-@functools.cache
-def openapi_document() -> bytes:
-    """Return the document as JSON, equal for every router of this version."""
-    return encode_json(_document())
+@functools.lru_cache(maxsize=16)
+def openapi_document(passed: tuple[str, ...] = ()) -> bytes:
+    """Return the document as JSON, equal for every router of this version that passes on these routes."""
+    return encode_json(_document(passed))
 
 
-def _document() -> OpenApi:
+def _document(passed: tuple[str, ...] = ()) -> OpenApi:
     operations = [(group, each) for group, those in OPERATIONS.items() for each in those]
     bodies = _components(each.body for _, each in operations)
     answers = _components([*(each.answer for _, each in operations), *_ERRORS.values(), OpenAiError])
@@ -212,12 +214,13 @@ def _document() -> OpenApi:
     for group, operation in operations:
         method, path = operation.asked.split()
         paths.setdefault(path, {})[method] = _operation(group, operation, method, path)
+    paths |= {path: {"post": _passed(path)} for path in passed}
     said = "What clients ask of a router, in the words of OpenAI, Anthropic and Gemini."
     said += " Fields that are not named here are ignored."
     return OpenApi(
         "3.1.0",
         {"title": "Kvasir", "version": "1", "description": said},
-        [{"name": group} for group in OPERATIONS],
+        [{"name": group} for group in (*OPERATIONS, *([PASSED] if passed else []))],
         paths,
         {"schemas": schemas},
     )
@@ -285,6 +288,14 @@ def _operation(group: str, operation: Operation, method: str, path: str) -> dict
         written["parameters"] = parameters
     if operation.body is not None:
         written["requestBody"] = {"required": True, "content": _content("application/json", operation.body)}
+    return written
+
+
+def _passed(path: str) -> dict[str, Any]:
+    written = _operation(PASSED, Operation(f"post {path}", "Passed on to a server"), "post", path)
+    kind = FORM if path in FORM_ROUTES else "application/json"
+    written["requestBody"] = {"required": True, "content": {kind: {"schema": {"type": "object"}}}}
+    written["responses"]["200"] = {"description": "The server's answer.", "content": {"*/*": {}}}
     return written
 
 

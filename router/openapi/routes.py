@@ -3,6 +3,7 @@
 Owns the two routes. The page's files are our own; nothing of it comes from anywhere else.
 """
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from starlette.requests import Request
@@ -19,18 +20,19 @@ ICON = "icon.svg"
 _FILES = {ICON: FILES[ICON], **read_files(Path(__file__).resolve().parent / "docs_page")}
 
 
-def docs_routes() -> list[Route]:
+def docs_routes(passed: Callable[[], Iterable[str]] = tuple) -> list[Route]:
+    """`passed` says which routes are passed on."""
+
+    async def document(request: Request) -> Response:
+        return Response(openapi_document(tuple(passed())), media_type="application/json")
+
     files = [
         Route(f"{PAGE}/{name}", endpoint_of(file), methods=["GET"])
         for name, file in _FILES.items()
         if name != INDEX
     ]
     return [
-        Route("/openapi.json", _document, methods=["GET"]),
+        Route("/openapi.json", document, methods=["GET"]),
         Route(PAGE, endpoint_of(_FILES[INDEX]), methods=["GET"]),
         *files,
     ]
-
-
-async def _document(request: Request) -> Response:
-    return Response(openapi_document(), media_type="application/json")

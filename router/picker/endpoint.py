@@ -6,20 +6,20 @@ server, and what the server's answer says of itself. All before the decision is 
 
 import asyncio
 import contextlib
-import copy
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from replicas.protocol.frames import PromptUsage
+from replicas.protocol.passed_routes import with_model
 from replicas.protocol.status import ModelCard
 from router.api.api_request import ApiRequest, Prepare, Prompt
 from router.api.context import ApiContext
 from router.api.json_body import encode_json, with_fields
+from router.api.passed import passed_endpoints, prepare_passed
 from router.api.serving import Exchange, GenerationEndpoint
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.pick import Pick
 from router.edge.http import Header, header
 from router.errors import ErrorKind, TooLate
-from router.feature import Hooks
 from router.picker.answer_reader import AnswerReader
 from router.picker.messages import Head
 from router.picker.stream import STREAM, GatewayStream
@@ -37,25 +37,17 @@ _KINDS = {400: ErrorKind.INVALID, 404: ErrorKind.UNKNOWN_MODEL, 429: ErrorKind.O
 def picked_endpoints(
     context: ApiContext, prepares: Mapping[str, Prepare]
 ) -> Callable[[str], GenerationEndpoint | None]:
-    """Find the endpoint of a path that generates, for requests at a gateway."""
-    picked = _picked_context(context)
+    """Find the endpoint of a path that a server answers, for requests at a gateway."""
+    # Nothing changes a prompt's tokens: the server renders it by itself.
+    picked = context.without_hooks("encoded", "beginning")
     endpoints = {
         path: GenerationEndpoint(
             picked, path.removeprefix("/v1/").replace("/", "_"), _in_time(prepare), PickedExchange
         )
         for path, prepare in prepares.items()
     }
-    return endpoints.get
-
-
-def _picked_context(context: ApiContext) -> ApiContext:
-    """The same, without hooks that change a prompt's tokens: the server renders it by itself."""
-    hooks = Hooks()
-    vars(hooks).update(vars(context.hooks))
-    hooks.encoded, hooks.beginning = [], []
-    picked = copy.copy(context)
-    picked.hooks = hooks
-    return picked
+    passed = passed_endpoints(picked, _in_time(prepare_passed), PickedExchange)
+    return lambda path: endpoints.get(path) or passed(path)
 
 
 def _in_time(prepare: Prepare) -> Prepare:
@@ -82,20 +74,26 @@ class PickedExchange(Exchange):
         request, context, stream = self._request, self._context, _stream_of(self._request)
         dispatcher, prompt = context.dispatcher, request.prompts[0]
         assert isinstance(dispatcher, Dispatcher)
+        submit = prompt.generation.submit
         trace = self.trace.generation()
         with (
             context.bodies.hold(request.address) as held,
-            Pick(dispatcher, prompt.generation, trace, _admits(stream.subset)) as pick,
+            Pick(dispatcher, prompt.generation, trace, _admits(stream.subset, submit.route)) as pick,
         ):
             held.take(len(self._body))
             async with _deadline(context, request):
                 card = await pick.place()
             self._pick = pick
             prompt.decided(pick)
-            fields = b'"cache_salt":"%b"' % prompt.generation.submit.root.hex().encode()
-            if request.asked_model != request.model.name:  # not each of its servers may know it by that
-                fields += b',"model":' + encode_json(request.model.name)
-            body, self._body = with_fields(self._body, fields), b""
+            name = request.model.name  # not each of its servers may know it by the one that is asked for
+            if submit.route:
+                body = with_model(submit.content_type, self._body, name)
+            else:
+                fields = b'"cache_salt":"%b"' % submit.root.hex().encode()
+                if request.asked_model != name:
+                    fields += b',"model":' + encode_json(name)
+                body = with_fields(self._body, fields)
+            self._body = b""
             await stream.forward(card.endpoint, _headers_for(request, card), body, self)
             held.give_back()
             try:
@@ -135,6 +133,10 @@ class PickedExchange(Exchange):
         if facts.answer_id is not None:
             request.writer.answer_id = facts.answer_id
         is_alone = len(request.prompts) == 1
+        if prompt.generation.submit.route:
+            prompt.usage = PromptUsage(facts.num_prompt_tokens or 0, None, 0)
+            pick.used(None, facts.num_output_tokens)
+            return
         num_prompt, num_cached = len(prompt.generation.token_ids), facts.num_cached_tokens
         if is_alone and facts.num_prompt_tokens not in (None, num_prompt):
             _stream_of(request).tally.num_other_renderings += 1
@@ -165,8 +167,14 @@ def _stream_of(request: ApiRequest) -> GatewayStream:
     return stream
 
 
-def _admits(subset: frozenset[str] | None) -> Callable[[ModelCard], bool]:
-    return lambda card: bool(card.endpoint) and (subset is None or card.endpoint in subset)
+def _admits(subset: frozenset[str] | None, route: str) -> Callable[[ModelCard], bool]:
+    """A server that takes bodies is picked for the routes alone that are passed on to it."""
+
+    def admits(card: ModelCard) -> bool:
+        may_go = route in card.routes if route else not card.takes_bodies
+        return may_go and bool(card.endpoint) and (subset is None or card.endpoint in subset)
+
+    return admits
 
 
 def _headers_for(request: ApiRequest, card: ModelCard) -> list[Header]:

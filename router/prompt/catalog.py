@@ -364,6 +364,14 @@ class ModelCatalog:
         others_in_order = sorted(others, key=lambda name: (self._others[name].adapter is not None, name))
         return [*self.names(), *others_in_order]
 
+    def routes(self) -> Mapping[str, Sequence[str]]:
+        """Return the models' names by the routes that are passed on to their servers."""
+        found: dict[str, list[str]] = {}
+        for name in self.names():
+            for route in self._models[name].card.routes:
+                found.setdefault(route, []).append(name)
+        return found
+
     def within(self, namespace: str | None) -> TextModels:
         """The models for texts of this namespace."""
         return _Within(self, namespace)

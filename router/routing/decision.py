@@ -67,6 +67,8 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     media: tuple[ImageTokens, ...] = ()
     num_findable_blocks: int | None = None
     peek_tokens: int = 0
+    by_load: bool = False
+    """It finds nothing cached: the replica with the fewest requests takes it."""
 
 
 class Replicas(Mapping[ReplicaId, ReplicaLoad]):

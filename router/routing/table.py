@@ -31,6 +31,8 @@ from router.shared.instruments import Instrument, counter, gauge
 if TYPE_CHECKING:
     import random
 
+BY_LOAD = POLICIES["least_loaded"]
+
 LINGER_SECONDS = 0.2
 """How long a prediction that the index did not hear of (Redis is away, or the request was quick) outlives
 the first token: the index hears of the blocks a little later."""
@@ -432,7 +434,8 @@ class RoutingTable:
         counted = overlaps
         if self.unread.counts and (unread := self.unread.at(self._now())):
             counted = overlaps.without(unread)
-        decision = self._policy(request, replicas, counted, self._parameters, self._rng)
+        policy = BY_LOAD if request.by_load else self._policy
+        decision = policy(request, replicas, counted, self._parameters, self._rng)
         holdings = overlaps.holdings(frozenset(fleet.gone))
         if holdings is not None:
             decision = msgspec.structs.replace(decision, holdings=holdings)

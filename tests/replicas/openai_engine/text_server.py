@@ -38,14 +38,8 @@ class TextServer:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        routes = [
-            Route("/v1/models", self._models),
-            Route("/props", self._properties),
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/messages", self._messages, methods=["POST"]),
-        ]
         config = uvicorn.Config(
-            Starlette(routes=routes),
+            Starlette(routes=self.routes()),
             host="127.0.0.1",
             port=self.port,
             log_config=None,  # the loggers are those of all tests
@@ -55,6 +49,14 @@ class TextServer:
         self._http = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._http.run, daemon=True)
         self._thread.start()
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self._models),
+            Route("/props", self._properties),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/messages", self._messages, methods=["POST"]),
+        ]
 
     @property
     def url(self) -> str:

@@ -5,7 +5,7 @@ import pytest
 from replicas.config import ReplicaConfig
 from replicas.process.settings import SettingsError
 from replicas.remote_engine.engine import RemoteEngine
-from replicas.remote_engine.server import endpoint_of
+from replicas.remote_engine.server import address_of
 from tests.replicas.remote_engine.stand_in import StandIn
 
 
@@ -27,7 +27,7 @@ from tests.replicas.remote_engine.stand_in import StandIn
 def test_an_address_is_that_of_the_url_unless_it_is_loopback_or_below_a_path(
     url: str, configured: str | None, endpoint: str
 ) -> None:
-    assert endpoint_of(url, configured) == endpoint
+    assert address_of(url, configured) == endpoint
 
 
 def test_an_address_is_host_and_port() -> None:
