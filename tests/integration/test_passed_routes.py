@@ -110,8 +110,7 @@ def test_the_replica_with_the_fewest_requests_is_asked(passed: Passed) -> None:
             asked = [
                 asyncio.create_task(http.post(url, json=body, headers=passed.headers())) for _ in range(8)
             ]
-            while passed.num_came() < 8:
-                await asyncio.sleep(0.05)
+            await asyncio.to_thread(wait_until, lambda: passed.num_came() == 8, lambda: "not all came")
             for each in asked:
                 each.cancel()
             await asyncio.gather(*asked, return_exceptions=True)

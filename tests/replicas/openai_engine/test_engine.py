@@ -16,6 +16,7 @@ from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import hash_blocks
 from replicas.protocol.frames import MAX_LISTED, BodyForm, FinishReason, RefusalCode, RequestKey, TokenDelta
 from tests.replicas.builders import ROOT, EventBalance, engine_request
+from tests.replicas.openai_engine.route_server import RouteServer
 from tests.replicas.openai_engine.text_server import TextServer
 
 WAIT_SECONDS = 60.0
@@ -332,8 +333,64 @@ def test_a_models_name_that_the_server_lacks(server: TextServer) -> None:
 
 
 def test_settings_that_are_not_its(server: TextServer) -> None:
-    for name, value in (("engine_rank", 0), ("engine_endpoint", "10.0.0.7:8000")):
-        with pytest.raises(SettingsError, match=f"setting {name} is for the engine remote, not for openai"):
-            config(server, **{name: value})
+    with pytest.raises(SettingsError, match="setting engine_rank is for the engine remote, not for openai"):
+        config(server, engine_rank=0)
+    with pytest.raises(SettingsError, match="setting engine_endpoint is for the engine openai only with"):
+        config(server, engine_endpoint="10.0.0.7:8000")
+    with pytest.raises(SettingsError, match="setting routes has /v1/load_lora_adapter; it takes /v1/embedd"):
+        config(server, routes=("/v1/load_lora_adapter",))
+    with pytest.raises(SettingsError, match="setting routes is for the engine openai, not for torch"):
+        ReplicaConfig(routes=("/v1/embeddings",))
     with pytest.raises(SettingsError, match="engine_url"):
         ReplicaConfig(engine="openai")
+
+
+@pytest.fixture
+def passing() -> Iterator[tuple[Driven, RouteServer]]:
+    """An engine in front of a server that generates nothing."""
+    server = RouteServer()
+    engine = OpenAiEngine(config(server, routes=("/v1/embeddings",), engine_endpoint="10.0.0.7:8000"))
+    engine.begin(lambda: None)
+    yield Driven(engine), server
+    engine.close()
+    server.close()
+
+
+def pass_on(driven: Driven, route: str = "/v1/embeddings") -> RequestKey:
+    body, kind = b'{"model": "ours", "input": "a"}', "application/json"
+    return driven.add(body, BodyForm.PASSED, route=route, content_type=kind)
+
+
+def test_a_body_is_passed_on_to_a_route_that_was_set(passing: tuple[Driven, RouteServer]) -> None:
+    driven, server = passing
+    card = driven.engine.card
+    assert (card.takes_bodies, card.routes) == (("passed",), ("/v1/embeddings",))
+    assert card.endpoint == "10.0.0.7:8000"
+    key = pass_on(driven)
+    last = driven.finish(key)
+    assert driven.deltas[key][0].body == b"application/json"
+    assert json.loads(driven.body(key).removeprefix(b"application/json"))["usage"]["prompt_tokens"] == 7
+    assert last.usage is not None and last.usage.num_prompt_tokens == 7
+    with pytest.raises(RequestRefused, match="is not passed on here"):
+        pass_on(driven, "/v1/models")
+    assert len(server.came) == 1
+
+
+@pytest.mark.parametrize("bound", ["MOST_PASSED_BYTES", "PASSED_SECONDS"])
+def test_an_answer_that_is_passed_on_has_bounds(
+    passing: tuple[Driven, RouteServer], bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven, server = passing
+    monkeypatch.setattr(upstream, bound, 0.5)
+    server.fault = "hangs" if bound == "PASSED_SECONDS" else ""
+    refusal = driven.finish(pass_on(driven)).refusal
+    assert refusal is not None and refusal.code is RefusalCode.INVALID_REQUEST  # tried nowhere else
+    assert refusal.error is not None and refusal.error.status == 502
+    driven.step_until(lambda: not server.num_open)
+
+
+def test_what_was_not_sent_may_be_tried_elsewhere(passing: tuple[Driven, RouteServer]) -> None:
+    driven, server = passing
+    server.close()
+    refusal = driven.finish(pass_on(driven)).refusal
+    assert refusal is not None and refusal.code is RefusalCode.INTERNAL

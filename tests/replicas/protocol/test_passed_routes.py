@@ -80,5 +80,5 @@ def test_of_a_form_the_name_alone_is_replaced(name: str) -> None:
     ],
 )
 def test_what_can_be_read_in_two_ways_or_in_none_is_refused(kind: str, body: bytes) -> None:
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError):  # of many kinds
         model_in(kind, body)

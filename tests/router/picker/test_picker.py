@@ -186,6 +186,31 @@ async def test_a_server_that_takes_bodies_is_never_picked(path: str) -> None:
         assert (told.status, told.error()["error"]["code"]) == (503, "no_replica_available")
 
 
+async def test_a_route_that_is_passed_on_goes_where_the_fewest_requests_are() -> None:
+    """To servers that have it, with the model's name as they know it, and with no salt."""
+    path, answers = "/v1/embeddings", [b'{"data": [], "usage": {"prompt_tokens": 9,', b' "total_tokens": 9}}']
+    async with picking_fleet(catalog=tiny_model.new_catalog()) as picking:
+        told = await picking.gateway.decide(path, {"input": "a"})
+        assert told.status == 404 and "No server here has this route" in told.error()["error"]["message"]
+        plain = picking.context.catalog.get(tiny_model.MODEL).card
+        card = replace(plain, name="vectors", engine="openai", takes_bodies=("passed",), routes=(path,))
+        picking.context.catalog.add(card, tiny_model.bundle())
+        for name, endpoint in (("a", A), ("b", B), ("inner", "")):
+            picking.table.add_replica(ReplicaId(name), replace(card, endpoint=endpoint), card.block_size)
+        async with picking.gateway.ask(path, {"input": "a", "n": 1.50}) as first:
+            told = await first.until_decided()
+            for _ in range(5):
+                other = await picking.gateway.decide(path, {"input": "a", "model": "vectors"})
+                assert {told.destination, other.destination} == {A, B}
+            assert told.body == b'{"model":"vectors","input":"a","n":1.5}'
+            assert await first.answers(JSON_HEAD, *answers) == b"".join(answers)
+        await picking.until_idle()
+        (served,) = [each for each in picking.ended.served if each.status == 200]
+        assert served.prompts[0].usage is not None and served.prompts[0].usage.num_prompt_tokens == 9
+        chat = await picking.gateway.decide("/v1/chat/completions", {**CHAT, "model": "vectors"})
+        assert chat.status == 400
+
+
 async def test_a_data_parallel_rank_is_named() -> None:
     async with picking_fleet() as picking:
         picking.join("a-1", A, endpoint_rank=1)
