@@ -85,10 +85,12 @@ def test_settings_key_and_model_reach_the_replicas() -> None:
 
 @pytest.mark.parametrize("engine", ["", "remote", "openai"])
 def test_the_engine_of_a_pool_that_finds_servers_is_that_of_its_replicas(engine: str) -> None:
-    pools = {"run": {"engine": engine, "engines": {"urls": ["http://a:8080"]}}}
+    settings = {"routes": ["/v1/embeddings", "/rerank"]} if engine == "openai" else {}
+    pools = {"run": {"engine": engine, "engines": {"urls": ["http://a:8080"]}, "settings": settings}}
     text = named("ConfigMap", NAME, tuple(render({"pools": pools})))["data"]["fleet.yaml"]
     (pool,) = parse_fleet(text, "redis://redis").pools
     assert (pool.replica.engine, pool.replica.model) == (engine or "remote", None)
+    assert pool.replica.routes == tuple(settings.get("routes", ()))
 
 
 @pytest.mark.parametrize("case", CASES)
