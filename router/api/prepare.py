@@ -154,7 +154,9 @@ async def _prepared_text(
 
 def check_form(model: TextModel, kind: str) -> None:
     """Raises InvalidRequest where the model's server would be sent a body that it does not take."""
-    forms = model.card.takes_bodies
+    forms = [form for form in model.card.takes_bodies if form != BodyForm.PASSED]
+    if model.card.takes_bodies and not forms:
+        raise InvalidRequest("The server of this model generates nothing: it only has routes of other kinds.")
     if forms and kind not in forms:
         raise InvalidRequest(
             f"The server of this model takes bodies of {' and '.join(forms)} only, and is sent them as they"

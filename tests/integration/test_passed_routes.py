@@ -26,6 +26,7 @@ TENANTS = (
     Tenant(name="few", limits=Limits(requests_per_minute=2)),
     Tenant(name="small", limits=Limits(tokens_per_minute=20)),
 )
+USER = {"role": "user", "content": "hello"}
 
 
 class Passed(NamedTuple):
@@ -134,7 +135,7 @@ def test_the_replica_with_the_fewest_requests_is_asked(passed: Passed) -> None:
         ("/v1/embeddings", {"model": "none", "input": ""}, 404, "none"),
         ("/v1/embeddings", ["none"], 400, "The request body cannot be read: it is no JSON object"),
         ("/pooling", {"model": "ours", "input": ""}, 404, "No server here has this route"),
-        ("/v1/chat/completions", {"model": "ours", "messages": []}, 400, "takes bodies of"),
+        ("/v1/chat/completions", {"model": "ours", "messages": [USER]}, 400, "generates nothing"),
     ],
 )
 def test_what_cannot_be_passed_on_is_told(

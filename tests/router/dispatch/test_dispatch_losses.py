@@ -55,6 +55,21 @@ async def test_a_replica_lost_before_the_first_token_is_invisible(fleet: Dispatc
     assert (statistics.num_retries, statistics.num_resumes, statistics.num_lost) == (1, 0, 1)
 
 
+async def test_what_is_passed_on_is_not_sent_again_when_its_replica_dies(fleet: DispatchedFleet) -> None:
+    for name in ("r0", "r1"):
+        (await fleet.add(name)).script.holding = True
+    task = asyncio.create_task(generate(fleet, changed(GENERATION, body=b"{}", route="/rerank")))
+    await eventually(lambda: any(replica.num_live for replica in fleet.replicas.values()))
+    dying = fleet.serving_replica()
+    for replica in fleet.replicas.values():
+        replica.script.holding = False
+    dying.script.silent = True
+    await dying.kill()
+    with pytest.raises(GenerationFailed, match="could not be resumed"):
+        await task
+    assert sum(len(replica.submits) for replica in fleet.replicas.values()) == 1
+
+
 @pytest.mark.parametrize("listens", [False, True])
 @pytest.mark.parametrize("num_choices", [1, 3])
 @pytest.mark.parametrize("death", ["stream", "kill"])
