@@ -135,6 +135,43 @@ def test_a_vllm_server_of_a_model_that_the_torch_engine_does_not_have(tmp_path: 
     assert causes[1].endswith("cause=not_resumable")
 
 
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed: ./kvasir test --all installs it",
+)
+def test_a_vllm_server_that_generates_nothing(tmp_path: Path) -> None:
+    """What it answers through a router is what it answers itself."""
+    text = "The quick brown fox"
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/embeddings": {"input": [text, "a"]},
+        "/pooling": {"input": text},
+        "/score": {"text_1": text, "text_2": [text, "a"]},
+        "/rerank": {"query": text, "documents": ["a", text]},
+    }
+
+    def asked(url: str, path: str, name: str) -> dict[str, Any]:
+        answer = httpx.post(url + path, json={"model": name, **bodies[path]}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return {field: value for field, value in found.items() if field not in ("id", "created")}
+
+    kvasir = KvasirCommand(tmp_path / "run")
+    with serving(tmp_path / "log", "--runner", "pooling", "--convert", "embed") as (joined, server):
+        wait_until(lambda: server.poll() is not None or is_up(joined), (tmp_path / "log").read_text, 500.0)
+        own = {path: asked(joined, path, "toy") for path in bodies}
+        with kvasir.up("--engine", "openai", "--join", joined, "--set", f"routes={','.join(bodies)}"):
+            url = kvasir.state().router_url
+            assert names(url) == ["toy", "gpt-4o"]
+            assert {path: asked(url, path, "gpt-4o") for path in bodies} == own
+            chat = {"model": "toy", "messages": [{"role": "user", "content": "Hi"}]}
+            answer = httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=60)
+            assert answer.status_code == 400 and "generates nothing" in answer.text
+            used = httpx.get(f"{url}/v1/usage", timeout=60).json()["total"]
+            assert used["unreported_tokens"] >= sum(each["usage"]["prompt_tokens"] for each in own.values())
+
+
 def is_up(url: str) -> bool:
     try:
         return httpx.get(f"{url}/health").status_code == 200
