@@ -49,7 +49,7 @@ class _Field(NamedTuple):
     """`part` is all of it, from the end of the line with the boundary; `model` what it says of the model."""
 
     name: str
-    part: bytes
+    part: memoryview
     model: bytes | None
 
 
@@ -104,18 +104,23 @@ def _boundary_of(content_type: str) -> bytes | None:
 
 
 def _form(boundary: bytes, body: bytes) -> Sequence[_Field]:
-    first, *parts = (b"\r\n" + body).split(b"\r\n--" + boundary, MOST_FIELDS + 1)
-    if first or not parts or parts[-1].rstrip(b"\r\n") != b"--":
+    delimiter = b"\r\n--" + boundary
+    found, at, view = [], len(delimiter) - 2, memoryview(body)
+    is_form = body.startswith(delimiter[2:])
+    while is_form and len(found) < MOST_FIELDS and (end := body.find(delimiter, at)) >= 0:
+        found.append(_field(view[at:end]))
+        at = end + len(delimiter)
+    if not found or body[at : at + 8].rstrip(b"\r\n") != b"--":
         raise ValueError(f"it is no whole form of up to {MOST_FIELDS} fields")
-    return [_field(part) for part in parts[:-1]]
+    return found
 
 
-def _field(part: bytes) -> _Field:
-    end = part.find(b"\r\n\r\n", 0, MOST_HEAD_BYTES)
-    first, *lines = part[: max(0, end)].split(b"\r\n")
+def _field(part: memoryview) -> _Field:
+    head, end, _ = bytes(part[:MOST_HEAD_BYTES]).partition(b"\r\n\r\n")
+    first, *lines = head.split(b"\r\n") if end else [head]
     names = [found[1] for found in map(_FIELD.fullmatch, lines) if found is not None]
     num_others = sum(_OTHER_LINE.fullmatch(line) is not None for line in lines)
     if first or len(names) != 1 or 1 + num_others != len(lines):
         raise ValueError("the head of one of its fields cannot be read")
     name = names[0].decode()
-    return _Field(name, part, part[end + 4 :] if _is_model(name) else None)
+    return _Field(name, part, bytes(part[len(head) + 4 :]) if _is_model(name) else None)
