@@ -67,8 +67,11 @@ def module_passed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Passed]:
     ]
     replicas.append({"engine": "openai", "engine_url": servers[2].url, "routes": "/v1/audio/speech"})
     replicas.append({"engine": "openai", "engine_url": wordy.url})
-    with local_stack(replica_settings=replicas, router_settings={"keys_file": keys_file}) as stack:
+    bodies = keys_file.parent / "bodies"
+    settings = {"keys_file": keys_file, "record_bodies": bodies}
+    with local_stack(replica_settings=replicas, router_settings=settings) as stack:
         yield Passed(stack, servers, keys)
+    assert bodies.read_bytes() == b""  # what is not read is not recorded either
     for server in (*servers, wordy):
         server.close()
 

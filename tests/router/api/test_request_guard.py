@@ -181,6 +181,10 @@ async def test_under_a_public_name_only_what_a_browser_would_have_asked_leave_fo
         assert (await status_of(server, {**host, **headers, **JSON}))[0] == 200
         assert (await status_of(server, {**host, **headers}))[0] == 403
         assert (await status_of(server, {**host, **headers, "content-type": "text/plain"}))[0] == 415
+        form = {"content-type": "multipart/form-data; boundary=a"}  # which browsers send without asking
+        sound = "/v1/audio/transcriptions"
+        assert (await status_of(server, {**host, **headers, **form}, sound))[0] == 403
+        assert (await status_of(server, {**host, **form}, sound))[0] == 404  # no server has it
 
 
 async def test_the_routers_own_page_and_programs_with_a_fetch_of_their_own_may_post() -> None:
