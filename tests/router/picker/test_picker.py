@@ -176,10 +176,10 @@ async def test_replicas_without_an_address_are_not_picked() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_a_server_that_takes_bodies_is_never_picked(path: str) -> None:
+async def test_a_server_that_takes_bodies_is_never_picked_for_these(path: str) -> None:
     async with picking_fleet(catalog=tiny_model.new_catalog()) as picking:
         card = picking.context.catalog.get(tiny_model.MODEL).card
-        wordy = replace(card, name="wordy", engine="openai", takes_bodies=("chat", "completion"))
+        wordy = replace(card, name="wordy", engine="openai", takes_bodies=("chat", "completion"), endpoint=A)
         picking.context.catalog.add(wordy, tiny_model.bundle())
         picking.table.add_replica(ReplicaId("wordy-1"), wordy, card.block_size)
         told = await picking.gateway.decide(path, {**BODIES[path], "model": "wordy"})
