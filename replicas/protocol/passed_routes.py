@@ -105,7 +105,8 @@ def _boundary_of(content_type: str) -> bytes | None:
 
 def _form(boundary: bytes, body: bytes) -> Sequence[_Field]:
     delimiter = b"\r\n--" + boundary
-    found, at, view = [], len(delimiter) - 2, memoryview(body)
+    found: list[_Field] = []
+    at, view = len(delimiter) - 2, memoryview(body)
     is_form = body.startswith(delimiter[2:])
     while is_form and len(found) < MOST_FIELDS and (end := body.find(delimiter, at)) >= 0:
         found.append(_field(view[at:end]))
