@@ -181,7 +181,7 @@ async def _read(
             held.expect(int(announced))
         except BodiesFull:
             if header(scope, b"expect") is None:
-                await _discard(receive, max_bytes)
+                await _discard(scope, receive, max_bytes)
             raise
     message = await receive()
     if message["type"] == "http.request" and not message.get("more_body", False):
@@ -202,7 +202,7 @@ async def _read(
         except (BodyTooLarge, BodiesFull):
             content.clear()
             held.give_back()
-            await _discard(receive, max_bytes)
+            await _discard(scope, receive, max_bytes)
             raise
         content += part
         if not message.get("more_body", False):
@@ -211,9 +211,11 @@ async def _read(
         message = await receive()
 
 
-async def _discard(receive: Receive, max_bytes: int) -> None:
+async def _discard(scope: Scope, receive: Receive, max_bytes: int) -> None:
     """Read on for a moment: answering a client that still sends resets its connection before it has read
-    the answer."""
+    the answer. A gateway's stream, which is no client's, takes an answer at any time."""
+    if scope.get("client") is None:
+        return
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_SECONDS):
             num_bytes = 0

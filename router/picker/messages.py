@@ -5,7 +5,7 @@ the Gateway API Inference Extension gives to headers and metadata. Fields that a
 """
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -24,6 +24,15 @@ _OVERWRITE = 2
 
 PIECE_BYTES = 62_000
 """Most bytes of a body in one message."""
+
+FIRST_BYTES = 256 * 1024
+"""Most bytes of a message with headers. Envoy's own limit is 60 KiB for the headers alone."""
+MOST_HEADERS = 256
+"""Headers of one head. Envoy's own limit is 100."""
+MOST_ENDPOINTS = 4096
+"""Entries of a subset."""
+_FEW = 4
+"""Fields of a header, or of an entry of a map."""
 
 Header = tuple[bytes, bytes]
 
@@ -70,23 +79,34 @@ class Message(msgspec.Struct, frozen=True):
     response_mode: BodyMode = BodyMode.FULL_DUPLEX
 
 
-_PARTS = {2: (Head, False), 3: (Head, True), 4: (Body, False), 5: (Body, True)}
-_TRAILERS = {6: False, 7: True}
+_PARTS: Mapping[int, tuple[type[Head | Body | Trailers], bool]] = {
+    2: (Head, False),
+    3: (Head, True),
+    4: (Body, False),
+    5: (Body, True),
+    6: (Trailers, False),
+    7: (Trailers, True),
+}
 
 
 def decode(encoded: bytes) -> Message:
-    """Raises ValueError."""
+    """Costs milliseconds at most, whatever the bytes are. Raises ValueError."""
     part: Head | Body | Trailers | None = None
     is_response = False
     subset: frozenset[str] | None = None
     modes = BodyMode.FULL_DUPLEX, BodyMode.FULL_DUPLEX
     for number, value in fields(encoded):
         if number in _PARTS:
+            if part is not None:
+                raise ValueError("a message has two parts")
             kind, is_response = _PARTS[number]
-            part = _head(content(value)) if kind is Head else _body(content(value))
-        elif number in _TRAILERS:
-            part, is_response = Trailers(), _TRAILERS[number]
-        elif number == 8:
+            if kind is Body:
+                part = _body(content(value))
+            elif len(encoded) > FIRST_BYTES:
+                raise ValueError(f"a message without a body has more than {FIRST_BYTES} bytes")
+            else:
+                part = _head(content(value)) if kind is Head else Trailers()
+        elif number == 8 and subset is None and len(encoded) <= FIRST_BYTES:
             subset = _subset(content(value))
         elif number == 11:
             modes = _modes(content(value))
@@ -96,20 +116,23 @@ def decode(encoded: bytes) -> Message:
 
 
 def _head(encoded: bytes) -> Head:
-    headers: list[Header] = []
+    headers: list[Header] | None = None
     is_last = False
     for number, value in fields(encoded):
         if number == 1:
-            headers += [_header(content(each)) for at, each in fields(content(value)) if at == 1]
+            if headers is not None:
+                raise ValueError("a head has two lists of headers")
+            listed = fields(content(value), MOST_HEADERS)
+            headers = [_header(content(each)) for at, each in listed if at == 1]
         elif number == 3:
             is_last = bool(value)
-    return Head(headers, is_last)
+    return Head(headers or [], is_last)
 
 
 def _header(encoded: bytes) -> Header:
     """A value is in the field for text or in that for bytes."""
     name = value = b""
-    for number, found in fields(encoded):
+    for number, found in fields(encoded, _FEW):
         if number == 1:
             name = content(found).lower()
         elif number in (2, 3):
@@ -152,7 +175,7 @@ def _struct(encoded: bytes) -> Iterator[tuple[str, bytes]]:
 def _entry(encoded: bytes) -> tuple[str, bytes]:
     """Decode an entry of a map."""
     key, value = "", b""
-    for number, found in fields(encoded):
+    for number, found in fields(encoded, _FEW):
         if number == 1:
             key = text(found)
         elif number == 2:
@@ -161,14 +184,23 @@ def _entry(encoded: bytes) -> tuple[str, bytes]:
 
 
 def _endpoints(value: bytes) -> Iterator[str]:
-    """Decode a `google.protobuf.Value`: texts of endpoints with commas between, or a list of these."""
-    for number, found in fields(value):
+    """Decode a `google.protobuf.Value`, which has one field: endpoints with commas between, or a list of
+    these."""
+    for number, found in fields(value, 1):
         if number == 3:
-            yield from (each for part in text(found).split(",") if (each := part.strip()))
+            yield from _listed(text(found))
         elif number == 6:
-            for at, item in fields(content(found)):
+            for at, item in fields(content(found), MOST_ENDPOINTS):
                 if at == 1:
-                    yield from _endpoints(content(item))
+                    for kind, each in fields(content(item), 1):
+                        if kind == 3:
+                            yield from _listed(text(each))
+
+
+def _listed(endpoints: str) -> Iterator[str]:
+    if endpoints.count(",") >= MOST_ENDPOINTS:
+        raise ValueError(f"a subset has more than {MOST_ENDPOINTS} endpoints")
+    return (each for part in endpoints.split(",") if (each := part.strip()))
 
 
 # What the gateway is told.

@@ -8,13 +8,19 @@ from collections.abc import Iterator
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 _FIXED = {FIXED64: 8, FIXED32: 4}
 _MOST_SHIFT = 63
+MOST_FIELDS = 64
+"""Fields of one message, unless it is a list."""
 _ONE_BYTE = [bytes((value,)) for value in range(128)]
 
 
-def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield each field's number and value; fixed-size values are left out. Raises ValueError."""
-    at, end = 0, len(message)
+def fields(message: bytes, most: int = MOST_FIELDS) -> Iterator[tuple[int, int | bytes]]:
+    """Yield each field's number and value; fixed-size values are left out. Raises ValueError, also at the
+    first of more than `most` fields."""
+    at, end, num = 0, len(message), 0
     while at < end:
+        num += 1
+        if num > most:
+            raise ValueError(f"a message has more than {most} fields")
         tag, at = _varint(message, at)
         kind, number = tag & 7, tag >> 3
         if kind == BYTES:

@@ -1,9 +1,11 @@
 """Picker: the gRPC server that gateways ask, and its health service.
 
-Owns the port, the bound on streams, and what becomes of a stream that breaks off.
+Owns the port, the bounds on streams, and what becomes of a stream that breaks off. Until its first message,
+which shows a key, a stream has one of a few places, for seconds.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 
@@ -13,9 +15,10 @@ from starlette.types import ASGIApp
 from replicas.process.settings import SettingsError
 from replicas.process.tls import FollowedFiles, TlsFiles, server_credentials
 from router.config import RouterConfig
+from router.edge.http import ClientGone
 from router.picker.messages import METHOD, SERVICE, decode
 from router.picker.protobuf import field, fields, text
-from router.picker.stream import GatewayStream, Tally, Unsupported
+from router.picker.stream import GatewayStream, Tally, Unsupported, Write
 from router.shared.instruments import Instrument, counter, gauge
 
 logger = logging.getLogger(__name__)
@@ -27,6 +30,15 @@ SERVICES = ("", "liveness", "readiness", SERVICE)
 
 ROOM_BYTES = 2**20
 """Room in a message besides a body that comes in one piece."""
+
+FIRST_SECONDS = 5.0
+"""Longest time to a stream's first message, which a gateway sends with it."""
+MOST_SILENT = 1024
+"""Streams whose first message has not come. Of more, the oldest is given up."""
+LOG_SECONDS = 1.0
+"""Shortest time between two lines about streams that gateways broke."""
+
+Fault = tuple[grpc.StatusCode, str]
 
 Call = grpc.aio.ServicerContext[bytes, bytes]
 
@@ -40,6 +52,8 @@ class Picker:
         self._is_ready = is_ready
         self._is_stopping = False
         self._tally = Tally()
+        self._silent: dict[asyncio.Timeout, None] = {}
+        self._complained_at = -LOG_SECONDS
         self.port = 0
         self._server: grpc.aio.Server | None = None
 
@@ -49,11 +63,13 @@ class Picker:
         options = [
             ("grpc.max_receive_message_length", config.max_body_bytes + ROOM_BYTES),
             ("grpc.max_send_message_length", config.max_body_bytes + ROOM_BYTES),
+            ("grpc.http2.bdp_probe", 0),  # what is not read yet stays with the gateway
             ("grpc.so_reuseport", int(config.processes > 1)),
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", 10_000),
         ]
-        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=config.max_connections)
+        most = config.max_connections + 2 * MOST_SILENT  # as many again are on their way out
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=most)
         server.add_generic_rpc_handlers((self._processing(), self._health()))
         host = f"[{config.picker_host}]" if ":" in config.picker_host else config.picker_host
         try:
@@ -94,8 +110,13 @@ class Picker:
         yield gauge("router_picker_streams", "Requests at gateways that are open", lambda: tally.num_open)
         yield counter(
             "router_picker_requests_total",
-            "Requests of gateways, by who answered: a server, or this router itself",
-            lambda: {"server": tally.num_forwarded, "router": tally.num_answered},
+            "Requests of gateways, by who answered: a server, this router itself, or nobody, as there was "
+            "nothing, too much or nonsense to answer",
+            lambda: {
+                "server": tally.num_forwarded,
+                "router": tally.num_answered,
+                "nobody": tally.num_broken,
+            },
             "by",
         )
         yield counter(
@@ -114,50 +135,95 @@ class Picker:
         is_well = name == "liveness" or (self._is_ready() and not self._is_stopping)
         return field(1, SERVING if is_well else NOT_SERVING)
 
-    async def _process(self, messages: AsyncIterator[bytes], call: Call) -> None:
+    async def _process(self, _: AsyncIterator[bytes], call: Call) -> None:
         lock = asyncio.Lock()
 
         async def write(message: bytes) -> None:
             async with lock:  # one message at a time
-                await call.write(message)
+                try:
+                    await call.write(message)
+                except grpc.aio.BaseError as error:
+                    raise ClientGone from error
 
+        with self._tally.open():
+            fault = await self._run(call, write)
+        if fault is not None:
+            self._complain(fault[1])
+            with contextlib.suppress(grpc.aio.InternalError):  # it has left
+                await call.abort(*fault)
+
+    async def _run(self, call: Call, write: Write) -> Fault | None:
         try:
-            first = decode(await anext(messages))
-            stream = GatewayStream(first, write, self._tally)
-        except StopAsyncIteration:
-            return
+            first = await self._first(call)
+            if first is None:
+                return None
+            if self._tally.num_open - len(self._silent) > self._config.max_connections:
+                return grpc.StatusCode.RESOURCE_EXHAUSTED, "more streams are open than max_connections"
+            stream = GatewayStream(decode(first), write, self._tally)
+        except TimeoutError:
+            return grpc.StatusCode.DEADLINE_EXCEEDED, "the first message of a stream has not come in time"
         except (ValueError, Unsupported) as error:
-            logger.error("a gateway's request cannot be answered: %s", error)
-            await call.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        await self._serve(stream, messages)
+            return grpc.StatusCode.INVALID_ARGUMENT, str(error)
+        with contextlib.suppress(ClientGone):
+            await stream.begin()
+            await self._serve(stream, call)
+        return None
 
-    async def _serve(self, stream: GatewayStream, messages: AsyncIterator[bytes]) -> None:
+    async def _first(self, call: Call) -> bytes | None:
+        """None: there is none. Raises TimeoutError."""
+        silent = self._silent
+        async with asyncio.timeout(FIRST_SECONDS) as deadline:
+            silent[deadline] = None
+            if len(silent) > MOST_SILENT:
+                oldest = next(iter(silent))
+                del silent[oldest]
+                oldest.reschedule(0.0)
+            try:
+                return await _message(call)
+            finally:
+                silent.pop(deadline, None)
+
+    async def _serve(self, stream: GatewayStream, call: Call) -> None:
         """Serve one request. The gateway cancels the call if the client leaves, or ends its side."""
         async with asyncio.TaskGroup() as tasks:
-            with self._tally.open():
-                await stream.begin()
-                reading = tasks.create_task(_read(stream, messages))
-                serving = tasks.create_task(self._answer(stream))
-                try:
-                    await asyncio.wait({serving})
-                    if not stream.was_answered:  # the rest of somebody else's answer has to go on
-                        await asyncio.wait({reading})
-                finally:
-                    stream.leave()
-                    await asyncio.wait({serving})
-                    reading.cancel()
+            reading = tasks.create_task(self._read(stream, call))
+            serving = tasks.create_task(self._answer(stream))
+            try:
+                await asyncio.wait({serving})
+                if not stream.was_answered:  # the rest of somebody else's answer has to go on
+                    await asyncio.wait({reading})
+            finally:
+                stream.leave()
+                await asyncio.wait({serving})
+                reading.cancel()
 
     async def _answer(self, stream: GatewayStream) -> None:
         await self._app(stream.scope(), stream.receive, stream.send)
 
+    async def _read(self, stream: GatewayStream, call: Call) -> None:
+        try:
+            while not stream.has_ended:
+                await stream.until_wanted()
+                encoded = await _message(call)
+                if encoded is None:
+                    break
+                await stream.take(decode(encoded))
+        except ValueError as error:
+            self._complain(str(error))
+        except ClientGone:
+            pass
+        finally:
+            stream.leave()
 
-async def _read(stream: GatewayStream, messages: AsyncIterator[bytes]) -> None:
-    try:
-        async for encoded in messages:
-            await stream.take(decode(encoded))
-            if stream.has_ended:
-                break
-    except ValueError as error:
-        logger.error("a gateway's message cannot be read: %s", error)
-    finally:
-        stream.leave()
+    def _complain(self, words: str) -> None:
+        self._tally.num_broken += 1
+        now = asyncio.get_running_loop().time()
+        if now - self._complained_at >= LOG_SECONDS:
+            self._complained_at = now
+            logger.warning("a gateway's request cannot be answered: %s", words)
+
+
+async def _message(call: Call) -> bytes | None:
+    """None: the peer sends no more."""
+    message = await call.read()
+    return message if isinstance(message, bytes) else None

@@ -7,12 +7,13 @@ server is chosen, unless the gateway holds the body back until then; of the answ
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from starlette.types import Message as AsgiMessage
 from starlette.types import Scope
 
+from router.edge.http import ClientGone
 from router.picker.messages import (
     Body,
     BodyMode,
@@ -30,14 +31,17 @@ from router.picker.messages import (
 STREAM = "kvasir.gateway_stream"
 """Key of the stream in a scope's extensions."""
 
-MOST_PARTS = 4
-"""Parts of a body that wait to be read."""
+WRITE_SECONDS = 30.0
+"""Longest time for an answer, or a request on its way to a server, to be taken by the gateway."""
 
 MOST_AFTER_END = 16
 """Messages that may follow the end of a request's body. Envoy repeats the end at times."""
 
 _LEFT_OUT = frozenset((b"content-length", b"connection", b"transfer-encoding"))
 """Headers that a gateway sets itself in an answer that is not a server's."""
+
+
+Write = Callable[[bytes], Awaitable[None]]
 
 
 class Unsupported(Exception):
@@ -56,6 +60,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.num_open = self.num_forwarded = self.num_answered = self.num_other_renderings = 0
+        self.num_broken = 0
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -67,10 +72,10 @@ class Tally:
 
 
 class GatewayStream:
-    """`write` sends one encoded message. Raises Unsupported for a first message that cannot begin a
-    request."""
+    """`write` sends one encoded message, and raises ClientGone. Raises Unsupported for a first message that
+    cannot begin a request."""
 
-    def __init__(self, first: Message, write: Callable[[bytes], Awaitable[None]], tally: Tally) -> None:
+    def __init__(self, first: Message, write: Write, tally: Tally) -> None:
         if not isinstance(first.part, Head) or first.is_response:
             raise Unsupported("the first message has to be a request's headers")
         self._modes = first.request_mode, first.response_mode
@@ -88,7 +93,7 @@ class GatewayStream:
         self._has_body_ended = first.part.is_last
         self._num_after_end = 0
         self._owed: list[bytes] = []
-        self._has_room, self._news = asyncio.Event(), asyncio.Event()
+        self._is_wanted, self._news = asyncio.Event(), asyncio.Event()
         self._trailers: Message | None = None
         self._listener: Listener | None = None
         self._status = 0
@@ -131,12 +136,12 @@ class GatewayStream:
         while True:
             if self._parts:
                 part = self._parts.popleft()
-                self._has_room.set()
                 if part.is_last:
                     self.body_ended_at = asyncio.get_running_loop().time()
                 return {"type": "http.request", "body": part.content, "more_body": not part.is_last}
             if self._has_left:
                 return {"type": "http.disconnect"}
+            self._is_wanted.set()
             self._news.clear()
             await self._news.wait()
 
@@ -150,9 +155,26 @@ class GatewayStream:
         if not message.get("more_body", False) and not (self.was_forwarded or self._has_left):
             self.was_answered = True
             self.tally.num_answered += 1
-            await self._write(immediate(self._status, self._error_headers, self._error_body))
+            with contextlib.suppress(ClientGone):
+                await self._tell([immediate(self._status, self._error_headers, self._error_body)])
+
+    async def _tell(self, messages: Iterable[bytes]) -> None:
+        """Raises ClientGone if it is not taken."""
+        try:
+            async with asyncio.timeout(WRITE_SECONDS):
+                for message in messages:
+                    await self._write(message)
+        except TimeoutError as error:
+            self.leave()
+            raise ClientGone from error
 
     # What the gateway says.
+
+    async def until_wanted(self) -> None:
+        """Wait until the next message may be read. No part of a body is read before the application asks for
+        it, and has counted the one before."""
+        if not (self._has_body_ended or self._has_left):
+            await self._is_wanted.wait()
 
     async def begin(self) -> None:
         if not self._has_body_ended and self._modes[0] is BodyMode.BUFFERED:
@@ -172,11 +194,10 @@ class GatewayStream:
         if isinstance(part, Trailers):
             self._trailers, part = message, Body(b"", is_last=True)
         self._has_body_ended = part.is_last
-        while len(self._parts) >= MOST_PARTS:
-            self._has_room.clear()
-            await self._has_room.wait()
-        self._parts.append(part)
-        self._news.set()
+        if not self._has_left:
+            self._parts.append(part)
+            self._is_wanted.clear()
+            self._news.set()
 
     async def _pass_over(self, message: Message) -> None:
         """A gateway that sends whole bodies waits for a reply to each; in full duplex a reply after the one
@@ -210,6 +231,7 @@ class GatewayStream:
         if not self._answered.is_set():
             self._has_left = True
             self._news.set()
+            self._is_wanted.set()
 
     @property
     def has_ended(self) -> bool:
@@ -227,13 +249,11 @@ class GatewayStream:
         self.tally.num_forwarded += 1
         headers = [*headers, (b"content-length", b"%d" % len(body))]
         if self._modes[0] is BodyMode.BUFFERED:
-            for reply in (destined_buffered(endpoint, headers, body), *self._owed):
-                await self._write(reply)
+            await self._tell([destined_buffered(endpoint, headers, body), *self._owed])
             return
-        for message in destined(endpoint, headers, body, ends=self._trailers is None):
-            await self._write(message)
+        await self._tell(destined(endpoint, headers, body, ends=self._trailers is None))
         if self._trailers is not None:
-            await self._write(go_on(self._trailers))
+            await self._tell([go_on(self._trailers)])
 
     async def answered(self) -> None:
         """Wait for the end of the server's answer."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import struct
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -142,6 +143,23 @@ class Asked:
         for _ in range(1 + len(pieces)):
             assert await self.read()
         return self.answer
+
+
+def deaf_call(path: str, message: bytes) -> bytes:
+    """The bytes of an HTTP/2 connection with one call, of a peer that has no room for an answer."""
+    headers = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x", "te": "trailers"}
+    headers["content-type"] = "application/grpc"
+    block = b"".join(
+        b"\x00%c%b%c%b" % (len(name), name.encode(), len(value), value.encode())
+        for name, value in headers.items()
+    )
+
+    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+        return struct.pack(">IBI", len(payload) << 8 | kind, flags, stream) + payload
+
+    settings = frame(4, 0, 0, struct.pack(">HI", 4, 0))
+    data = frame(0, 0, 1, b"\x00" + struct.pack(">I", len(message)) + message)
+    return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings + frame(1, 4, 1, block) + data
 
 
 class Gateway:

@@ -3,6 +3,11 @@
 import pytest
 
 from router.picker.messages import (
+    FIRST_BYTES,
+    MOST_ENDPOINTS,
+    MOST_HEADERS,
+    SUBSET,
+    SUBSET_NAMESPACE,
     Body,
     BodyMode,
     Head,
@@ -94,6 +99,43 @@ def test_bodies_and_trailers_of_both_directions() -> None:
 def test_nonsense_is_refused(encoded: str) -> None:
     with pytest.raises(ValueError):
         decode(bytes.fromhex(encoded))
+
+
+def subset(value: bytes) -> bytes:
+    struct = field(1, field(1, SUBSET) + field(2, value))
+    return field(8, field(1, field(1, SUBSET_NAMESPACE) + field(2, struct)))
+
+
+EMPTY_HEAD = field(2, b"")
+HEADER = field(1, field(1, "x"))
+NESTED = field(3, "a")
+for _ in range(3000):
+    NESTED = field(6, field(1, NESTED))
+
+
+@pytest.mark.parametrize(
+    ("encoded", "reason"),
+    [
+        (field(2, field(1, HEADER * (MOST_HEADERS + 1))), f"more than {MOST_HEADERS} fields"),
+        (field(2, field(1, field(1, b"\x0a\x00" * 5))), "more than 4 fields"),
+        (field(2, field(1, HEADER) * 2), "two lists of headers"),
+        (field(2, field(1, field(1, field(3, bytes(FIRST_BYTES))))), f"more than {FIRST_BYTES} bytes"),
+        (EMPTY_HEAD * 2, "two parts"),
+        (b"\x0a\x00" * 65, "more than 64 fields"),
+        (field(4, b"\x0a\x00" * 65), "more than 64 fields"),
+        (EMPTY_HEAD + subset(field(3, "," * MOST_ENDPOINTS)), f"more than {MOST_ENDPOINTS} endpoints"),
+        (EMPTY_HEAD + subset(field(6, field(1, b"") * (MOST_ENDPOINTS + 1))), "more than 4096 fields"),
+        (EMPTY_HEAD + subset(NESTED * 2), "more than 1 fields"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_message_is_refused_before_it_costs_more_than_a_gateways_do(encoded: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        decode(encoded)
+
+
+def test_lists_of_lists_have_no_endpoints() -> None:
+    assert decode(EMPTY_HEAD + subset(NESTED)).subset == frozenset()
 
 
 def test_a_destination_is_in_a_header_and_in_the_metadata() -> None:

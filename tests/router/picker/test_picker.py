@@ -8,25 +8,28 @@ from typing import Any
 
 import grpc
 import pytest
+from starlette.types import Receive, Scope
 
 from replicas.protocol.blocks import BlockHash, PublishedBeginning
 from replicas.protocol.status import ReplicaId
 from router.api.api_request import ApiRequest
+from router.api.context import ApiContext
 from router.api.prepare import PreparedChat
 from router.caller import Caller, Tenant
 from router.dispatch import pick
 from router.errors import KeyFault
 from router.feature import Feature
+from router.limits.body_budget import BodyHold
 from router.misses import Cause
-from router.picker import endpoint
-from router.picker.messages import BodyMode, Message
+from router.picker import endpoint, server, stream
+from router.picker.messages import METHOD, SERVICE, BodyMode, Message
 from router.picker.protobuf import field
 from router.picker.server import SERVICES
 from router.picker.stream import MOST_AFTER_END, GatewayStream
 from router.prompt.catalog import ServedModel
 from tests.router import tiny_model
 from tests.router.picker.conftest import A, B, Picking, picking_fleet
-from tests.router.picker.gateway import head_of
+from tests.router.picker.gateway import Asked, deaf_call, head_of
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 12
 COMPLETION: dict[str, Any] = {"model": tiny_model.MODEL, "prompt": LONG, "max_tokens": 4}
@@ -294,6 +297,82 @@ async def test_more_streams_than_connections_are_refused() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await picking.gateway.decide("/v1/completions", b"")
             assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("ends_by", ["time", "number"])
+async def test_silent_streams_hold_up_nobody(monkeypatch: pytest.MonkeyPatch, ends_by: str) -> None:
+    """They count as open, and end by their time or by newer ones."""
+    monkeypatch.setattr(server, "FIRST_SECONDS", 0.2 if ends_by == "time" else 60.0)
+    monkeypatch.setattr(server, "MOST_SILENT", 20 if ends_by == "time" else 3)
+    async with picking_fleet(max_connections=2) as picking:
+        picking.join("a", A)
+        silent = [Asked(picking.gateway) for _ in range(8)]
+        tally = picking.picker._tally
+        await picking.until(lambda: tally.num_open == (8 if ends_by == "time" else 3))
+        assert (await picking.gateway.decide("/v1/completions", COMPLETION)).destination == A
+        if ends_by == "time":
+            await picking.until(lambda: tally.num_open == 0)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await silent[0].read()
+        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        for each in silent:
+            each.leave()
+
+
+async def test_no_part_of_a_body_is_read_before_the_one_before_is_counted(
+    picking: Picking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Message] = []
+    take, read_body, goes_on = GatewayStream.take, ApiContext.read_body, asyncio.Event()
+
+    async def noted(stream: GatewayStream, message: Message) -> None:
+        taken.append(message)
+        await take(stream, message)
+
+    async def late(context: ApiContext, scope: Scope, receive: Receive, held: BodyHold) -> bytes:
+        assert (await receive())["body"]
+        await goes_on.wait()
+        return await read_body(context, scope, receive, held)
+
+    monkeypatch.setattr(GatewayStream, "take", noted)
+    monkeypatch.setattr(ApiContext, "read_body", late)
+    async with picking.gateway.ask("/v1/completions", b"0123456789", piece_bytes=1) as asked:
+        await picking.until(lambda: bool(taken))
+        await asyncio.sleep(0.1)
+        assert len(taken) == 1
+        goes_on.set()
+        assert (await asked.until_decided()).status == 400
+        assert len(taken) == 10
+
+
+async def test_peers_that_break_off_are_logged_once_a_second(
+    picking: Picking, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether they leave while they are answered, or send nonsense."""
+    for _ in range(20):
+        asked = picking.gateway.ask("/v1/completions", b"{")
+        asked.leave()
+        asked = Asked(picking.gateway)
+        asked.send(b"\xff")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await asked.read()
+    await picking.until_idle()
+    assert picking.picker._tally.num_broken == 20
+    said = [record for record in caplog.records if record.name != "asyncio"]  # that is this gateway's side
+    assert 1 <= len(said) <= 3
+
+
+async def test_a_peer_that_takes_no_answer_loses_its_place(
+    picking: Picking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "WRITE_SECONDS", 0.2)
+    _, writer = await asyncio.open_connection("127.0.0.1", picking.picker.port)
+    message = field(2, head_of({":method": "GET", ":path": "/v1/models"}, is_last=True))
+    writer.write(deaf_call(f"/{SERVICE}/{METHOD}", message))
+    tally = picking.picker._tally
+    await picking.until(lambda: tally.num_answered == tally.num_open == 1)
+    await picking.until(lambda: tally.num_open == 0)
+    writer.close()
 
 
 @pytest.mark.parametrize("how", ["cancels", "ends its side"])
