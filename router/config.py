@@ -166,6 +166,12 @@ class RouterConfig:
         help="file to which request bodies are appended for `kvasir lint`, as clients have written them; "
         "for this user alone",
     )
+    pass_fields: tuple[str, ...] = setting(
+        (),
+        help="fields that are sent to a server of the engine openai, or behind a gateway, though they are "
+        "not read here, such as verbosity or keep_alive, and as tools.TYPE the tools that run at the server; "
+        "whoever has a key may then use them",
+    )
     client_priority: bool = setting(
         False,
         help="whether a request's priority counts (lower goes first); by default it is ignored, "

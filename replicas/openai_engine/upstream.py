@@ -172,10 +172,10 @@ class BodyServer(Server):
         except asyncio.CancelledError:
             return
         except Exception as error:  # of any kind: it ends this request and no other
-            message = f"the server's answer breaks off: {named(error)}"
+            message = f"the server's answer breaks off: {self._named(error)}"
             refusal = Refusal(RefusalCode.INVALID_REQUEST, message, BROKEN_OFF)
             if isinstance(error, aiohttp.ClientConnectorError):
-                refusal = Refusal(RefusalCode.INTERNAL, named(error))
+                refusal = Refusal(RefusalCode.INTERNAL, self._named(error))
             self._tell(Ended(name, refusal))
 
     async def _pieces(self, name: str, answer: aiohttp.ClientResponse) -> Read:

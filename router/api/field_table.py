@@ -48,12 +48,17 @@ class FieldTable(Generic[Body]):
         self._fields = dict(zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True))
         self.hints = frozenset(hints) - self._fields.keys()
         self.refused = dict(refused or {})
-        self._inner = inner or {}
+        self.inner = inner or {}
         self._held_back = [(name, self._fields[name]) for name in self.refused if name in self._fields]
-        self.strict_kind = _strict(kind, sorted(self.hints), self._inner, self._fields)
+        self.strict_kind = _strict(kind, sorted(self.hints), self.inner, self._fields)
         self._hint_fields = self.strict_kind.__struct_fields__[len(self._fields) :]
         self._strict = msgspec.json.Decoder(self.strict_kind)
         self._lenient = msgspec.json.Decoder(kind)
+
+    @property
+    def names(self) -> Collection[str]:
+        """The fields that are honoured."""
+        return self._fields.keys()
 
     def read(self, body: bytes) -> tuple[Body, list[str]]:
         """The body, and the names of fields that are in no table. Most have none, and are read at once.
@@ -83,8 +88,8 @@ class FieldTable(Generic[Body]):
         found: list[str] = []
         for name, value in (decode_body(_fields_decoder, body) or {}).items():
             refusal = self.refused.get(name)
-            if name in self._inner:
-                found += self._inner[name]._unknown(bytes(value), f"{path}{name}.")
+            if name in self.inner:
+                found += self.inner[name]._unknown(bytes(value), f"{path}{name}.")
             elif refusal is not None:
                 if not _asks_nothing(value, refusal):
                     raise _error(f"{path}{name}", refusal)

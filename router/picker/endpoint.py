@@ -13,15 +13,16 @@ from replicas.protocol.passed_routes import with_model
 from replicas.protocol.status import ModelCard
 from router.api.api_request import ApiRequest, Prepare, Prompt
 from router.api.context import ApiContext
-from router.api.json_body import encode_json, with_fields
+from router.api.json_body import encode_json, unsupported
 from router.api.passed import passed_endpoints, prepare_passed
 from router.api.serving import Exchange, GenerationEndpoint
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.pick import Pick
-from router.edge.http import Header, header
-from router.errors import ErrorKind, TooLate
+from router.edge.http import header
+from router.errors import ErrorKind, InvalidRequest, TooLate
 from router.picker.answer_reader import AnswerReader
 from router.picker.messages import Head
+from router.picker.sent_body import SentBody
 from router.picker.stream import STREAM, GatewayStream
 
 DECISION_SECONDS = 5.0
@@ -29,6 +30,8 @@ DECISION_SECONDS = 5.0
 timeout of the gateway counts then."""
 
 RANK_HEADER = b"x-data-parallel-rank"
+
+NO_RESPONSES = "No responses are stored behind a gateway: send the whole conversation as 'input'."
 
 _KINDS = {400: ErrorKind.INVALID, 404: ErrorKind.UNKNOWN_MODEL, 429: ErrorKind.OVERLOADED}
 """Meaning of a server's status; any other is a failure."""
@@ -42,7 +45,10 @@ def picked_endpoints(
     picked = context.without_hooks("encoded", "beginning")
     endpoints = {
         path: GenerationEndpoint(
-            picked, path.removeprefix("/v1/").replace("/", "_"), _in_time(prepare), PickedExchange
+            picked,
+            path.removeprefix("/v1/").replace("/", "_"),
+            _in_time(prepare),
+            _exchange(SentBody(path, context.config.pass_fields)),
         )
         for path, prepare in prepares.items()
     }
@@ -50,17 +56,30 @@ def picked_endpoints(
     return lambda path: endpoints.get(path) or passed(path)
 
 
+def _exchange(sent: SentBody) -> "type[PickedExchange]":
+    class Exchange(PickedExchange):
+        _sent = sent
+
+    return Exchange
+
+
 def _in_time(prepare: Prepare) -> Prepare:
     """Prepare a request before its decision is due."""
 
     async def prepared(context: ApiContext, request: ApiRequest) -> None:
-        async with _deadline(context, request):
-            await prepare(context, request)
+        try:
+            async with _deadline(context, request):
+                await prepare(context, request)
+        except InvalidRequest as error:
+            if error.parameter == "previous_response_id":
+                raise unsupported(error.parameter, NO_RESPONSES) from error
+            raise
 
     return prepared
 
 
 class PickedExchange(Exchange):
+    _sent: SentBody | None = None
     _body = b""
     _pick: Pick | None = None
     _reader: AnswerReader | None = None
@@ -85,15 +104,7 @@ class PickedExchange(Exchange):
                 card = await pick.place()
             self._pick = pick
             prompt.decided(pick)
-            name = request.model.name  # not each of its servers may know it by the one that is asked for
-            if submit.route:
-                body = with_model(submit.content_type, self._body, name)
-            else:
-                fields = b'"cache_salt":"%b"' % submit.root.hex().encode()
-                if request.asked_model != name:
-                    fields += b',"model":' + encode_json(name)
-                body = with_fields(self._body, fields)
-            self._body = b""
+            body, self._body = self._sent_body(), b""
             await stream.forward(card.endpoint, _headers_for(request, card), body, self)
             held.give_back()
             try:
@@ -101,6 +112,22 @@ class PickedExchange(Exchange):
             finally:
                 if self._reader is not None:
                     self._read_facts(self._reader, prompt, pick)
+
+    def _sent_body(self) -> bytes:
+        """The model goes by its first name: not each of its servers may know it by another."""
+        request, prompts = self._request, self._request.prompts
+        submit = prompts[0].generation.submit
+        if self._sent is None:
+            return with_model(submit.content_type, self._body, request.model.name)
+        fields = {
+            "cache_salt": b'"%b"' % submit.root.hex().encode(),
+            "model": encode_json(request.model.name),
+            "priority": b"%d" % submit.priority if submit.priority else None,
+        }
+        most = min(prompt.generation.sampling.max_tokens for prompt in prompts)
+        is_limited = request.caller.max_context is not None
+        num_kept = max(len(prompt.generation.token_ids) for prompt in prompts)
+        return self._sent.write(self._body, fields, most if is_limited else None, num_kept)
 
     async def finish(self) -> None:
         """The server has answered."""
@@ -177,11 +204,13 @@ def _admits(subset: frozenset[str] | None, route: str) -> Callable[[ModelCard], 
     return admits
 
 
-def _headers_for(request: ApiRequest, card: ModelCard) -> list[Header]:
-    """Headers that are not as the client sent them."""
-    headers: list[Header] = []
+def _headers_for(request: ApiRequest, card: ModelCard) -> list[tuple[bytes, bytes | None]]:
+    """Headers that are not as the client sent them; None: without it."""
+    headers: list[tuple[bytes, bytes | None]] = []
     if card.endpoint_rank is not None:
         headers.append((RANK_HEADER, b"%d" % card.endpoint_rank))
+    elif header(request.scope, RANK_HEADER) is not None:  # a rank is chosen here, or by the server
+        headers.append((RANK_HEADER, None))
     if header(request.scope, b"content-encoding") is not None:  # the body is sent as it was before
         headers.append((b"content-encoding", b"identity"))
     return headers

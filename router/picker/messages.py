@@ -35,6 +35,8 @@ _FEW = 4
 """Fields of a header, or of an entry of a map."""
 
 Header = tuple[bytes, bytes]
+Change = tuple[bytes, bytes | None]
+"""A header to set, or without a value to remove."""
 
 
 class BodyMode(enum.IntEnum):
@@ -229,7 +231,7 @@ def _piece(number: int, body: bytes, *, is_last: bool) -> bytes:
     return field(number, field(1, field(3, field(3, streamed))))
 
 
-def destined(endpoint: str, headers: Sequence[Header], body: bytes, *, ends: bool) -> Iterator[bytes]:
+def destined(endpoint: str, headers: Sequence[Change], body: bytes, *, ends: bool) -> Iterator[bytes]:
     """Send a full-duplex request to an endpoint, with headers set and this body. Without `ends`, trailers
     follow."""
     yield field(1, field(1, _changes(endpoint, headers))) + _metadata(endpoint)
@@ -238,22 +240,28 @@ def destined(endpoint: str, headers: Sequence[Header], body: bytes, *, ends: boo
         yield _piece(3, body[start : start + PIECE_BYTES], is_last=is_last)
 
 
-def destined_buffered(endpoint: str, headers: Sequence[Header], body: bytes) -> bytes:
+def destined_buffered(endpoint: str, headers: Sequence[Change], body: bytes) -> bytes:
     """The same for a request whose headers wait for its whole body."""
     changed = _changes(endpoint, headers, field(3, field(1, body)))
     return field(3, field(1, changed)) + _metadata(endpoint)
 
 
-def _changes(endpoint: str, headers: Sequence[Header], body: bytes = b"") -> bytes:
+def _changes(endpoint: str, headers: Sequence[Change], body: bytes = b"") -> bytes:
     """Encode a CommonResponse that sets headers, has the route chosen anew, and changes the body as given."""
     destination = (DESTINATION.encode(), endpoint.encode())
     return field(2, _header_mutation([destination, *headers])) + body + field(5, True)
 
 
-def _header_mutation(headers: Iterable[Header]) -> bytes:
-    """Set headers in the place of any of these names."""
-    encoded = (field(1, name) + field(3, value) for name, value in headers)
-    return b"".join([field(1, field(1, header) + field(3, _OVERWRITE)) for header in encoded])
+def _header_mutation(headers: Iterable[Change]) -> bytes:
+    """Set headers in the place of any of these names, or remove those."""
+    return b"".join(
+        [
+            field(2, name)
+            if value is None
+            else field(1, field(1, field(1, name) + field(3, value)) + field(3, _OVERWRITE))
+            for name, value in headers
+        ]
+    )
 
 
 def _metadata(endpoint: str) -> bytes:

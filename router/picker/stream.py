@@ -17,6 +17,7 @@ from router.edge.http import ClientGone
 from router.picker.messages import (
     Body,
     BodyMode,
+    Change,
     Head,
     Header,
     Message,
@@ -221,10 +222,10 @@ class GatewayStream:
             elif isinstance(part, Body) and part.content:
                 self._listener.answer_part(part.content)
         is_duplex = isinstance(part, Body) and self._modes[1] is BodyMode.FULL_DUPLEX
-        await self._write(same_piece(message) if is_duplex else go_on(message))
         is_last = isinstance(part, Trailers) or part.is_last
         if is_last or (isinstance(part, Head) and self._modes[1] is BodyMode.NONE):
-            self._answered.set()
+            self._answered.set()  # a client that leaves with the last piece has had its answer
+        await self._write(same_piece(message) if is_duplex else go_on(message))
 
     def leave(self) -> None:
         """The gateway says nothing more: the client has left, unless all is answered."""
@@ -241,7 +242,7 @@ class GatewayStream:
     # What the application does.
 
     async def forward(
-        self, endpoint: str, headers: Sequence[Header], body: bytes, listener: Listener
+        self, endpoint: str, headers: Sequence[Change], body: bytes, listener: Listener
     ) -> None:
         """Send the request to an endpoint, with this body and these headers in place of its own."""
         self._listener = listener

@@ -33,8 +33,10 @@ def subset_of(endpoints: Sequence[str]) -> bytes:
 
 
 def _set_headers(mutation: bytes) -> dict[str, str]:
+    """Those that are removed have no value."""
     pairs = [dict(fields(known(1, option)[0])) for option in known(1, mutation)]
-    return {content(pair[1]).decode(): content(pair[3]).decode() for pair in pairs}
+    found = {content(pair[1]).decode(): content(pair[3]).decode() for pair in pairs}
+    return found | {name.decode(): "" for name in known(2, mutation)}
 
 
 @dataclass

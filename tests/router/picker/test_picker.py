@@ -15,7 +15,7 @@ from replicas.protocol.status import ReplicaId
 from router.api.api_request import ApiRequest
 from router.api.context import ApiContext
 from router.api.prepare import PreparedChat
-from router.caller import Caller, Tenant
+from router.caller import NO_LIMITS, Caller, Limits, Right, Tenant
 from router.dispatch import pick
 from router.errors import KeyFault
 from router.feature import Feature
@@ -221,10 +221,99 @@ async def test_a_data_parallel_rank_is_named() -> None:
         assert (told.destination, told.headers["x-data-parallel-rank"]) == (A, "1")
 
 
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_server_is_sent_what_was_read_alone(picking: Picking, path: str) -> None:
+    """Of fields of one name the last. A priority counts only by a right."""
+    hints = {"bootstrap_host": "10.0.0.9", "data_parallel_rank": 3, "request_id": "r", "MAX_TOKENS": 9}
+    more = {
+        "priority": -100,
+        "newer_than_this": [1],
+        "mcp_servers": [{"url": "http://10.0.0.9"}],
+        "Model": "",
+    }
+    body = json.dumps({**hints, "temperature": 0.5, **more, **BODIES[path]})[:-1] + ',"temperature":0.25}'
+    told = await picking.gateway.decide(path, body.encode())
+    sent = json.loads(told.body, object_pairs_hook=lambda pairs: pairs)
+    assert sorted(name for name, _ in sent) == sorted([*BODIES[path], "temperature", "cache_salt"])
+    assert json.loads(told.body)["temperature"] == 0.25
+
+
+class OneKey:
+    def __init__(self, limits: Limits = NO_LIMITS, rights: frozenset[Right] = frozenset()) -> None:
+        self._caller = Caller(tenant=Tenant(name="acme", limits=limits), key_id="k1", rights=rights)
+
+    def find(self, key: str, now: float) -> Caller | KeyFault:
+        return self._caller if key == "good" else KeyFault.UNKNOWN
+
+
+TOOLS: dict[str, list[dict[str, Any]]] = {
+    "/v1/messages": [
+        {"name": "own", "input_schema": {}},
+        {"type": "web_fetch_20250910", "name": "web_fetch"},
+    ],
+    "/v1/responses": [
+        {"type": "function", "name": "own"},
+        {"type": "mcp", "server_label": "x", "server_url": "http://10.0.0.9"},
+    ],
+}
+
+
+@pytest.mark.parametrize("path", TOOLS)
+async def test_tools_that_run_at_the_server_are_passed_only_if_listed(path: str) -> None:
+    own, other = TOOLS[path]
+    choice = {"type": "auto"} if path == "/v1/messages" else "auto"
+    for passed, sent, kept in (
+        ((), [own, other], [own]),
+        ((), [other], None),
+        ((f"tools.{other['type']}", "mcp_servers"), [own, other], [own, other]),
+    ):
+        async with picking_fleet(pass_fields=passed) as picking:
+            picking.join("a", A)
+            body = {**BODIES[path], "tools": sent, "tool_choice": choice, "mcp_servers": [1]}
+            got = json.loads((await picking.gateway.decide(path, body)).body)
+            assert (got.get("tools"), got.get("tool_choice")) == (kept, choice if kept else None)
+            assert ("mcp_servers" in got) == bool(passed)
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_tenants_context_holds_at_the_server(path: str) -> None:
+    """Also for prompts that are cut: a server's own context is larger."""
+    name = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    for most in (200, None):
+        limited = OneKey(Limits(max_context=most), frozenset({Right.PRIORITY}))
+        async with picking_fleet(keys=limited) as picking:
+            picking.join("a", A)
+            body = {**BODIES[path], "priority": -3, "truncate_prompt_tokens": -1}
+            if path != "/v1/messages":
+                del body[name]
+            told = await picking.gateway.decide(path, body, headers={"authorization": "Bearer good"})
+            await picking.until_idle()
+            sent, generation = json.loads(told.body), picking.ended.served[-1].prompts[0].generation
+            expected = generation.sampling.max_tokens if most or path == "/v1/messages" else None
+            assert (sent.get(name), sent["priority"]) == (expected, -3)
+            assert sent["truncate_prompt_tokens"] == len(generation.token_ids)
+            assert most is None or expected + len(generation.token_ids) <= most
+
+
+async def test_a_data_parallel_rank_is_named_or_removed() -> None:
+    headers = {"x-data-parallel-rank": "7"}
+    for rank, expected in ((1, "1"), (None, "")):
+        async with picking_fleet() as picking:
+            picking.join("a", A, endpoint_rank=rank)
+            told = await picking.gateway.decide("/v1/completions", COMPLETION, headers=headers)
+            assert (told.destination, told.headers["x-data-parallel-rank"]) == (A, expected)
+
+
+async def test_an_earlier_response_is_refused_in_words_that_are_right(picking: Picking) -> None:
+    told = await picking.gateway.decide("/v1/responses", {**RESPONSE, "previous_response_id": "resp_1"})
+    assert (told.status, told.error()["error"]["param"]) == (400, "previous_response_id")
+    assert "No responses are stored behind a gateway" in told.error()["error"]["message"]
+
+
 async def test_a_body_of_many_pieces() -> None:
     """It is prepared in the process beside the event loop, which may take a while to start."""
     body = {**COMPLETION, "prompt": [7] * 400, "x_note": "u" * 300_000}
-    async with picking_fleet(wait_seconds=60.0) as picking:
+    async with picking_fleet(wait_seconds=60.0, pass_fields=("x_note",)) as picking:
         picking.join("a", A)
         async with picking.gateway.ask("/v1/completions", body, piece_bytes=5000) as asked:
             told = await asked.until_decided()
@@ -530,11 +619,6 @@ async def test_a_conversation_is_rendered_as_the_server_renders_it(picking: Pick
     model = picking.context.catalog.get(tiny_model.MODEL)
     text = model.template.render(turns, add_generation_prompt=True)
     assert list(generation.token_ids) == model.tokenizer.encode(text)
-
-
-class OneKey:
-    def find(self, key: str, now: float) -> Caller | KeyFault:
-        return Caller(tenant=Tenant(name="acme"), key_id="k1") if key == "good" else KeyFault.UNKNOWN
 
 
 async def test_keys_are_asked_for_as_at_the_http_port() -> None:
