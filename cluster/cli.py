@@ -265,6 +265,12 @@ def _add_ways_in(parser: argparse.ArgumentParser) -> None:
         "--port", type=_port, default=8000, help="the router's port, 0 for a free one (default: %(default)s)"
     )
     parser.add_argument(
+        "--picker-port",
+        type=_port,
+        metavar="PORT",
+        help="gRPC port at which gateways ask the router as their endpoint picker (default: none)",
+    )
+    parser.add_argument(
         "--keys",
         metavar="FILE",
         help="tenants and API keys, as `kvasir keys` writes them; without, all clients are one tenant",

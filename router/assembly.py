@@ -11,7 +11,7 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -155,6 +155,11 @@ class Router:
             )
             yield BodyRecorder(config.record_bodies, config.record_bodies_bytes)
 
+    def _set_cards(self, model: str, cards: Sequence[tuple[ReplicaId, ModelCard]]) -> None:
+        self._catalog.set_cards(model, cards)
+        if self.picker is not None:
+            self.picker.see(model, cards)
+
     def _follow_members(self, secret: ClusterSecret | None) -> Membership:
         config = self._config
         return Membership(
@@ -165,7 +170,7 @@ class Router:
             index_stride=config.index_stride,
             on_model=self._add_model,
             on_records=self._set_live,
-            on_cards=self._catalog.set_cards,
+            on_cards=self._set_cards,
             tls=self._tls,
             secret=secret,
         )

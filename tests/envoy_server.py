@@ -160,25 +160,32 @@ class Envoy:
 
     @contextlib.contextmanager
     def running(self, folder: Path) -> Iterator["Envoy"]:
-        text = json.dumps(self.config)
-        file, log = folder / "envoy.json", folder / "envoy.log"
-        file.write_text(text)
-        base_id = str(int(hashlib.sha256(text.encode()).hexdigest()[:7], 16))
-        command = [str(envoy_binary()), "-c", str(file), "--concurrency", "1", "--base-id", base_id]
-        command += ["--log-level", "warning", "--log-path", str(log)]
-        with subprocess.Popen(command) as process:
-            try:
-                self._wait(process, log)
-                yield self
-            finally:
-                process.kill()
+        with running_envoy(folder, json.dumps(self.config), self._ports):
+            yield self
 
-    def _wait(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
-        deadline = time.monotonic() + 60
-        for port in self._ports:
-            while True:
-                assert process.poll() is None, log.read_text()
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                    break
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.05)
+
+@contextlib.contextmanager
+def running_envoy(folder: Path, config: str, ports: Sequence[int]) -> Iterator[None]:
+    """Run it until it listens on all ports. The configuration is YAML, or JSON."""
+    file, log = folder / "envoy.yaml", folder / "envoy.log"
+    file.write_text(config)
+    base_id = str(int(hashlib.sha256(config.encode()).hexdigest()[:7], 16))
+    command = [str(envoy_binary()), "-c", str(file), "--concurrency", "1", "--base-id", base_id]
+    command += ["--log-level", "warning", "--log-path", str(log)]
+    with subprocess.Popen(command) as process:
+        try:
+            _wait(process, log, ports)
+            yield
+        finally:
+            process.kill()
+
+
+def _wait(process: "subprocess.Popen[bytes]", log: Path, ports: Sequence[int]) -> None:
+    deadline = time.monotonic() + 60
+    for port in ports:
+        while True:
+            assert process.poll() is None, log.read_text()
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)

@@ -67,6 +67,7 @@ def options_from(
         replica=replica,
         host=arguments.host,
         port=arguments.port,
+        picker_port=arguments.picker_port,
         policy=arguments.policy,
         redis_url=environment.get("REDIS_URL") or None,
         keys_file=_keys_file(arguments),

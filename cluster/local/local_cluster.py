@@ -48,8 +48,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
-    """Options of a local cluster. `redis_url` None starts a private Redis; `port` 0 takes a free one. Without
-    `keys_file` all clients are one tenant, and another address than loopback needs `is_open`."""
+    """Options of a local cluster. `redis_url` None starts a private Redis; `port` 0 takes a free one, and with
+    a `picker_port` gateways are served. Without `keys_file` all clients are one tenant, and another address
+    than loopback needs `is_open`."""
 
     run_directory: RunDirectory
     num_replicas: int
@@ -60,6 +61,7 @@ class LocalOptions:
     policy: str
     redis_url: str | None
     environment: Mapping[str, str]
+    picker_port: int | None = None
     keys_file: str | None = None
     is_open: bool = False
     cors_origins: Sequence[str] = ()
@@ -166,6 +168,8 @@ class LocalCluster:
         if admins:
             admin_port = admins[0].rpartition(":")[2]
             command += ["--processes", str(len(admins)), "--admin-port", admin_port]
+        if self._options.picker_port is not None:
+            command += ["--picker-port", str(self._options.picker_port), "--picker-host", host]
         if self._options.keys_file is not None:
             command += ["--keys-file", self._options.keys_file]
         elif self._options.is_open:

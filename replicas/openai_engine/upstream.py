@@ -167,7 +167,7 @@ class BodyServer(Server):
                 if answer.status != 200:
                     self._tell(Ended(name, await self._refusal(answer, BodyForm.CHAT)))
                     return
-                check_plain(answer)
+                check_plain(answer.headers)
                 self._tell(Answered(name, await self._pieces(name, answer)))
         except asyncio.CancelledError:
             return

@@ -109,7 +109,12 @@ class Pick:
             return set()
         others = {each for each in table.replica_ids(model) if not self._may_go(each)}
         if others and not table.has_ready(model, adapter=adapter, exclude=others):
-            raise NoReplicaAvailable(f"No server of model {model} is among those that the gateway may ask.")
+            cards = map(table.card, table.replica_ids(model))
+            if any(card is not None and card.endpoint for card in cards):
+                lacks = "is among those that the gateway may ask"
+            else:
+                lacks = "has an address for gateways; the router's log says why"
+            raise NoReplicaAvailable(f"No server of model {model} {lacks}.")
         return others
 
     def _may_go(self, replica_id: ReplicaId) -> bool:

@@ -7,13 +7,14 @@ which shows a key, a stream has one of a few places, for seconds.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import grpc
 from starlette.types import ASGIApp
 
 from replicas.process.settings import SettingsError
 from replicas.process.tls import FollowedFiles, TlsFiles, server_credentials
+from replicas.protocol.status import ModelCard, ReplicaId
 from router.config import RouterConfig
 from router.edge.http import ClientGone
 from router.picker.messages import METHOD, SERVICE, decode
@@ -54,6 +55,7 @@ class Picker:
         self._tally = Tally()
         self._silent: dict[asyncio.Timeout, None] = {}
         self._complained_at = -LOG_SECONDS
+        self._hidden: dict[str, set[ReplicaId]] = {}
         self.port = 0
         self._server: grpc.aio.Server | None = None
 
@@ -104,6 +106,20 @@ class Picker:
         self._is_stopping = True
         assert self._server is not None, "it is bound first"
         await self._server.stop(self._config.drain_seconds)
+
+    def see(self, model: str, cards: Sequence[tuple[ReplicaId, ModelCard]]) -> None:
+        """Say of each new replica of a model that no gateway is sent to it, if that is so."""
+        hidden = {replica_id for replica_id, card in cards if not card.endpoint}
+        for replica_id, card in cards:
+            if replica_id in hidden - self._hidden.get(model, set()):
+                reason = (
+                    "its server is on loopback or below a path and has no engine_endpoint, or has another "
+                    "model_name"
+                    if card.engine == "remote"
+                    else f"they are to servers behind the engine remote, and its engine is {card.engine}"
+                )
+                logger.warning("gateways are not sent to replica %s of %s: %s", replica_id, model, reason)
+        self._hidden[model] = hidden
 
     def instruments(self) -> Iterator[Instrument]:
         tally = self._tally

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +19,7 @@ from loadtests.stacks.local_stack import LocalStack, free_port, local_stack
 from replicas.toy_model import checkpoint_directory
 from tests.cluster.kvasir_command import wait_until
 from tests.e2e.conversing_server import NUM_WORDS, ConversingServer
-from tests.envoy_server import Envoy
+from tests.envoy_server import Envoy, running_envoy
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -32,6 +33,7 @@ _CACHED = re.compile(rb'"(cached_tokens|input_tokens|cache_read_input_tokens)": 
 @dataclass
 class Gateway:
     envoy: Envoy
+    picker_port: int
     stack: LocalStack
     servers: list[ConversingServer]
     http: httpx.Client
@@ -72,13 +74,13 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         }
         for server in servers
     ]
-    router = {"picker_port": picker_port, "index_stride": 16, "max_in_flight": 64}
+    router = {"picker_port": picker_port, "index_stride": 16, "max_in_flight": 64, "pass_fields": "x_note"}
     with (
         envoy.running(tmp_path_factory.mktemp("envoy")),
         local_stack(num_replicas=2, replica_settings=replicas, router_settings=router) as stack,
         httpx.Client(timeout=60, trust_env=False) as http,
     ):
-        yield Gateway(envoy, stack, servers, http)
+        yield Gateway(envoy, picker_port, stack, servers, http)
     for server in servers:
         server.close()
 
@@ -138,6 +140,24 @@ def test_a_prompt_goes_back_to_its_cache_and_the_router_has_said_so(gateway: Gat
     assert sorted(after - once for after, once in zip(gateway.asked(), before, strict=True)) == [0, 7]
     explained = gateway.http.get(f"{gateway.envoy.url}/v1/cache/explain/chatcmpl-1").json()
     assert explained["prompts"][0]["cached_tokens"] == expected, explained
+
+
+def test_the_documented_envoy_leads_to_the_servers(gateway: Gateway, tmp_path: Path) -> None:
+    """As it stands in the documentation, with the addresses of this machine."""
+    page = (Path(__file__).parents[2] / "docs/gateway.md").read_text()
+    (config,) = re.findall(r"```yaml\n(static_resources:\n.*?)```", page, re.DOTALL)
+    port = free_port()
+    for documented, here in (
+        ("address: 0.0.0.0, port_value: 8080", f"address: 127.0.0.1, port_value: {port}"),
+        ("address: router-1, port_value: 8180", f"address: 127.0.0.1, port_value: {gateway.picker_port}"),
+    ):
+        assert config.count(documented) == 1
+        config = config.replace(documented, here)
+    with running_envoy(tmp_path, config, [port]):
+        for path in PATHS:
+            for fields in ({}, {"stream": True}):
+                answer = gateway.post(body_of(path, LONG, **fields), path, f"http://127.0.0.1:{port}")
+                assert answer.status_code == 200, answer.text
 
 
 def test_a_subset_is_kept_to(gateway: Gateway) -> None:

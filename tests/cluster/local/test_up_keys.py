@@ -4,10 +4,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 
 from cluster.cli import main
+from loadtests.stacks.local_stack import free_port
 from tests.cluster.kvasir_command import KvasirCommand, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -19,6 +21,9 @@ PAGE = "https://chat.example.org"
 CORS = ("--cors-origin", "http://localhost:3000", "--cors-origin", PAGE)
 
 
+PICKER_PORT = free_port()
+
+
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[KvasirCommand, str]]:
     """A cluster with keys, and one of them."""
@@ -26,7 +31,8 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[KvasirComm
     command = KvasirCommand(folder / "run")
     file = folder / "keys.yaml"
     key = command.run("keys", "create", "--file", str(file), "--tenant", "acme").stdout.strip()
-    with command.up("--replicas", "1", "--keys", os.path.relpath(file), *CORS):
+    gateways = ("--picker-port", str(PICKER_PORT))
+    with command.up("--replicas", "1", "--keys", os.path.relpath(file), *CORS, *gateways):
         yield command, key
 
 
@@ -56,6 +62,16 @@ def test_pages_of_the_origins_that_were_named_may_call_the_api(keyed: tuple[Kvas
         answer = httpx.options(url, headers=asks, trust_env=False, timeout=60)
         allowed = answer.headers.get("access-control-allow-origin")
         assert allowed == (None if "evil" in page else page)
+
+
+def test_gateways_have_a_port_and_replicas_that_they_are_not_sent_to_are_named(
+    keyed: tuple[KvasirCommand, str],
+) -> None:
+    command, _ = keyed
+    with grpc.insecure_channel(f"127.0.0.1:{PICKER_PORT}") as channel:
+        assert channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=30) == b"\x08\x01"
+    log = (command.directory.logs / "router.log").read_text()
+    assert "gateways are not sent to replica " in log and "its engine is torch" in log
 
 
 def test_keys_are_made_and_revoked_while_it_runs(keyed: tuple[KvasirCommand, str]) -> None:

@@ -173,9 +173,23 @@ async def test_replicas_without_an_address_are_not_picked() -> None:
         picking.join("inner", "")
         told = await picking.gateway.decide("/v1/completions", COMPLETION)
         assert told.status == 503 and told.headers["retry-after"] == "1"
+        assert "has an address for gateways" in told.error()["error"]["message"]
         picking.join("outer", A)
         for _ in range(5):
             assert (await picking.gateway.decide("/v1/completions", COMPLETION)).destination == A
+
+
+async def test_each_replica_without_an_address_is_said_once(
+    picking: Picking, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model.MODEL
+    card = replace(picking.context.catalog.get(model).card, engine="remote", endpoint="")
+    cards = [(ReplicaId("own"), replace(card, engine="torch")), (ReplicaId("inner"), card)]
+    for seen in (cards[:1], cards, cards, [*cards, (ReplicaId("outer"), replace(card, endpoint=A))]):
+        picking.picker.see(model, seen)
+    own, inner = (record.getMessage() for record in caplog.records)
+    assert own.startswith(f"gateways are not sent to replica own of {model}: ") and own.endswith("torch")
+    assert inner.startswith(f"gateways are not sent to replica inner of {model}: its server is on loopback")
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
