@@ -48,9 +48,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
-    """Options of a local cluster. `redis_url` None starts a private Redis; `port` 0 takes a free one, and with
-    a `picker_port` gateways are served. Without `keys_file` all clients are one tenant, and another address
-    than loopback needs `is_open`."""
+    """Options of a local cluster. `redis_url` None starts a private Redis; `port` 0 takes a free one.
+    Gateways have a port of their own if there is a `picker_port`. Without `keys_file` all clients are one
+    tenant, and another address than loopback needs `is_open`."""
 
     run_directory: RunDirectory
     num_replicas: int
