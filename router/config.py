@@ -170,7 +170,7 @@ class RouterConfig:
         (),
         help="fields that are sent to a server of the engine openai, or behind a gateway, though they are "
         "not read here, such as verbosity or keep_alive, and as tools.TYPE the tools that run at the server; "
-        "whoever has a key may then use them",
+        "every client may then use them",
     )
     client_priority: bool = setting(
         False,

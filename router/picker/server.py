@@ -126,12 +126,12 @@ class Picker:
         yield gauge("router_picker_streams", "Requests at gateways that are open", lambda: tally.num_open)
         yield counter(
             "router_picker_requests_total",
-            "Requests of gateways, by who answered: a server, this router itself, or nobody, as there was "
-            "nothing, too much or nonsense to answer",
+            "Requests of gateways, by who answered: a server, this router itself, or none, as what came was "
+            "nothing, too much or nonsense",
             lambda: {
                 "server": tally.num_forwarded,
                 "router": tally.num_answered,
-                "nobody": tally.num_broken,
+                "none": tally.num_broken,
             },
             "by",
         )
