@@ -26,7 +26,9 @@ PIECE_BYTES = 62_000
 """Most bytes of a body in one message."""
 
 FIRST_BYTES = 256 * 1024
-"""Most bytes of a message with headers. Envoy's own limit is 60 KiB for the headers alone."""
+"""Most bytes of a message without a body: headers, a subset and what is not read."""
+MOST_HEAD_BYTES = 64 * 1024
+"""Most bytes of its headers, as at the HTTP port. Envoy's own limit is 60 KiB."""
 MOST_HEADERS = 256
 """Headers of one head. Envoy's own limit is 100."""
 MOST_ENDPOINTS = 4096
@@ -124,8 +126,10 @@ def _head(encoded: bytes) -> Head:
         if number == 1:
             if headers is not None:
                 raise ValueError("a head has two lists of headers")
-            listed = fields(content(value), MOST_HEADERS)
-            headers = [_header(content(each)) for at, each in listed if at == 1]
+            listed = content(value)
+            if len(listed) > MOST_HEAD_BYTES:
+                raise ValueError(f"the headers have more than {MOST_HEAD_BYTES} bytes")
+            headers = [_header(content(each)) for at, each in fields(listed, MOST_HEADERS) if at == 1]
         elif number == 3:
             is_last = bool(value)
     return Head(headers or [], is_last)

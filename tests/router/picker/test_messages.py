@@ -5,6 +5,7 @@ import pytest
 from router.picker.messages import (
     FIRST_BYTES,
     MOST_ENDPOINTS,
+    MOST_HEAD_BYTES,
     MOST_HEADERS,
     SUBSET,
     SUBSET_NAMESPACE,
@@ -120,6 +121,10 @@ for _ in range(3000):
         (field(2, field(1, field(1, b"\x0a\x00" * 5))), "more than 4 fields"),
         (field(2, field(1, HEADER) * 2), "two lists of headers"),
         (field(2, field(1, field(1, field(3, bytes(FIRST_BYTES))))), f"more than {FIRST_BYTES} bytes"),
+        (
+            field(2, field(1, field(1, field(3, bytes(MOST_HEAD_BYTES))))),
+            f"more than {MOST_HEAD_BYTES} bytes",
+        ),
         (EMPTY_HEAD * 2, "two parts"),
         (b"\x0a\x00" * 65, "more than 64 fields"),
         (field(4, b"\x0a\x00" * 65), "more than 64 fields"),
