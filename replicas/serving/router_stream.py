@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from replicas.observation.trace_points import NO_TRACE, SubmitTrace
 from replicas.protocol.frames import MAX_DELTAS_PER_FRAME, LoadSnapshot, ServerFrame, TokenDelta
 
+MAX_FRAME_BYTES = 32 * 2**20
+"""A message has a body more than this at most: routers read up to 128 MiB."""
+
 MAX_OUTBOX_WEIGHT = 400_000
 """Tokens and logprobs that wait for a router that does not read: half a minute of a busy replica.
 
@@ -55,6 +58,8 @@ class RouterStream:
     _is_closing: bool = False
     _outbox: list[TokenDelta] = field(default_factory=list)
     _weight: int = 0
+    _num_bytes: int = 0
+    """Of the bodies in the outbox."""
     _num_submits: int = 0
     _num_counted: int = 0
     """Submits that `load` counts."""
@@ -67,6 +72,8 @@ class RouterStream:
     def put(self, delta: TokenDelta) -> None:
         self._outbox.append(delta)
         self._weight += _weight(delta)
+        if delta.body:
+            self._num_bytes += len(delta.body)
         if self._weight > MAX_OUTBOX_WEIGHT:
             self.overflowed.set()
         self.wanted.set()
@@ -91,13 +98,26 @@ class RouterStream:
     def take(self) -> ServerFrame:
         """The next message: the oldest deltas that fit, and the newest load."""
         deltas = self._outbox[:MAX_DELTAS_PER_FRAME]
-        del self._outbox[:MAX_DELTAS_PER_FRAME]
+        if self._num_bytes:
+            deltas = self._fitting(deltas)
+        del self._outbox[: len(deltas)]
         self._weight -= sum(map(_weight, deltas))
         if not self._outbox:
             self.wanted.clear()
         self._sent_load, self._sent_at = self.load, self.clock()
         self._num_sent = self._num_counted
         return ServerFrame(tuple(deltas), self.load, self._num_counted, self.is_draining)
+
+    def _fitting(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
+        """Return the first of them, whose bodies fit into one message."""
+        num_bytes = num_deltas = 0
+        for delta in deltas:
+            if num_bytes >= MAX_FRAME_BYTES:
+                break
+            num_bytes += len(delta.body or b"")
+            num_deltas += 1
+        self._num_bytes -= num_bytes
+        return deltas[:num_deltas]
 
     @property
     def is_over(self) -> bool:
@@ -118,7 +138,7 @@ class RouterStream:
         """Drop the unsent messages, and let the writer end at once. Idempotent."""
         self.is_cut = True
         self._outbox.clear()
-        self._weight = 0
+        self._weight = self._num_bytes = 0
         if self._timer is not None:
             self._timer.cancel()
         self.knows_draining.set()
