@@ -324,7 +324,7 @@ class ReplicaMetrics:
                 self._evicted[event.tier].inc(len(event.block_hashes))
         prompt = cached = cross_user = generated = 0
         for delta in frame.deltas:
-            generated += len(delta.token_ids)
+            generated += delta.num_tokens
             if delta.usage is not None and delta.usage.num_cached_tokens is not None:
                 prompt += delta.usage.num_prompt_tokens
                 cached += delta.usage.num_cached_tokens

@@ -95,11 +95,11 @@ class _SubmitSpans(SubmitTrace):
         if step != self._last_step:
             self._last_step = step
             self._num_steps += 1
-        if delta.token_ids and self._tokens_at is None:
+        if delta.num_tokens and self._tokens_at is None:
             self._tokens_at = time.time_ns()
             self._span.add_event("first token", timestamp=self._tokens_at)
             self._span.set_attribute("kvasir.step.first_token", step)
-        self._num_tokens += len(delta.token_ids)
+        self._num_tokens += delta.num_tokens
         if delta.usage is not None and delta.key.choice == 0:
             self._tell_usage(delta.usage)
         if delta.finish_reason is not None:

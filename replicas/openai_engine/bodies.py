@@ -1,12 +1,12 @@
 """A client's body on its way to a server, and the server's answer on its way back.
 
-Pure. Owns what is changed in a body and what is read of an answer: its end, its usage, its id, and the number
+Pure. Owns what is added to a body and what is read of an answer: its end, its usage, its id, and the number
 of its tokens. All else passes as it is, and what cannot be read is unknown.
 """
 
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -36,6 +36,9 @@ PASSED_SECONDS = 600.0
 MOST_PROMPT_MS = 86_400_000.0
 """Longer is not believed."""
 
+MOST_HIDDEN_TOKENS = 2**17
+"""More are not believed of an answer without a bound."""
+
 MOST_CHOICES = 1024
 """More are not told apart."""
 
@@ -44,57 +47,96 @@ DONE = b"[DONE]"
 _BOM = b"\xef\xbb\xbf"
 _LENGTHS = ("length", "max_tokens")
 
+_FIELD_LENGTHS = ("max_tokens", "max_completion_tokens")
+"""Names of a chat's length. Some servers know the first alone, some refuse it."""
+
+_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_encode = msgspec.json.Encoder().encode
+
 
 @dataclass(frozen=True, slots=True)
 class SentBody:
-    """`hides_usage`: the client has not asked for the event that only tells the usage. `adds_usage`: we have,
-    and `is_again`: the server has refused that before."""
+    """`hides_usage`: the client has not asked for the event that only tells the usage. A server may refuse
+    the fields that were `added`, and has refused those that were `left_out`. Each of `num_choices` has up to
+    `max_tokens` tokens; None is no bound."""
 
     form: BodyForm
     content: bytes
     streams: bool
     hides_usage: bool = False
-    adds_usage: bool = False
-    is_again: bool = False
+    added: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    num_choices: int = 1
 
     @property
     def path(self) -> str:
         return PATHS[self.form]
 
-    def without_usage(self) -> "SentBody":
-        """Return it as the client has sent it, except for the model's name."""
-        fields = json.loads(self.content)
-        del fields["stream_options"]["include_usage"]
-        if not fields["stream_options"]:
-            del fields["stream_options"]
-        return replace(self, content=_encoded(fields), adds_usage=False, is_again=True)
+    def refused_in(self, words: str) -> str | None:
+        """Return the first added field that the words of a refusal name."""
+        return next((name for name in self.added if re.search(rf"\b{name}\b", words)), None)
+
+    def without(self, name: str) -> "SentBody":
+        """Leave out an added field; a length keeps its other name."""
+        fields = _decoder.decode(self.content)
+        raw = fields.pop(name)
+        if name == "stream_options":
+            options = {key: value for key, value in _decoder.decode(raw).items() if key != "include_usage"}
+            if options:
+                fields[name] = msgspec.Raw(_encode(options))
+        gone = _FIELD_LENGTHS if name in _FIELD_LENGTHS else (name,)
+        added = tuple(each for each in self.added if each not in gone)
+        return replace(self, content=_encode(fields), added=added, left_out=(*self.left_out, name))
 
 
-def body_to_send(form: BodyForm, body: bytes, served_name: str, *, asks_usage: bool = True) -> SentBody:
-    """Name the model as its server does, and ask for the usage of a stream. Raises ValueError."""
+def body_to_send(
+    form: BodyForm, body: bytes, served_name: str, *, salt: str | None = None, refused: Collection[str] = ()
+) -> SentBody:
+    """Name the model as its server does, ask for the usage of a stream, salt the cache, and give a chat's
+    length both its names, but for the fields that the server has `refused`. Raises ValueError."""
     try:
-        fields = json.loads(body)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    if not isinstance(fields, dict):
-        raise ValueError("a body is an object")
-    streams, hides_usage = fields.get("stream") is True, False
-    is_changed = fields.get("model") != served_name
+        fields: dict[str, Any] = _decoder.decode(body)
+    except (RecursionError, msgspec.MsgspecError) as error:
+        raise ValueError(f"it is no object of JSON: {error}") from error
     fields["model"] = served_name
+    added: list[str] = []
+    streams, hides_usage = _value(fields, "stream") is True, False
     if streams and form is not BodyForm.MESSAGES:
-        options = fields.get("stream_options") or {}
+        options = _value(fields, "stream_options") or {}
         if not isinstance(options, dict):
             raise ValueError("stream_options is an object")
         hides_usage = not options.get("include_usage")
-        if hides_usage and asks_usage:
+        if hides_usage and "stream_options" not in refused:
             fields["stream_options"] = {**options, "include_usage": True}
-            is_changed = True
-    content = _encoded(fields) if is_changed else body
-    return SentBody(form, content, streams, hides_usage, hides_usage and asks_usage)
+            added.append("stream_options")
+    if salt is not None and "cache_salt" not in refused:
+        fields["cache_salt"] = salt
+        added.append("cache_salt")
+    if form is BodyForm.CHAT and "max_completion_tokens" in fields and "max_tokens" not in refused:
+        fields["max_tokens"] = fields["max_completion_tokens"]
+        if "max_completion_tokens" in refused:
+            del fields["max_completion_tokens"]
+        else:
+            added += _FIELD_LENGTHS
+    lengths = [_count(fields, name) for name in _FIELD_LENGTHS]
+    return SentBody(
+        form,
+        _encode(fields),
+        streams,
+        hides_usage,
+        tuple(added),
+        max_tokens=lengths[0] or lengths[1],
+        num_choices=_count(fields, "n") or 1,
+    )
 
 
-def _encoded(fields: Mapping[str, Any]) -> bytes:
-    return json.dumps(fields, separators=(",", ":")).encode()
+def _value(fields: Mapping[str, Any], name: str) -> Any:
+    return msgspec.json.decode(fields[name]) if name in fields else None
+
+
+def _count(fields: Mapping[str, Any], name: str) -> int | None:
+    return believed(_value(fields, name))
 
 
 @dataclass(slots=True)
@@ -142,8 +184,15 @@ class AnswerReader:
         self._has_begun = False
         self._begun: set[int] = set()
         self._finished: set[int] = set()
+        self._num_bytes = 0
+        self._num_counted = 0
+        self._said: Counter[int] = Counter()
+        """Tokens by choice."""
+        self._last: dict[str, Any] = {}
+        """The latest event with a choice, or with a piece of a message."""
 
     def whole(self, content: bytes) -> tuple[bytes, int]:
+        self._num_bytes = len(content)
         said = parsed(content)
         self._take(content, said)
         is_answer = isinstance(said, dict) and isinstance(said.get("choices", said.get("content")), list)
@@ -155,6 +204,7 @@ class AnswerReader:
 
     def event(self, event: bytes) -> tuple[bytes, int]:
         """Nothing of a comment, of an error, and of what the client has not asked for."""
+        self._num_bytes += len(event)
         if not self._has_begun:
             event = event.removeprefix(_BOM)
         data = data_of(event)
@@ -180,6 +230,9 @@ class AnswerReader:
             self._end()
         if self._sent.hides_usage and said.get("usage") is not None and not said.get("choices"):
             return b"", 0
+        if self._sent.max_tokens is not None:
+            num_tokens = min(num_tokens, self._most_tokens({}) - self._num_counted)
+        self._num_counted += num_tokens
         return event, num_tokens
 
     def rest(self, rest: bytes) -> tuple[bytes, int]:
@@ -193,6 +246,28 @@ class AnswerReader:
     def has_ended(self) -> bool:
         """Whether all that has begun is finished."""
         return self.read.finish is not None and self._begun <= self._finished and not self._problem
+
+    def missing_end(self) -> bytes:
+        """End a stream that has all its tokens, and whose last events are missing. Empty for others."""
+        sent = self._sent
+        if not sent.streams or self._problem or sent.max_tokens is None or len(self._said) < sent.num_choices:
+            return b""
+        if min(self._said.values()) < sent.max_tokens:
+            return b""
+        self.read.finish = FinishReason.LENGTH
+        if sent.form is BodyForm.MESSAGES:
+            stop = {"stop_reason": "max_tokens", "stop_sequence": None}
+            said: list[dict[str, Any]] = [
+                {"type": "content_block_stop", "index": self._last.get("index", 0)},
+                {"type": "message_delta", "delta": stop, "usage": {"output_tokens": self._num_counted}},
+                {"type": "message_stop"},
+            ]
+            return b"".join(b"event: %s\ndata: %s\n\n" % (x["type"].encode(), _encode(x)) for x in said)
+        more: dict[str, Any] = {"text": ""} if sent.form is BodyForm.COMPLETION else {"delta": {}}
+        ends = [
+            {"index": at, **more, "finish_reason": "length"} for at in sorted(self._begun - self._finished)
+        ]
+        return b"data: %s\n\ndata: %s\n\n" % (_encode({**self._last, "choices": ends}), DONE)
 
     def refusal(self, cleaned: Callable[[bytes], bytes]) -> Refusal | None:
         """Return why it is no answer, or not a whole one, in words that are `cleaned`."""
@@ -214,17 +289,40 @@ class AnswerReader:
             return 0
         choices, message = said.get("choices"), said.get("message")
         for part in (said, message if isinstance(message, dict) else {}):
-            self.read.take(part.get("usage"))
+            self._take_usage(part.get("usage"))
             answer_id = part.get("id")
             if not self.read.answer_id and isinstance(answer_id, str) and answer_id.isprintable():
                 self.read.answer_id = answer_id[:MAX_NAME_CHARACTERS]
         self._take_timings(said.get("timings"))
         if isinstance(choices, list):
+            if choices:
+                self._last = said
             return sum([self._choice(choice) for choice in choices if isinstance(choice, dict)])
         delta = said.get("delta")
         for part in (said, delta if isinstance(delta, dict) else {}):
             self._finish(part.get("stop_reason"))
-        return int(said.get("type") == "content_block_delta")
+        if said.get("type") != "content_block_delta":
+            return 0
+        self._said[0] += 1
+        self._last = said
+        return 1
+
+    def _take_usage(self, usage: object) -> None:
+        """No answer has more tokens than were asked for. Where the request has no bound, it has no more than
+        bytes, beside what was thought out of sight."""
+        if not isinstance(usage, dict):
+            return
+        read = self.read
+        read.take(usage)
+        if read.num_output_tokens is not None:
+            read.num_output_tokens = min(read.num_output_tokens, self._most_tokens(usage))
+
+    def _most_tokens(self, usage: Mapping[str, Any]) -> int:
+        if self._sent.max_tokens is not None:
+            return self._sent.max_tokens * self._sent.num_choices
+        details = usage.get("completion_tokens_details")
+        hidden = believed(details.get("reasoning_tokens")) if isinstance(details, dict) else None
+        return self._num_bytes + min(hidden or 0, MOST_HIDDEN_TOKENS)
 
     def _choice(self, choice: Mapping[str, Any]) -> bool:
         """Whether it says something: `delta` is a chat's, and `text` a completion's."""
@@ -235,7 +333,9 @@ class AnswerReader:
             self._finished.add(place)
             self._finish(reason)
         said = delta.items() if isinstance(delta, dict) else ()
-        return bool(choice.get("text")) or any(key != "role" and value for key, value in said)
+        is_more = bool(choice.get("text")) or any(key != "role" and value for key, value in said)
+        self._said[place] += is_more
+        return is_more
 
     def _finish(self, reason: object) -> None:
         """Take a word for it, if there is one."""

@@ -24,7 +24,6 @@ from replicas.openai_engine.upstream import Alive, Answered, BodyPiece, BodyServ
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import (
-    MAX_LISTED,
     BodyForm,
     FinishReason,
     LoadSnapshot,
@@ -55,6 +54,9 @@ UNTOLD_CONTEXT = 2**20
 """For a server that does not tell its context: it refuses longer prompts by itself."""
 MOST_BYTES_PER_TOKEN = 32
 """No prompt that fits has more."""
+
+SALTED = ("kvasir", "sglang", "vllm")
+"""Owners of models, as servers list them, whose servers part their cache by a body's `cache_salt`."""
 
 MOST_STEP_BYTES = 32 * 2**20
 """A frame has a piece more than this at most. Routers read up to 128 MiB."""
@@ -103,6 +105,7 @@ class OpenAiEngine:
             context *= MOST_BYTES_PER_TOKEN
         context = min(context, config.context_length or context)
         self._server.served_name = served.served_name
+        self._takes_salt = served.owned_by in SALTED
         self._card = ModelCard(
             name=config.model_name or served.served_name,
             fingerprint=declared_fingerprint(
@@ -164,7 +167,8 @@ class OpenAiEngine:
         """Raises ValueError."""
         served_name = submit.adapter or self._server.served_name
         if form is not BodyForm.PASSED:
-            return body_to_send(form, submit.body, served_name, asks_usage=self._server.asks_usage)
+            salt = submit.root.hex() if self._takes_salt else None
+            return body_to_send(form, submit.body, served_name, salt=salt, refused=self._server.refused)
         if submit.route not in self._card.routes:
             raise ValueError(f"{submit.route} is not passed on here")
         body = with_model(submit.content_type, submit.body, served_name)
@@ -228,8 +232,8 @@ class OpenAiEngine:
         if live is not None:
             if self._live.came(live, 1, piece.at):
                 self._is_computed(live)
-            token_ids = _counted(live, piece.num_tokens)
-            self._ready.append(TokenDelta(live.request.key, token_ids, body=piece.content))
+            live.num_output_tokens += piece.num_tokens
+            self._ready.append(TokenDelta(live.request.key, body=piece.content, num_counted=piece.num_tokens))
 
     def _end(self, answered: Answered) -> None:
         live = self._live.pop(answered.name)
@@ -242,9 +246,9 @@ class OpenAiEngine:
         self._ready.append(
             TokenDelta(
                 live.request.key,
-                _counted(live, (read.num_output_tokens or 0) - live.num_output_tokens),
                 finish_reason=read.finish,
                 usage=self._usage_of(live, read),
+                num_counted=max(0, (read.num_output_tokens or 0) - live.num_output_tokens),
             )
         )
 
@@ -302,13 +306,6 @@ class OpenAiEngine:
         now = time.monotonic()
         ages = [now - live.added_at for live in self._live.values() if live.has_place]
         return max(self._place_seconds, sum(ages) / len(ages) if ages else 0.0)
-
-
-def _counted(live: _Live, num_tokens: int) -> tuple[int, ...]:
-    """Count more tokens of its answer; they have no ids."""
-    token_ids = (0,) * min(num_tokens, MAX_LISTED - live.num_output_tokens)
-    live.num_output_tokens += len(token_ids)
-    return token_ids
 
 
 def _name(key: RequestKey) -> str:

@@ -84,8 +84,8 @@ class BodyServer(Server):
     """Once it runs, it is gone when it no longer has `served_name`."""
 
     served_name = ""
-    asks_usage = True
-    """It has not refused to tell the usage of a stream."""
+    refused: frozenset[str] = frozenset()
+    """Fields of ours that it does not take."""
 
     def forms(self, served_name: str) -> tuple[BodyForm, ...]:
         """Ask with bodies that have no prompt, which a server refuses. Raises StartupError."""
@@ -127,16 +127,19 @@ class BodyServer(Server):
         reader = AnswerReader(sent)
         try:
             refusal = await self._answer(name, sent, reader)
-            if sent.adds_usage and refusal is not None and _names_options(refusal):
-                sent = sent.without_usage()
+            while refusal is not None and (field := _refused_field(sent, refusal)) is not None:
+                sent = sent.without(field)
                 reader = AnswerReader(sent)
                 refusal = await self._answer(name, sent, reader)
         except asyncio.CancelledError:
             return
         except Exception as error:  # of any kind: it ends this request and no other
             refusal = self._breaks_off(error)
-            if reader.has_ended and isinstance(error, HTTP_ERRORS):
+            if reader.has_ended:
                 refusal = None
+        if refusal is not None and (end := reader.missing_end()):
+            self._tell(BodyPiece(name, end, 0, time.monotonic()))
+            refusal = None
         self._tell(Answered(name, reader.read) if refusal is None else Ended(name, refusal))
 
     async def _answer(self, name: str, sent: SentBody, reader: AnswerReader) -> Refusal | None:
@@ -146,9 +149,9 @@ class BodyServer(Server):
             if answer.status != 200:
                 return await self._refusal(answer, sent.form)
             check_plain(answer.headers)
-            if sent.is_again and self.asks_usage:
-                self.asks_usage = False
-                logger.warning("the server refuses stream_options: usage of its streams is unknown")
+            if not self.refused.issuperset(sent.left_out):
+                self.refused = self.refused.union(sent.left_out)
+                logger.warning("the server refuses fields, which it is no longer sent: %s", sent.left_out)
             pieces = _events if sent.streams else _whole
             async for content, num_tokens in pieces(answer.content.iter_any(), reader):
                 piece = BodyPiece(name, content, num_tokens, time.monotonic())
@@ -195,9 +198,10 @@ class BodyServer(Server):
         return read_passed(bytes(kept))
 
 
-def _names_options(refusal: Refusal) -> bool:
+def _refused_field(sent: SentBody, refusal: Refusal) -> str | None:
+    """Return the field for which a server refuses a body, if it is one that we have added."""
     is_refused = refusal.error is not None and refusal.error.status in (400, 422)
-    return is_refused and "stream_options" in refusal.message
+    return sent.refused_in(refusal.message) if is_refused else None
 
 
 async def _events(pieces: AsyncIterator[bytes], reader: AnswerReader) -> AsyncIterator[tuple[bytes, int]]:

@@ -316,8 +316,9 @@ class TokenDelta(Struct, frozen=True, array_like=True):
     """One engine step's output for one choice. A delta with a `finish_reason` is the choice's last.
 
     `usage` comes with the first delta of each choice. `refusal` comes with FinishReason.ERROR only. `body` is
-    more of the answer to a submit with a body, in whole events if it streams; its tokens are then only
-    counted, and all are 0. Where a route is passed on, the first `body` is the content type of what follows.
+    more of the answer to a submit with a body, in whole events if it streams; its tokens have no ids, and
+    `num_counted` says how many they are. Where a route is passed on, the first `body` is the content type of
+    what follows.
     """
 
     key: RequestKey
@@ -327,6 +328,11 @@ class TokenDelta(Struct, frozen=True, array_like=True):
     logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_LISTED)] | None = None
     refusal: Refusal | None = None
     body: Annotated[bytes, Meta(max_length=MAX_BODY_BYTES)] | None = None
+    num_counted: Uint32 = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_counted
 
 
 class LoadSnapshot(Struct, frozen=True, omit_defaults=True):

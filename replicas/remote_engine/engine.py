@@ -422,8 +422,7 @@ class RemoteEngine:
 
     def _take_delta(self, name: str, live: _Live, delta: Delta, at: float) -> None:
         token_ids = delta.token_ids
-        most = live.request.sampling.max_tokens - live.request.submit.num_output_tokens
-        if live.num_output_tokens + len(token_ids) > most or live.finish is not None:
+        if live.num_output_tokens + len(token_ids) > _most_tokens(live) or live.finish is not None:
             self._fail(
                 name, Refusal(RefusalCode.INTERNAL, "the server sends more tokens than were asked for")
             )
@@ -447,18 +446,28 @@ class RemoteEngine:
             refusal = Refusal(RefusalCode.INTERNAL, "the server's answer has no end")
         if refusal is not None:
             self._fail(ended.name, refusal)
-            return
-        self._live.pop(ended.name)
+        else:
+            self._answered(ended.name, live)
+
+    def _answered(self, name: str, live: _Live) -> None:
+        self._live.pop(name)
         self._is_answered(live)
         self._ready.append(
             TokenDelta(live.request.key, finish_reason=live.finish, usage=self._usage_of(live))
         )
 
     def _fail(self, name: str, refusal: Refusal) -> None:
-        live = self._live.pop(name)
+        """End a request in error, unless nothing lacks but the end of its answer."""
+        live = self._live.get(name)
         assert live is not None
         self._server.abort(name)
         self._refusals.say(refusal, live.request.submit.request_id)
+        if live.finish is None and live.num_output_tokens >= _most_tokens(live):
+            live.finish = FinishReason.LENGTH
+        if live.finish in (FinishReason.STOP, FinishReason.LENGTH):
+            self._answered(name, live)
+            return
+        self._live.pop(name)
         self._ready.append(TokenDelta(live.request.key, finish_reason=FinishReason.ERROR, refusal=refusal))
 
     def _usage_of(self, live: _Live) -> PromptUsage:
@@ -531,6 +540,10 @@ class RemoteEngine:
             is_predicted=self._believed is not None,
             num_total_blocks=self._card.num_blocks,
         )
+
+
+def _most_tokens(live: _Live) -> int:
+    return live.request.sampling.max_tokens - live.request.submit.num_output_tokens
 
 
 def _first_look(dialect: Dialect, server: Server) -> ServerLoad:

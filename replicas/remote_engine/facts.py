@@ -26,8 +26,8 @@ MOST_CACHE_TOKENS = 2**25
 
 class ServerModel(NamedTuple):
     """A model of `/v1/models`. `root` is where the server found it: a folder or a name on a hub. `aliases`
-    are its other names. `num_ignored` names are too many, or no names. `is_router`: a router of Kvasir has
-    it."""
+    are its other names. `num_ignored` names are too many, or no names. `owned_by` is mostly the server's
+    kind; `is_router`: a router of Kvasir has it."""
 
     served_name: str
     root: str
@@ -35,7 +35,11 @@ class ServerModel(NamedTuple):
     adapters: tuple[Adapter, ...]
     aliases: tuple[str, ...] = ()
     num_ignored: int = 0
-    is_router: bool = False
+    owned_by: str = ""
+
+    @property
+    def is_router(self) -> bool:
+        return self.owned_by == "kvasir"
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ def read_models(text: bytes, served_name: str | None) -> ServerModel:
         tuple(Adapter(each, _digest(f"{root}\0{each}\0{entries[each].root}")) for each in taken_adapters),
         tuple(taken),
         len(aliases) + len(adapters) - len(taken) - len(taken_adapters),
-        entry.owned_by == "kvasir",
+        str(entry.owned_by or ""),
     )
 
 

@@ -240,6 +240,7 @@ class ReplicaServer:
                     delta.logprobs,
                     delta.refusal,
                     delta.body,
+                    delta.num_counted,
                 )
             )
             if delta.finish_reason is not None:

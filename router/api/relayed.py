@@ -52,7 +52,7 @@ class RelayedOutput(ChoiceOutput):
         self.add(delta)
 
     def add(self, delta: TokenDelta) -> Sequence[Part]:
-        self.num_tokens += len(delta.token_ids)
+        self.num_tokens += delta.num_tokens
         if delta.usage is not None:
             self.answer_id = delta.usage.answer_id
         if delta.finish_reason is not None:

@@ -218,7 +218,7 @@ class Exchange:
                 async for batch in run:
                     if request.first_token_seconds is None:
                         self._start(prompt, run, batch)
-                    elif request.gaps is not None and batch and batch[-1].token_ids:
+                    elif request.gaps is not None and batch and batch[-1].num_tokens:
                         request.gaps.arrived(self._context.clock())
                     events = self._take(prompt, run, batch)
                     if events:
@@ -243,7 +243,7 @@ class Exchange:
                 return False
             if stream is not None and not stream.takes_parts:
                 return False
-            if request.gaps is not None and delta.token_ids:
+            if request.gaps is not None and delta.num_tokens:
                 request.gaps.arrived(self._context.clock())
             if stream is None:
                 output.hold(delta)
@@ -266,7 +266,7 @@ class Exchange:
         request, now = self._request, self._context.clock()
         request.first_token_seconds = now - self._arrived
         if len(request.prompts) == len(request.prompts[0].outputs) == 1:
-            request.gaps = TokenGaps(now, sum(len(delta.token_ids) for delta in batch))
+            request.gaps = TokenGaps(now, sum(delta.num_tokens for delta in batch))
         self._name_run(run)
         usage = next((delta.usage for delta in batch if delta.usage is not None), None)
         if usage is not None:
@@ -296,8 +296,8 @@ class Exchange:
             parts = output.add(delta)
             if output.was_stopped:
                 run.abort_choice(choice)
-                if prompt.usage is None:  # an engine that tells at the end tells nothing now
-                    self._read(prompt, run, prompt.usage_or_bare())
+            if prompt.usage is None and output.has_finished():  # an engine that was to tell at the end
+                self._read(prompt, run, prompt.usage_or_bare())
             if not request.stream:
                 if delta.logprobs:
                     output.logprobs.extend(output.said_logprobs(delta))

@@ -4,7 +4,8 @@ Owns attempts: where a generation runs now, its output so far, and where it goes
 refuses. Knows no HTTP, no text, no gRPC, and not how a replica is chosen.
 
     not yet visible to the client   the whole request is submitted again elsewhere
-    visible                         each unfinished choice resumes elsewhere from prompt + tokens so far
+    visible                         each unfinished choice resumes elsewhere from prompt + tokens so far;
+                                    one that has all its tokens ends there, for its length
     out of attempts or replicas     an error of `errors.py`
     no token by its deadline        stopped wherever it is: later output is useless to its client
 
@@ -69,6 +70,8 @@ class GenerationRun:
         self._num_open = generation.num_choices
         self._num_unplaced = generation.num_choices
         self._attempts: list[Attempt] = []
+        self._cut_off: list[TokenDelta] = []
+        """Ends of choices that have all their tokens, and were lost before their end came."""
         self._mailbox = Mailbox()
         self._placement = Placement(dispatcher, generation, trace, self._mailbox.wake)
         self._visible = False
@@ -169,6 +172,9 @@ class GenerationRun:
                 if attempt.client.lost is not None:  # else that one request alone has come to nothing
                     self._dispatcher.replica_died(attempt.client)
                 self._abandon(attempt, RefusalCode.INTERNAL)
+        if self._cut_off:
+            batch += self._cut_off
+            self._cut_off.clear()
         return batch
 
     def _receive(self, attempt: Attempt, index: int, delta: TokenDelta, batch: list[TokenDelta]) -> None:
@@ -188,7 +194,7 @@ class GenerationRun:
         if charge is not None:
             if delta.usage is not None:
                 charge.begins(delta.usage.num_cached_tokens)
-            charge.produces(len(delta.token_ids))
+            charge.produces(delta.num_tokens)
         if attempt.trial is not None and (finish is not None or attempt.has_survived):
             self._dispatcher.survived(attempt)
         if delta.key.choice != index or (choice.has_usage and delta.usage is not None):
@@ -213,11 +219,10 @@ class GenerationRun:
         except Exception as error:  # it is this request's, and the frame is everybody's
             self._error = error
             return False
-        token_ids = delta.token_ids
-        self._choices[index].token_ids += token_ids
+        self._choices[index].token_ids += delta.token_ids
         charge = self._placement.charge
         if charge is not None:
-            charge.produces(len(token_ids))
+            charge.produces(delta.num_tokens)
         return True
 
     def _close_choice(self, choice: ChoiceProgress) -> None:
@@ -289,6 +294,11 @@ class GenerationRun:
         attempt.num_open -= 1
         if not attempt.num_open:
             self._release(attempt)
+        if len(choice.token_ids) >= self._generation.sampling.max_tokens:
+            self._num_unplaced -= 1
+            self._close_choice(choice)
+            key = RequestKey(attempt.inflight.submit_id, self._choices.index(choice))
+            self._cut_off.append(TokenDelta(key, finish_reason=FinishReason.LENGTH))
 
     # Where it goes.
 

@@ -32,10 +32,107 @@ def event(**fields: Any) -> bytes:
 
 
 @pytest.mark.parametrize("form", BodyForm)
-def test_a_body_passes_as_it_is(form: BodyForm) -> None:
-    body = b'{"model": "m",  "odd": [1, 2.50], "stream": true, "stream_options": {"include_usage": true}}'
+def test_the_values_of_a_body_pass_as_they_are(form: BodyForm) -> None:
+    body = b'{"model":"m","odd":[1, 2.50],"stream":true,"stream_options":{"include_usage": true}}'
     sent = body_to_send(form, body, "m")
     assert (sent.content, sent.streams, sent.hides_usage) == (body, True, False)
+
+
+LENGTH = {"max_completion_tokens": 5}
+BOTH = {**LENGTH, "max_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("refused", "words", "sent", "then"),
+    [
+        ((), "'max_tokens' is not supported. Use 'max_completion_tokens'", BOTH, LENGTH),
+        ((), "max_completion_tokens: extra inputs are not permitted", BOTH, {"max_tokens": 5}),
+        ((), "temperature is too high", BOTH, None),
+        (("max_tokens",), "max_tokens is unknown", LENGTH, None),
+        (("max_completion_tokens",), "max_tokens is too large", {"max_tokens": 5}, None),
+    ],
+)
+def test_a_chats_length_has_both_names_where_a_server_takes_both(
+    refused: tuple[str, ...], words: str, sent: dict[str, int], then: dict[str, int] | None
+) -> None:
+    body = body_to_send(BodyForm.CHAT, encoded(**LENGTH), "m", refused=refused)
+    assert json.loads(body.content) == {**sent, "model": "m"}
+    field = body.refused_in(words)
+    assert (field is None) == (then is None)
+    if field is not None:
+        again = body.without(field)
+        assert json.loads(again.content) == {**(then or {}), "model": "m"}
+        assert again.refused_in(words) is None  # a bound is left
+    assert body_to_send(BodyForm.MESSAGES, encoded(max_tokens=5), "m").added == ()
+
+
+@pytest.mark.parametrize("form", BodyForm)
+def test_the_salt_is_left_out_once_it_was_refused(form: BodyForm) -> None:
+    sent = body_to_send(form, encoded(cache_salt="the client's"), "m", salt="ours")
+    assert json.loads(sent.content)["cache_salt"] == "ours"
+    assert sent.refused_in("extra field: cache_salt") == "cache_salt"
+    again = sent.without("cache_salt")
+    assert "cache_salt" not in json.loads(again.content) and again.left_out == ("cache_salt",)
+    sent = body_to_send(form, encoded(), "m", salt="ours", refused=again.left_out)
+    assert "cache_salt" not in json.loads(sent.content)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told", "most"),
+    [
+        ({"max_tokens": 3}, {"completion_tokens": 2**32 - 1}, 3),
+        ({"max_completion_tokens": 3, "n": 2}, {"completion_tokens": 2**32 - 1}, 6),
+        ({}, {"completion_tokens": 2**32 - 1}, 300),
+        ({}, {"completion_tokens": 900, "completion_tokens_details": {"reasoning_tokens": 880}}, 900),
+        ({}, {"completion_tokens": 2**31, "completion_tokens_details": {"reasoning_tokens": 2**31}}, 2**18),
+    ],
+)
+def test_no_more_tokens_are_believed_than_were_asked_for_or_came(
+    asked: dict[str, int], told: dict[str, Any], most: int
+) -> None:
+    sent = body_to_send(BodyForm.CHAT, encoded(**asked), "m")
+    said = encoded(choices=[{"message": {"content": "x"}, "finish_reason": "stop"}], usage=told)
+    whole, streamed = AnswerReader(sent), AnswerReader(sent)
+    assert 0 < whole.whole(said)[1] <= most
+    streamed.event(b"data: " + said + b"\n\n")
+    assert 0 < (streamed.read.num_output_tokens or 0) <= most
+    if told["completion_tokens"] == 900:
+        assert whole.read.num_output_tokens == 900
+
+
+def said_in(form: BodyForm, index: int, text: str, **more: Any) -> bytes:
+    if form is BodyForm.MESSAGES:
+        return event(type="content_block_delta", index=index, delta={"type": "text_delta", "text": text})
+    said = {"text": text} if form is BodyForm.COMPLETION else {"delta": {"content": text}}
+    return event(id="x", choices=[{"index": index, **said, "finish_reason": None, **more}])
+
+
+@pytest.mark.parametrize("form", BodyForm)
+def test_a_stream_with_all_its_tokens_is_given_the_end_that_is_missing(form: BodyForm) -> None:
+    num_choices = 1 if form is BodyForm.MESSAGES else 2
+    reader = AnswerReader(SentBody(form, b"", streams=True, max_tokens=2, num_choices=num_choices))
+    pieces = [(index, word) for word in ("a", "b") for index in range(num_choices)]
+    for index, word in pieces:
+        assert reader.missing_end() == b""
+        reader.event(said_in(form, index, word))
+    end = [data_of(each) for each in EventSplitter().add(reader.missing_end())]
+    assert reader.read.finish is FinishReason.LENGTH
+    if form is BodyForm.MESSAGES:
+        said = [json.loads(each or b"") for each in end]
+        assert [each["type"] for each in said] == ["content_block_stop", "message_delta", "message_stop"]
+        assert said[1]["delta"]["stop_reason"] == "max_tokens"
+    else:
+        assert end[1] == b"[DONE]"
+        last = json.loads(end[0] or b"")
+        assert last["id"] == "x"
+        assert [(each["index"], each["finish_reason"]) for each in last["choices"]] == [
+            (0, "length"),
+            (1, "length"),
+        ]
+    failed = AnswerReader(SentBody(form, b"", streams=True, max_tokens=1))
+    failed.event(said_in(form, 0, "a"))
+    failed.event(event(error={"message": "out of memory"}))
+    assert failed.missing_end() == b""
 
 
 def test_a_stream_is_asked_for_its_usage() -> None:

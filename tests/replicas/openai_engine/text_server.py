@@ -27,6 +27,7 @@ class TextServer:
         self.served_name = SERVED_NAME
         self.other_names: list[str] = []
         self.adapters: list[str] = []
+        self.owner = "library"
         self.num_slots: int | None = None
         self.usage: dict[str, Any] = {}
         """What it says of usage instead of the truth."""
@@ -77,7 +78,10 @@ class TextServer:
         if self.fault == "drips":
             return StreamingResponse(_forever(b" ", seconds=0.1), media_type="application/json")
         names = [self.served_name, *self.other_names]
-        models = [{"id": name, "root": "/models/wordy", "meta": {"n_ctx": 4096}} for name in names]
+        models = [
+            {"id": name, "root": "/models/wordy", "meta": {"n_ctx": 4096}, "owned_by": self.owner}
+            for name in names
+        ]
         models += [{"id": name, "parent": self.served_name} for name in self.adapters]
         return JSONResponse({"object": "list", "data": models})
 
@@ -123,6 +127,8 @@ class TextServer:
                 if self.fault == "stalls" and number == 2:
                     await asyncio.sleep(60)
                 yield event({"choices": [{"index": 0, "delta": {"content": word}}]})
+            if self.fault == "forgets its end":
+                return
             yield event({"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})
             if self.fault == "breaks off after its end":
                 raise ConnectionError("on purpose")

@@ -282,9 +282,6 @@ def test_leases_are_refused_in_the_answer(driven: Driven) -> None:
         ("escapes", RefusalCode.INVALID_REQUEST, "no  2026 INFO forged  [31m "),
         ("error inside", RefusalCode.INTERNAL, "out of memory"),
         ("error first", RefusalCode.INVALID_REQUEST, "boom"),
-        ("too many", RefusalCode.INTERNAL, "more tokens than were asked for"),
-        ("no end", RefusalCode.INTERNAL, "has no end"),
-        ("three choices", RefusalCode.INTERNAL, "more tokens than were asked for"),
     ],
 )
 def test_a_fault_ends_one_request_and_no_other(
@@ -305,6 +302,18 @@ def test_a_fault_ends_one_request_and_no_other(
     server.fault = ""
     assert driven.finish(driven.add(PROMPT, max_tokens=3)).finish_reason is FinishReason.LENGTH
     assert len([delta for delta in driven.deltas[key] if delta.finish_reason]) == 1
+
+
+@pytest.mark.parametrize("fault", ["too many", "no end", "three choices", "breaks off"])
+def test_an_answer_with_all_its_tokens_ends_though_its_last_event_is_missing(
+    driven: Driven, server: StandIn, fault: str
+) -> None:
+    server.fault = fault
+    key = driven.add(PROMPT, max_tokens=2)
+    last = driven.finish(key)
+    assert (last.finish_reason, last.refusal) == (FinishReason.LENGTH, None)
+    assert last.usage is not None
+    assert sum(delta.num_tokens for delta in driven.deltas[key]) == 2
 
 
 @pytest.mark.parametrize("says", [None, -1, len(PROMPT) + 1, 10**30, 1.5, "48", [48]])

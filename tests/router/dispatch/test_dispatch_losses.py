@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -111,6 +112,27 @@ async def test_every_attempt_announces_what_is_missing_of_the_prompt_under_an_id
     assert max(first.num_output_tokens, resumed.num_output_tokens) > 0
     assert first.announced_hashes == resumed.announced_hashes == tuple(GENERATION.block_hashes)
     assert first.announcement_id != resumed.announcement_id
+
+
+@pytest.mark.parametrize("listens", [False, True])
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_a_choice_with_all_its_tokens_whose_end_is_lost_ends_for_its_length(
+    fleet: DispatchedFleet, num_choices: int, listens: bool
+) -> None:
+    for name in ("r0", "r1"):
+        replica = await fleet.add(name)
+        replica.script.step_seconds = 0.001
+        replica.script.die_after_tokens = num_choices * GENERATION.sampling.max_tokens
+        replica.script.alter = _without_ends
+    generation = changed(GENERATION, num_choices=num_choices)
+    deltas = await generate(fleet, generation, heard=[] if listens else None)
+    assert_complete(deltas, num_choices)
+    assert sum(len(replica.submits) for replica in fleet.replicas.values()) == 1
+
+
+def _without_ends(frame: list[Any]) -> None:
+    for delta in frame[0]:
+        delta[2] = None
 
 
 async def test_finished_choices_are_not_resumed(fleet: DispatchedFleet) -> None:
