@@ -37,6 +37,8 @@ class Generation:
     """Contents for the spans of `submit.media`, in order; the replica must have them first."""
     grammar_seconds: float = 0.0
     """Processor time of compiling its grammar, charged to its tenant."""
+    num_relayed_choices: int = 0
+    """Choices of an answer that a server writes itself, and that comes as one."""
     is_awaited: bool = True
     """Whether a client waits for its first token: the time that its tenant is promised is for these."""
 
@@ -67,3 +69,8 @@ class Generation:
     @property
     def num_choices(self) -> int:
         return self.submit.num_choices
+
+    @property
+    def num_sequences(self) -> int:
+        """Choices that are computed for it, wherever."""
+        return self.num_relayed_choices or self.submit.num_choices

@@ -94,7 +94,7 @@ def body_to_send(
     form: BodyForm, body: bytes, served_name: str, *, salt: str | None = None, refused: Collection[str] = ()
 ) -> SentBody:
     """Name the model as its server does, ask for the usage of a stream, salt the cache, and give a chat's
-    length both its names, but for the fields that the server has `refused`. Raises ValueError."""
+    length both its names. Fields that the server has `refused` are left out. Raises ValueError."""
     try:
         fields: dict[str, Any] = _decoder.decode(body)
     except (RecursionError, msgspec.MsgspecError) as error:

@@ -39,7 +39,7 @@ def prepare_chats(kind: str, new_writer: NewWriter) -> Prepare:
             model = context.catalog.get(request.model).bounded(asked.caller.max_context)
             if model.card.takes_bodies:
                 _fill(context, asked, model, prepared, new_writer)
-                relay(context, asked, model, BodyForm(kind))
+                relay(context, asked, model, BodyForm(kind), request, prepared.sent)
                 return
             for hook in context.hooks.encoded:
                 prepared = await hook(asked, model, prepared)

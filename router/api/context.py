@@ -131,6 +131,7 @@ class ApiContext:
             prepare_in_worker,
             max_choices=self.config.max_choices,
             max_prompts=self.config.max_prompts,
+            pass_fields=self.config.pass_fields,
             address_share=self.config.address_share,
             bounds=self.bounds,
         )

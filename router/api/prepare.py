@@ -4,7 +4,7 @@ Owns the steps and their order. A `Site` has what differs: how a text is encoded
 whether all must be bounded.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from router.api.openai.completion_prompt import (
 from router.api.openai.structured_outputs import output_format_of
 from router.api.responses.body import read_response
 from router.api.sampling import bounded_tokens, kept_tokens
+from router.api.sent_body import sent_body
 from router.encoded import EncodedPrompt, TailOf
 from router.errors import InvalidRequest, about_model
 from router.large_bodies.grammar_checks import check
@@ -46,6 +47,8 @@ class Site:
     max_choices: int
     max_prompts: int
     has_history: bool
+    pass_fields: Collection[str] = ()
+    """Fields that a server of bodies is sent though they are not read."""
     is_bounded: bool = False
     """Whether TooMuchWork is raised for what takes long."""
 
@@ -67,13 +70,14 @@ class Site:
 
 class PreparedChat(NamedTuple):
     """`token_ids` are those that `prompt` has packed. `tail_of` finds the text after an answer in it. The
-    answer's tokens are kept if it `is_remembered`."""
+    answer's tokens are kept if it `is_remembered`. `sent` is for a server that takes bodies."""
 
     request: ChatRequest
     prompt: EncodedPrompt
     token_ids: list[int]
     tail_of: TailOf
     is_remembered: bool = False
+    sent: bytes = b""
 
 
 class PreparedText(NamedTuple):
@@ -88,6 +92,7 @@ class PreparedCompletion(NamedTuple):
     prompts: list[PreparedText]
     grammar: CheckedGrammar
     unknown_fields: list[str]
+    sent: bytes = b""
 
 
 READERS: Mapping[str, Callable[[bytes, int], ChatRequest]] = {
@@ -115,7 +120,8 @@ async def prepared_chat(site: Site, kind: str, body: bytes) -> PreparedChat:
         grammar = await site.check(wished, request.cache_salt) if wished.text else ANY_TEXT
         history = encoded_history(request) if site.has_history else None
         prompt = encoded_prompt(model, request, chat, shown, kept, grammar=grammar, history=history)
-    return PreparedChat(request, prompt, kept, partial(encoded_tail, model, chat))
+        sent = sent_body(kind, body, site.pass_fields) if model.card.takes_bodies else b""
+    return PreparedChat(request, prompt, kept, partial(encoded_tail, model, chat), sent=sent)
 
 
 async def prepared_completion(site: Site, body: bytes) -> PreparedCompletion:
@@ -135,7 +141,8 @@ async def prepared_completion(site: Site, body: bytes) -> PreparedCompletion:
             if prompts:
                 await site.give_way()
             prompts.append(await _prepared_text(site, model, request, prompt))
-    return PreparedCompletion(request, prompts, grammar, unknown)
+        relayed = sent_body("completion", body, site.pass_fields) if model.card.takes_bodies else b""
+    return PreparedCompletion(request, prompts, grammar, unknown, relayed)
 
 
 async def _prepared_text(
@@ -159,8 +166,8 @@ def check_form(model: TextModel, kind: str) -> None:
         raise InvalidRequest("The server of this model generates nothing: it only has routes of other kinds.")
     if forms and kind not in forms:
         raise InvalidRequest(
-            f"The server of this model takes bodies of {' and '.join(forms)} only, and is sent them as they"
-            " are."
+            f"The server of this model takes bodies of {' and '.join(forms)} only, and is sent them in"
+            " their form."
         )
 
 

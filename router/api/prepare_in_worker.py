@@ -41,7 +41,8 @@ _completion_decoder = msgspec.msgpack.Decoder(CompletionRequest)
 
 def prepare_in_worker(job: BodyJob, models: TextModels, body: bytes) -> Outcome:
     try:
-        return KINDS[job.kind](Site(models, job.max_choices, job.max_prompts, job.has_history), body)
+        site = Site(models, job.max_choices, job.max_prompts, job.has_history, job.pass_fields)
+        return KINDS[job.kind](site, body)
     except RouterError as error:
         return RefusedRequest.of(error)
 
@@ -57,19 +58,20 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _chat(kind: str, site: Site, body: bytes) -> Outcome:
-    request, prompt, _, tail_of, _ = _run(prepared_chat(site, kind, body))
+    request, prompt, _, tail_of, _, relayed = _run(prepared_chat(site, kind, body))
     history = prompt.history
     if history is not None and history.last_answer is not None:  # most likely remembered
         history = msgspec.structs.replace(history, tail=tail_of(history.last_answer))
         prompt = msgspec.structs.replace(prompt, history=history)
-    return PreparedRequest(rest_of(request), [prompt])
+    return PreparedRequest(rest_of(request), [prompt], sent=relayed)
 
 
 def received_chat(sent: PreparedRequest) -> PreparedChat:
     (prompt,) = sent.prompts
     tail = None if prompt.history is None else prompt.history.tail
     tails = {} if tail is None else {tail.position: tail}
-    return PreparedChat(_chat_decoder.decode(sent.fields), prompt, prompt.ids(), tails.get)
+    request = _chat_decoder.decode(sent.fields)
+    return PreparedChat(request, prompt, prompt.ids(), tails.get, sent=sent.sent)
 
 
 def rest_of(request: ChatRequest) -> bytes:
@@ -85,16 +87,16 @@ def rest_of(request: ChatRequest) -> bytes:
 
 
 def _completion(site: Site, body: bytes) -> Outcome:
-    request, prompts, grammar, unknown = _run(prepared_completion(site, body))
+    request, prompts, grammar, unknown, relayed = _run(prepared_completion(site, body))
     rest = without_formats(msgspec.structs.replace(request, prompt="", suffix=None))
     encoded = [EncodedPrompt(pack_token_ids(each.token_ids), each.echo, grammar=grammar) for each in prompts]
-    return PreparedRequest(msgspec.msgpack.encode(rest), encoded, unknown)
+    return PreparedRequest(msgspec.msgpack.encode(rest), encoded, unknown, relayed)
 
 
 def received_completion(sent: PreparedRequest) -> PreparedCompletion:
     prompts = [PreparedText(prompt.ids(), prompt.echo) for prompt in sent.prompts]
     request = _completion_decoder.decode(sent.fields)
-    return PreparedCompletion(request, prompts, sent.prompts[0].grammar, sent.unknown_fields)
+    return PreparedCompletion(request, prompts, sent.prompts[0].grammar, sent.unknown_fields, sent.sent)
 
 
 def _written(write: Callable[..., bytes], site: Site, body: bytes) -> Outcome:

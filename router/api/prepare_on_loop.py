@@ -21,6 +21,7 @@ class OnLoop(Site):
             config.max_choices,
             config.max_prompts,
             bool(context.hooks.encoded),
+            config.pass_fields,
             is_bounded=True,
         )
         self._context = context

@@ -1,4 +1,4 @@
-"""Relayed answers: of servers that take a client's body as it is and answer in its form.
+"""Relayed answers: of servers that take a client's body and answer in its form.
 
 Owns both ends: the body in the submit, and the server's bytes on their way to the client. What the answer
 says is not read here; its tokens are only counted.
@@ -13,28 +13,68 @@ from replicas.protocol.frames import MAX_BODY_BYTES, BodyForm, TokenDelta, Token
 from router.answers.parts import Part, Text
 from router.api.answer_usage import AnswerUsage
 from router.api.api_request import ApiRequest, Prompt
+from router.api.chat_request import ChatRequest
 from router.api.choice_output import ChoiceOutput
 from router.api.context import ApiContext
+from router.api.json_body import encode_json, with_fields
+from router.api.openai.completion_prompt import CompletionRequest
 from router.api.sse import COMMENT
 from router.errors import InvalidRequest
 from router.prompt.catalog import ServedModel
+
+_LENGTHS = {BodyForm.CHAT: "max_completion_tokens"}
+"""Names of an answer's length that are not "max_tokens". A replica adds the older one."""
 
 _MORE = Text("")
 """Says that a server has written more."""
 
 
-def relay(context: ApiContext, asked: ApiRequest, model: ServedModel, form: BodyForm) -> None:
-    """Have a prepared request's only prompt answered to its body. Raises InvalidRequest."""
+def relay(
+    context: ApiContext,
+    asked: ApiRequest,
+    model: ServedModel,
+    form: BodyForm,
+    request: ChatRequest | CompletionRequest,
+    body: bytes,
+) -> None:
+    """Have a prepared request's only prompt answered to `body`, which is what was read of its own. Raises
+    InvalidRequest."""
     if len(asked.prompts) > 1:
         raise InvalidRequest("The server of this model takes one prompt at a time.", parameter="prompt")
-    if len(asked.body) > MAX_BODY_BYTES:
-        raise InvalidRequest(f"The server of this model is sent bodies of up to {MAX_BODY_BYTES} bytes.")
     (prompt,) = asked.prompts
-    submit = msgspec.structs.replace(prompt.generation.submit, num_choices=1, body=asked.body, body_form=form)
-    prompt.generation = replace(prompt.generation, submit=submit)
+    submit, num_choices = prompt.generation.submit, prompt.generation.num_choices
+    more: dict[str, int] = {}
+    told_context = context.catalog.get(request.model).card.told_context_length
+    if _has_bound(asked, told_context, form, request, submit.sampling.max_tokens):
+        more[_LENGTHS.get(form, "max_tokens")] = submit.sampling.max_tokens
+    if submit.priority:
+        more["priority"] = submit.priority
+    if more:
+        body = with_fields(body, encode_json(more)[1:-1])
+    if len(body) > MAX_BODY_BYTES:
+        raise InvalidRequest(f"The server of this model is sent bodies of up to {MAX_BODY_BYTES} bytes.")
+    submit = msgspec.structs.replace(submit, num_choices=1, body=body, body_form=form)
+    prompt.generation = replace(prompt.generation, submit=submit, num_relayed_choices=num_choices)
     output = RelayedOutput(model)
     prompt.outputs = [output]
     asked.writer = RelayWriter(context.new_id("relay-"), output)
+
+
+def _has_bound(
+    asked: ApiRequest,
+    told_context: int,
+    form: BodyForm,
+    request: ChatRequest | CompletionRequest,
+    max_tokens: int,
+) -> bool:
+    """Whether an answer has a bound that its body does not say, or says otherwise. A chat of open length is
+    bounded by its tenant's context, if the server's is larger."""
+    if request.only_prompt:
+        return form is not BodyForm.MESSAGES and request.max_tokens != 0
+    if request.max_tokens is not None:
+        return request.max_tokens > max_tokens
+    most = asked.caller.max_context
+    return form is BodyForm.COMPLETION or (most is not None and most < told_context)
 
 
 class RelayedOutput(ChoiceOutput):

@@ -64,6 +64,7 @@ class BodyJob(msgspec.Struct, frozen=True):
     max_choices: int = 0
     max_prompts: int = 0
     has_history: bool = False
+    pass_fields: tuple[str, ...] = ()
     models: dict[str, ModelWindow] = {}
 
 
@@ -74,11 +75,13 @@ class LoadTextSide(msgspec.Struct, frozen=True):
 
 class PreparedRequest(msgspec.Struct, frozen=True, tag=True):
     """`fields` are those of the request that say how to continue its prompts, as MessagePack.
-    `unknown_fields` are a completion's; a conversation has its own in `fields`."""
+    `unknown_fields` are a completion's; a conversation has its own in `fields`. `sent` is for a server that
+    takes bodies."""
 
     fields: bytes
     prompts: list[EncodedPrompt]
     unknown_fields: list[str] = []
+    sent: bytes = b""
 
 
 class WrittenAnswer(msgspec.Struct, frozen=True, tag=True):

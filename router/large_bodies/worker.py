@@ -62,6 +62,7 @@ class Worker:
         *,
         max_choices: int,
         max_prompts: int,
+        pass_fields: tuple[str, ...] = (),
         address_share: float = 1.0,
         bounds: Bounds | None = None,
     ) -> None:
@@ -70,6 +71,7 @@ class Worker:
         self._perform = perform
         self._max_choices = max_choices
         self._max_prompts = max_prompts
+        self._pass_fields = pass_fields
         self.has_history = False
         """Whether to prepare what a conversation is known by."""
         self._control: socket.socket | None = None
@@ -91,7 +93,9 @@ class Worker:
         there are too many, of its client's address or of all; NoReplicaAvailable while no model is known."""
         self._catalog.check_known()
         windows = self._windows(max_context)
-        job = BodyJob(kind, self._max_choices, self._max_prompts, self.has_history, windows)
+        job = BodyJob(
+            kind, self._max_choices, self._max_prompts, self.has_history, self._pass_fields, windows
+        )
         try:
             async with self.places.place(address):
                 await self._load_all()

@@ -27,7 +27,7 @@ class Demand(msgspec.Struct, frozen=True):
 def demand_of(generations: Iterable[Generation]) -> Demand:
     num_sequences = num_tokens = 0
     for generation in generations:
-        num_choices = generation.num_choices
+        num_choices = generation.num_sequences
         num_sequences += num_choices
         num_output_tokens = min(generation.sampling.max_tokens, COUNTED_OUTPUT_TOKENS)
         num_tokens += len(generation.token_ids) + num_choices * num_output_tokens

@@ -52,7 +52,7 @@ async def prepare_completion(context: ApiContext, asked: ApiRequest) -> None:
     asked.model, asked.asked_model = model, request.model
     asked.prompts, asked.stream = prompts, bool(request.stream)
     if model.card.takes_bodies:
-        relay(context, asked, model, BodyForm.COMPLETION)
+        relay(context, asked, model, BodyForm.COMPLETION, request, prepared.sent)
 
 
 async def _prepared(context: ApiContext, asked: ApiRequest) -> PreparedCompletion:

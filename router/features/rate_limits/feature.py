@@ -94,7 +94,7 @@ class RateHold:
 def _ask(generations: Sequence[Generation]) -> Ask:
     num_prompt_tokens = num_output_tokens = num_sequences = 0
     for generation in generations:
-        num_choices = generation.num_choices
+        num_choices = generation.num_sequences
         num_sequences += num_choices
         num_prompt_tokens += len(generation.token_ids)
         num_output_tokens += num_choices * min(generation.sampling.max_tokens, COUNTED_OUTPUT_TOKENS)
