@@ -71,7 +71,7 @@ def _as_read(value: Any, passed: Collection[str]) -> Any:
         return [_as_read(each, passed) for each in value if not _offers_other(each, passed)]
     if isinstance(value, dict):
         return {
-            name: each if name in _FREE else _as_read(each, passed)
+            name: each if type(each) is str or name in _FREE else _as_read(each, passed)
             for name, each in value.items()
             if name.isascii() and name == name.lower()
         }
