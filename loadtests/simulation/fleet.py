@@ -416,6 +416,8 @@ class VirtualFleet:
 
     def _end(self, run: _Run, error: str | None) -> None:
         trace = run.prepared.trace
+        if run.charge is not None:
+            run.charge.close(self._now)
         self._give_back(run)
         del self._runs[run.prepared.number]
         self._records[run.prepared.number] = RequestRecord(

@@ -130,6 +130,7 @@ class VirtualRouter:
             ),
             request.block_hashes,
             deadline=None if deadline is None else trace.arrival_seconds + deadline,
+            has_others=trace.tenant is not None,
         )
 
     def catch_up(self, now: float) -> None:

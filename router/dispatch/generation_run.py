@@ -326,7 +326,9 @@ class GenerationRun:
             first = self._choices[part[0]]
             if not placement.may_try(first, is_visible=self._visible):
                 raise placement.give_up(is_visible=self._visible)
-            routed = placement.route(len(self._generation.token_ids) + len(first.token_ids))
+            routed = placement.route(
+                len(self._generation.token_ids) + len(first.token_ids), num_choices=len(part)
+            )
             if isinstance(routed, Obstacle):
                 seconds = placement.wait(routed)
                 if seconds <= 0:

@@ -132,7 +132,7 @@ class Placement:
             return self._dispatcher.budget.take(self._dispatcher.clock()) or is_visible
         return True
 
-    def route(self, num_tokens: int) -> RoutedRequest | Obstacle:
+    def route(self, num_tokens: int, *, num_choices: int) -> RoutedRequest | Obstacle:
         """Raises GenerationFailed for a prompt that is condemned."""
         generation, table = self._generation, self._dispatcher.table
         exclude: Collection[ReplicaId] = self.patience.excluded
@@ -150,6 +150,7 @@ class Placement:
                 num_tokens,
                 table.block_size(generation.model),
                 media=generation.submit.media,
+                num_choices=num_choices,
                 by_load=bool(generation.submit.route),
             )
             started = time.perf_counter()
@@ -217,6 +218,7 @@ class Placement:
             self._deadline,
             BYTES_PER_TOKEN * len(generation.token_ids),
             generation.grammar_seconds if self.charge is None else 0.0,
+            generation.caller.key_id is not None,
         )
 
     def wait(self, obstacle: Obstacle) -> float:

@@ -32,7 +32,7 @@ class QueueRules:
 
 class Asking(msgspec.Struct, frozen=True):
     """A request on its way to a replica. After `deadline` its first token is too late. `other_seconds` of
-    work besides its prompt are charged when it goes."""
+    work besides its prompt are charged when it goes. `has_others`: other tenants may come."""
 
     model: str
     tenant: str
@@ -44,6 +44,7 @@ class Asking(msgspec.Struct, frozen=True):
     deadline: float | None = None
     num_bytes: int = 0
     other_seconds: float = 0.0
+    has_others: bool = False
 
 
 class Held(Waiter):

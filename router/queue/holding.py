@@ -25,7 +25,7 @@ from router.queue.fair_queue import FairQueue
 from router.queue.held import Asking, Held, HoldingCounts, QueueRules
 from router.queue.pace import Pace
 from router.queue.room import Room
-from router.queue.shares import Shares
+from router.queue.shares import LEAST_SPARED, Shares
 from router.queue.standing_delay import TARGET_SECONDS, StandingDelay
 from router.queue.work import Charge, prompt_work
 from router.routing.load import ReplicaLoad
@@ -133,7 +133,8 @@ class Holding:
         num_tokens, replica_id = asking.request.num_tokens, routed.decision.replica_id
         num_cached = routed.decision.overlap_tokens
         prompt_seconds = self._room.prompt_seconds(replica_id, asking.request, num_tokens - num_cached)
-        counters = self._fleet(asking.model).queue.counters
+        fleet = self._fleet(asking.model)
+        counters = fleet.queue.counters
         if asking.other_seconds:
             counters.charge(asking.tenant, asking.other_seconds / self._room.token_seconds(replica_id))
         return Charge(
@@ -143,6 +144,8 @@ class Holding:
             work=prompt_work(num_tokens, num_cached) if held is None else held.work,
             wait_seconds=max(0.0, self._room.wait_seconds(replica_id, num_tokens) - prompt_seconds),
             prompt_seconds=prompt_seconds,
+            shares=fleet.shares,
+            num_places=asking.request.num_choices,
         )
 
     def withdraw(self, held: Held) -> None:
@@ -291,6 +294,8 @@ class Holding:
                     for each in passed:
                         each.num_passed += 1
                     return True
+            if self._is_batch_full(fleet, held.asking, line, now) and not self._room.has_full_batch(line):
+                continue  # the places are left for others: any number of them may pass
             if held.num_passed >= MAX_PASSED:
                 return False
             passed.append(held)
@@ -342,11 +347,23 @@ class Holding:
             if wait > TARGET_SECONDS:  # a look at all replicas, which most requests are spared
                 replica_ids = self._table.replica_ids(asking.model)
                 least = min((room.wait_seconds(each, num_tokens) for each in replica_ids), default=wait)
-            if not delay.sees(wait, least, num_replicas, now) and not room.has_full_batch(line):
+            if not delay.sees(wait, least, num_replicas, now) and not self._is_batch_full(
+                fleet, asking, line, now
+            ):
                 return True
         return not fleet.queue.num_in_line(line) and self._has_room(fleet, asking, line, now)
 
+    def _is_batch_full(self, fleet: _Fleet, asking: Asking, line: ReplicaId, now: float) -> bool:
+        """Whether no place is free there that this tenant may take."""
+        room = self._room
+        if not room.has_full_batch(line, LEAST_SPARED):  # as for most who come, whatever their share
+            return False
+        spared = fleet.shares.spared_places(asking.tenant, now, has_others=asking.has_others)
+        return room.has_full_batch(line, spared)
+
     def _has_room(self, fleet: _Fleet, asking: Asking, line: ReplicaId, now: float) -> bool:
+        if self._is_batch_full(fleet, asking, line, now):
+            return False
         spared = fleet.shares.spared(asking.tenant, now)
         return self._room.is_there(line, asking.request.num_tokens, spared=spared)
 

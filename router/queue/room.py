@@ -9,8 +9,8 @@ Owns the rule. Knows neither waiters nor tenants.
 Several routers see room at the same moment, and each other's prompts only later. So a router adds a guess of
 what the others are sending: its own part that is on its way, times their requests over its own.
 
-In a shared fleet, a tenant above its share leaves some blocks free. Otherwise a flood of long answers would
-hold them all, and newcomers would wait until some end.
+In a shared fleet, a tenant above its share leaves some blocks and places free. Otherwise a flood of long
+answers would hold them all, and newcomers would wait until some end.
 """
 
 from dataclasses import dataclass
@@ -52,12 +52,15 @@ class Room:
         num_image_tokens = num_image_tokens_left(request.media, request.num_tokens - num_uncached)
         return seconds + num_image_tokens * (load.encode_seconds_per_token or 0.0)
 
-    def has_full_batch(self, replica_id: ReplicaId) -> bool:
-        """Whether a request would wait there for another to end, however short its prompt is."""
+    def has_full_batch(self, replica_id: ReplicaId, spared: float = 0.0) -> bool:
+        """Whether a request would wait there for another to end, however short its prompt is. `spared` is the
+        part of the places that is left free for others."""
         card = self.table.card(replica_id)
         if card is None or card.max_running <= 0:
             return False
-        return self.table.load(replica_id).num_requests >= card.max_running + NUM_NEXT
+        num_spared = round(spared * card.max_running) if spared else 0
+        most = card.max_running - num_spared if num_spared else card.max_running + NUM_NEXT
+        return self.table.load(replica_id).num_requests >= most
 
     def is_full(self, replica_id: ReplicaId) -> bool:
         """Whether there is no room for any prompt, however short."""
@@ -84,7 +87,7 @@ class Room:
     def _unseen_seconds(self, replica_id: ReplicaId) -> float:
         """Guess the time of the prompts that other routers are sending there now."""
         loads, load = self.table.loads, self.table.load(replica_id)
-        num_own, latest = loads.num_reserved_at(replica_id), loads.latest(replica_id)
+        num_own, latest = loads.num_places_at(replica_id), loads.latest(replica_id)
         if latest is None or not 0 < num_own < load.num_requests:
             return 0.0
         num_sent_tokens = load.num_pending_tokens - latest[0].num_pending_tokens

@@ -5,6 +5,7 @@ every step.
 """
 
 from router.queue.counters import VirtualCounters
+from router.queue.shares import Shares
 
 CACHED_TOKEN = 0.05
 OUTPUT_TOKEN = 2.0
@@ -21,7 +22,7 @@ def prompt_work(num_tokens: int, num_cached_tokens: int) -> float:
 
 
 class Charge:
-    """One request's charge for its prompt; decoding is charged as it goes.
+    """One request's charge for its prompt, and its places; decoding is charged as it goes.
 
     A request that ends before its first token is refunded what was not computed by then, by the router's
     estimate: its replica has `wait_seconds` of other prompts before it, and needs `prompt_seconds` for this
@@ -30,7 +31,7 @@ class Charge:
 
     __slots__ = (
         *("_account", "_begins_at", "_counters", "_has_begun", "_num_tokens", "_prompt_seconds", "_tenant"),
-        *("_wait_seconds", "_work"),
+        *("_num_places", "_share", "_shares", "_wait_seconds", "_work"),
     )
 
     def __init__(
@@ -42,6 +43,8 @@ class Charge:
         work: float,
         wait_seconds: float = 0.0,
         prompt_seconds: float = 0.0,
+        shares: Shares | None = None,
+        num_places: int = 0,
     ) -> None:
         self._counters = counters
         self._account = counters.account(tenant)
@@ -50,6 +53,9 @@ class Charge:
         self._work = work
         self._wait_seconds = wait_seconds
         self._prompt_seconds = prompt_seconds
+        self._shares = shares
+        self._share = None if shares is None else shares.take_places(tenant, num_places)
+        self._num_places = num_places
         self._begins_at: float | None = None
         self._has_begun = False
 
@@ -74,13 +80,18 @@ class Charge:
 
     def produces(self, num_tokens: int) -> None:
         """Nothing is recorded for a tenant that is forgotten meanwhile."""
-        account = self._account
+        account, share, work = self._account, self._share, OUTPUT_TOKEN * num_tokens
         if account is not None:
-            account.counter += OUTPUT_TOKEN * num_tokens / account.weight
+            account.counter += work / account.weight
+        if share is not None:
+            share.work += work
 
     def close(self, now: float | None = None) -> None:
         """Close the charge for any reason; without `now`, nothing was computed. Closing it twice refunds
         nothing twice."""
+        if self._shares is not None and self._share is not None:
+            self._shares.return_places(self._share, self._num_places)
+            self._share = None
         if not self._has_begun:
             self._has_begun = True
             self._counters.give_back(self._tenant, self._work * (1.0 - self._part_computed(now)))

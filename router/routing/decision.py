@@ -56,7 +56,7 @@ class DecisionReason(enum.StrEnum):
 class RoutingRequest(msgspec.Struct, frozen=True):
     """Everything about a request that a decision needs. `sequence` counts a router's requests (round robin).
 
-    `media` are the positions of its images. `num_findable_blocks` of the prompt may be found cached; None is
+    `media` are the positions of its images. `num_choices` take a place each. `num_findable_blocks` of the prompt may be found cached; None is
     all but the last token. `peek_tokens` are the last of those found: a draft model has them computed again.
     """
 
@@ -67,6 +67,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     media: tuple[ImageTokens, ...] = ()
     num_findable_blocks: int | None = None
     peek_tokens: int = 0
+    num_choices: int = 1
     by_load: bool = False
     """It finds nothing cached: the replica with the fewest requests takes it."""
 

@@ -70,6 +70,7 @@ class Reservation:
         "_book",
         "_released",
         "has_arrived",
+        "num_choices",
         "num_image_tokens",
         "num_tokens",
         "num_uncached_tokens",
@@ -77,13 +78,19 @@ class Reservation:
     )
 
     def __init__(
-        self, book: "_ReplicaBook", num_uncached_tokens: int, num_tokens: int, num_image_tokens: int
+        self,
+        book: "_ReplicaBook",
+        num_uncached_tokens: int,
+        num_tokens: int,
+        num_image_tokens: int,
+        num_choices: int,
     ) -> None:
         self._book = book
         self._released = False
         self.num_uncached_tokens = num_uncached_tokens
         self.num_image_tokens = num_image_tokens
         self.num_tokens = num_tokens
+        self.num_choices = num_choices
         self.ordinal: int | None = None
         self.has_arrived = False
         """It is counted by a snapshot, or given back."""
@@ -120,6 +127,8 @@ class _ReplicaBook:
     num_silent_looks: int = LOOKS_OF_SILENCE
     """Looks at the registry since the last frame; initially there was none to wait for."""
     num_reserved: int = 0
+    num_places: int = 0
+    """That they take."""
     num_on_the_way: int = 0
     num_pending_tokens: int = 0
     num_context_tokens: int = 0
@@ -131,7 +140,8 @@ class _ReplicaBook:
 
     def add(self, reservation: Reservation) -> None:
         self.num_reserved += 1
-        self.num_on_the_way += 1
+        self.num_places += reservation.num_choices
+        self.num_on_the_way += reservation.num_choices
         self.num_pending_tokens += reservation.num_uncached_tokens
         self.num_context_tokens += reservation.num_tokens
         self.num_pending_image_tokens += reservation.num_image_tokens
@@ -143,6 +153,7 @@ class _ReplicaBook:
 
     def remove(self, reservation: Reservation) -> None:
         self.num_reserved -= 1
+        self.num_places -= reservation.num_choices
         self.arrived(reservation)
 
     def take(self, snapshot: LoadSnapshot, num_counted: int) -> None:
@@ -172,7 +183,7 @@ class _ReplicaBook:
         reservation.has_arrived = True
         if reservation.ordinal is not None:
             del self.sent_reservations[reservation.ordinal]
-        self.num_on_the_way -= 1
+        self.num_on_the_way -= reservation.num_choices
         self.num_pending_tokens -= reservation.num_uncached_tokens
         self.num_context_tokens -= reservation.num_tokens
         self.num_pending_image_tokens -= reservation.num_image_tokens
@@ -223,10 +234,10 @@ class LoadBook:
         """Reservations that have not been given back, over all replicas in the book."""
         return sum(book.num_reserved for book in self._books.values())
 
-    def num_reserved_at(self, replica_id: ReplicaId) -> int:
-        """Requests of this router's that are at the replica or on their way."""
+    def num_places_at(self, replica_id: ReplicaId) -> int:
+        """Choices of this router's requests that are at the replica or on their way."""
         book = self._books.get(replica_id)
-        return 0 if book is None else book.num_reserved
+        return 0 if book is None else book.num_places
 
     def update(self, replica_id: ReplicaId, snapshot: LoadSnapshot, num_counted_submits: int) -> None:
         """A snapshot in a frame of the replica's stream, and how many of the submits it counts."""
@@ -249,10 +260,16 @@ class LoadBook:
         self._books.pop(replica_id, None)
 
     def reserve(
-        self, replica_id: ReplicaId, *, num_uncached_tokens: int, num_tokens: int, num_image_tokens: int = 0
+        self,
+        replica_id: ReplicaId,
+        *,
+        num_uncached_tokens: int,
+        num_tokens: int,
+        num_image_tokens: int = 0,
+        num_choices: int = 1,
     ) -> Reservation:
         book = self._book(replica_id)
-        reservation = Reservation(book, num_uncached_tokens, num_tokens, num_image_tokens)
+        reservation = Reservation(book, num_uncached_tokens, num_tokens, num_image_tokens, num_choices)
         book.add(reservation)
         return reservation
 

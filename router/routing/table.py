@@ -457,6 +457,7 @@ class RoutingTable:
             num_uncached_tokens=request.num_tokens - decision.overlap_tokens,
             num_tokens=request.num_tokens,
             num_image_tokens=num_image_tokens_left(request.media, decision.overlap_tokens),
+            num_choices=request.num_choices,
         )
         missing = index.missing(decision.replica_id, block_hashes)
         points = _points_left(fleet, request, block_hashes, decision) if fleet.card.is_sparse else ()

@@ -150,3 +150,28 @@ def test_a_fair_part_is_no_more_than_was_asked_for() -> None:
     assert jain([1.0, 1.0, 1.0]) == 1.0
     assert jain([3.0, 0.0, 0.0]) == pytest.approx(1 / 3)
     assert jain([]) is None
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_flood_of_short_prompts_with_long_answers_leaves_places_for_others(is_known: bool) -> None:
+    """Of 64 places in the fleet it would have all, for as long as its answers take."""
+    flood = [
+        TraceRequest(0.5 + number / 100, 16, 600, (10**7 + number,), "bob", f"b{number}", tenant="bob")
+        for number in range(100)
+    ]
+    others = [
+        TraceRequest(
+            number / (4 if is_known else 2),
+            400,
+            16,
+            (*range(20), *(10**6 + 9 * number + i for i in range(5))),
+            "a",
+            f"a{number}",
+            tenant="zoe",
+        )
+        for number in range(0 if is_known else 6, 60 if is_known else 30)
+    ]
+    requests = sorted(flood + others, key=lambda request: request.arrival_seconds)
+    _, result = serve(Workload("places", 16, tuple(requests)))
+    assert all(record.error is None for record in result.records)
+    assert max(record.ttft_seconds or 0.0 for record in result.records if record.tenant == "zoe") < 0.1

@@ -103,6 +103,31 @@ async def test_what_a_full_batch_has_no_place_for_is_held_also_without_an_overlo
     assert len(replica.submits) == 11 + NUM_NEXT
 
 
+@pytest.mark.parametrize("num_choices", [1, 8])
+async def test_a_flood_of_one_key_leaves_places_for_the_next_tenant(
+    fleet: DispatchedFleet, num_choices: int
+) -> None:
+    """Of 32 places it leaves two, though nobody else has asked, and its own wait."""
+    replica = await fleet.add("only", max_running=32, holding=True)
+
+    def asked(tenant: str, number: int, **more: object) -> asyncio.Task[object]:
+        caller = Caller(tenant=Tenant(name=tenant), key_id=tenant)
+        return asyncio.create_task(generate(fleet, replace(of(tenant, number, **more), caller=caller)))
+
+    flood = [asked("red", number, num_choices=num_choices) for number in range(48 // num_choices)]
+    num_gone = -(-30 // num_choices)
+    await eventually(lambda: num_held(fleet) == 48 // num_choices - num_gone)
+    await eventually(lambda: replica.num_live == num_gone * num_choices)
+    shares = fleet.dispatcher.holding._fleet("toy").shares
+    assert shares._num_places == num_gone * num_choices
+    other = asked("green", 77)
+    await eventually(lambda: replica.submits[-1].token_ids()[-1] == 77)
+    assert num_held(fleet) == 48 // num_choices - num_gone
+    replica.script.holding = False
+    await asyncio.gather(*flood, other)
+    assert shares._num_places == 0
+
+
 async def test_a_tenant_with_one_request_goes_before_a_flood(fleet: DispatchedFleet) -> None:
     use(fleet)
     tasks = await full(fleet)

@@ -1,5 +1,7 @@
 """What a prompt takes at a replica, with its images."""
 
+import dataclasses
+
 import pytest
 from msgspec.structs import replace
 
@@ -8,7 +10,7 @@ from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import ReplicaId
 from router.queue.room import DEFAULT_TOKEN_SECONDS, Room
 from router.routing.decision import RoutingRequest
-from tests.router.routing.tables import BLOCK_SIZE, table_of
+from tests.router.routing.tables import BLOCK_SIZE, CARD, table_of
 
 A = ReplicaId("r0")
 IMAGES = (ImageTokens(b"", 100, 64), ImageTokens(b"", 300, 32))
@@ -82,6 +84,19 @@ def test_a_prompt_waits_until_requests_that_end_leave_room_for_it(room: Room) ->
     assert room.wait_seconds(A, 200) > 1.0
     room.table.update_load(A, replace(load, num_room_tokens=None))
     assert room.is_there(A, 10**6) and room.wait_seconds(A, 10**6) == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize(
+    ("max_running", "spared", "most"),
+    [(256, 0.0, 258), (256, 0.2, 205), (4, 0.2, 3), (4, 1 / 16, 6), (1, 0.2, 3)],
+)
+def test_places_left_for_others_are_rounded_and_a_full_batch_has_a_few_beyond(
+    room: Room, max_running: int, spared: float, most: int
+) -> None:
+    room.table.update_card(A, dataclasses.replace(CARD, max_running=max_running))
+    for num_running in (most - 1, most):
+        room.table.update_load(A, LoadSnapshot(num_running=num_running))
+        assert room.has_full_batch(A, spared) == (num_running == most)
 
 
 def test_a_replica_that_runs_nothing_has_room(room: Room) -> None:

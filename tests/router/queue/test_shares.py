@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from router.queue.shares import LEAST_SPARED, MOST_SPARED, Shares
+from router.queue.shares import LEAST_SPARED, MOST_SPARED, NEWCOMER, Shares
 
 
 def test_a_tenant_alone_spares_nothing_and_one_of_two_by_what_the_other_was_given() -> None:
@@ -59,3 +59,33 @@ def test_after_a_long_rest_nobody_has_had_anything() -> None:
         assert shares.spared(tenant, now=1e6) == 0.0
         shares.gives(tenant, 1.0, 1000.0, now=1e6)
     assert shares.spared("a", now=1e6 + 0.1) == 0.0
+
+
+def test_a_tenant_above_its_share_of_the_places_leaves_a_fifth_and_one_alone_a_few_if_others_may_come() -> (
+    None
+):
+    shares = Shares()
+    shares.gives("a", 1.0, 10.0, now=0.0)
+    flood = shares.take_places("a", 500)
+    assert flood is not None
+    for has_others, spared in ((False, 0.0), (True, NEWCOMER)):
+        assert shares.spared_places("a", now=1.0, has_others=has_others) == spared
+        assert shares.spared_places("b", now=1.0, has_others=has_others) == 0.0, "nobody has seen it yet"
+    for tenant, weight in (("b", 1.0), ("c", 600.0)):
+        shares.gives(tenant, weight, 1000.0, now=1.0)
+        shares.take_places(tenant, 8)
+    for tenant, spared in (("a", LEAST_SPARED), ("b", LEAST_SPARED), ("c", 0.0)):
+        assert shares.spared_places(tenant, now=2.0, has_others=True) == spared
+    assert shares.spared_places("a", now=600.0, has_others=True) == LEAST_SPARED, "what runs is remembered"
+    shares.return_places(flood, 500)
+    assert shares.spared_places("a", now=601.0, has_others=True) == 0.0
+
+
+def test_what_is_generated_counts_while_it_is() -> None:
+    shares = Shares()
+    for tenant in "ab":
+        shares.gives(tenant, 1.0, 100.0, now=0.0)
+    share = shares.take_places("a", 1)
+    assert share is not None and shares.spared("a", now=0.0) == 0.0
+    share.work += 1000.0
+    assert shares.spared("a", now=1.0) == LEAST_SPARED

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, strategies
 
 from router.queue.counters import VirtualCounters
+from router.queue.shares import Shares
 from router.queue.work import CACHED_TOKEN, OUTPUT_TOKEN, Charge, prompt_work
 
 counts = strategies.integers(0, 10_000)
@@ -34,6 +35,20 @@ def test_what_nobody_says_leaves_the_charge_as_it_was() -> None:
     charge.begins(None)
     charge.close()
     assert counters.counter("red") == 140
+
+
+def test_its_places_are_taken_until_it_ends_and_returned_once() -> None:
+    counters, shares = VirtualCounters(), Shares()
+    shares.gives("red", 1.0, 10.0, now=0.0)
+    options = {"num_tokens": 10, "work": 10.0, "shares": shares, "num_places": 16}
+    first, second = (Charge(counters, "red", **options) for _ in range(2))  # type: ignore[arg-type]
+    first.produces(50)
+    assert shares._shares["red"].num_places == 32
+    assert shares._shares["red"].work == 10.0 + OUTPUT_TOKEN * 50
+    for charge in (first, first, second):
+        charge.begins(0)
+        charge.close()
+    assert shares._shares["red"].num_places == shares._num_places == 0
 
 
 def charged(counters: VirtualCounters, *, wait_seconds: float = 0.0, prompt_seconds: float = 0.0) -> Charge:

@@ -177,7 +177,11 @@ class Storm(RuleBasedStateMachine):
     def reserve(self, uncached: int, cached: int) -> None:
         self.open.append(
             self.book.reserve(
-                A, num_uncached_tokens=uncached, num_tokens=uncached + cached, num_image_tokens=uncached // 2
+                A,
+                num_uncached_tokens=uncached,
+                num_tokens=uncached + cached,
+                num_image_tokens=uncached // 2,
+                num_choices=cached,
             )
         )
 
@@ -214,8 +218,9 @@ class Storm(RuleBasedStateMachine):
         on_the_way = [reservation for reservation in self.open if reservation not in counted]
         snapshot = self.snapshot
         assert self.book.num_reserved == len(self.open)
+        assert self.book.num_places_at(A) == sum(each.num_choices for each in self.open)
         assert numbers(self.book.view(A)) == (
-            snapshot.num_running + snapshot.num_waiting + len(on_the_way),
+            snapshot.num_running + snapshot.num_waiting + sum(each.num_choices for each in on_the_way),
             snapshot.num_pending_tokens + sum(reserved.num_uncached_tokens for reserved in on_the_way),
             sum(reserved.num_tokens for reserved in on_the_way),
         )
