@@ -37,13 +37,14 @@ class EncodedHistory(msgspec.Struct, frozen=True):
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True):
-    """`echo` is the prompt's text, where the answer is to begin with it. `keeps` are the wishes that the
-    prompt's beginning stay cached, `grammar` is what the answer is held to. `history` is there if the
-    conversation may go on from its tokens."""
+    """`echo` is the prompt's text, where the answer is to begin with it. `num_head_tokens` stand before the
+    first user message. `keeps` are the wishes that the prompt's beginning stay cached, `grammar` is what the
+    answer is held to. `history` is there if the conversation may go on from its tokens."""
 
     token_ids: bytes
     echo: str = ""
     num_stable_tokens: int | None = None
+    num_head_tokens: int | None = None
     keeps: list[LeaseRequest] = []
     starts_in_reasoning: bool = False
     grammar: CheckedGrammar = ANY_TEXT

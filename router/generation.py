@@ -26,6 +26,8 @@ class Generation:
     submit: Submit
     block_hashes: Sequence[BlockHash]
     bucket: bytes
+    head_bucket: bytes | None = None
+    """That of its system prompt and tools, if these are too short for the index."""
     adapter: Adapter | None = None
     tenant: str = DEFAULT_TENANT
     caller: Caller = OPEN_CALLER

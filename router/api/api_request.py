@@ -34,7 +34,7 @@ from router.keeping import LeaseRequest, leases_of
 from router.misses import Misses
 from router.prompt.catalog import ServedModel
 from router.prompt.images import Media, PromptImage
-from router.routing.bucket import bucket_of
+from router.routing.bucket import bucket_of, head_bucket_of
 from router.routing.decision import Decision
 from router.served import ServedPrompt, ServedRequest, TokenGaps
 
@@ -268,6 +268,7 @@ def make_prompt(
     keeps: Sequence[LeaseRequest] = (),
     first_index: int = 0,
     num_stable_tokens: int | None = None,
+    num_head_tokens: int | None = None,
     images: Sequence[PromptImage] = (),
     grammar_seconds: float = 0.0,
 ) -> Prompt:
@@ -280,6 +281,9 @@ def make_prompt(
     key = request.prompt_cache_key
     spans, media = _named(root, images) if images else ([], [])
     bucket = bucket_of(root, key, packed_tokens, num_stable_tokens, card.block_size, spans)
+    head_bucket = (
+        None if key is not None else head_bucket_of(root, packed_tokens, num_head_tokens, card.block_size)
+    )
     leases = leases_of(keeps, len(token_ids), card.block_size)
     generation = Generation(
         model=card.name,
@@ -303,6 +307,7 @@ def make_prompt(
         ),
         block_hashes=model.block_hashes(root, packed_tokens, published, spans),
         bucket=bucket,
+        head_bucket=head_bucket,
         adapter=model.adapter,
         tenant=tenant_label(caller, model, request.cache_salt),
         caller=caller,

@@ -26,10 +26,13 @@ from router.prompt.images import SentImage, Shown, is_readable, show
 from router.prompt.template import RESERVED_NAMES, TemplateError
 from router.prompt.text_model import TextModel, TextModels
 from router.prompt.unread import unread
-from router.routing.bucket import BUCKET_TOKENS
+from router.routing.bucket import BUCKET_TOKENS, SHORT_HEAD_TOKENS
 
 LONG_HEAD_CHARACTERS = BUCKET_TOKENS * 8
 """A head of this many characters is taken to have more tokens than a bucket looks at."""
+
+SHORT_HEAD_CHARACTERS = SHORT_HEAD_TOKENS * 8
+"""Likewise of a head that the index does not have."""
 
 MARK_CHARACTERS = 64
 """Characters at a prompt's end where an opened mark of reasoning may be."""
@@ -173,9 +176,13 @@ def encoded_prompt(
     """The tokens of it that are `kept`, with what is known of places in them, what the answer is held to, and
     by what the conversation is known again."""
     if len(kept) < len(shown.token_ids):  # the places in it are no longer where they were
-        num_stable_tokens, keeps = None, [LeaseRequest(keep.seconds) for keep in request.keeps]
+        num_stable_tokens, num_head_tokens, keeps = (
+            None,
+            None,
+            [LeaseRequest(keep.seconds) for keep in request.keeps],
+        )
     else:
-        num_stable_tokens = shown.moved(_num_stable_tokens(model, chat))
+        num_head_tokens, num_stable_tokens = map(shown.moved, _head_tokens(model, chat))
         keeps = [
             LeaseRequest(keep.seconds, shown.moved(_num_kept_tokens(model, chat, keep)))
             for keep in request.keeps
@@ -184,6 +191,7 @@ def encoded_prompt(
     return EncodedPrompt(
         pack_token_ids(kept),
         num_stable_tokens=num_stable_tokens,
+        num_head_tokens=num_head_tokens,
         starts_in_reasoning=chat.starts_in_reasoning,
         keeps=keeps,
         grammar=grammar,
@@ -248,19 +256,25 @@ def _check_number(model: TextModel, request: ChatRequest) -> None:
         )
 
 
-def _num_stable_tokens(model: TextModel, chat: RenderedChat) -> int | None:
-    """Tokens of what later turns will repeat (tools, system, first user message), if they are few."""
+def _head_tokens(model: TextModel, chat: RenderedChat) -> tuple[int | None, int | None]:
+    """Tokens before the first user message, and of what later turns will repeat (tools, system, first user
+    message), each if they are few."""
+    tokenizer, is_quoted, end = model.tokenizer, chat.is_quoted, 0
     for message in chat.messages:
-        if message["role"] == "user":
-            content = message["content"]
-            if not isinstance(content, str):
-                return None
-            start = chat.text.find(content.strip(), 0, LONG_HEAD_CHARACTERS)
+        content, is_user = message["content"], message["role"] == "user"
+        start = chat.text.find(content.strip(), end, LONG_HEAD_CHARACTERS) if isinstance(content, str) else -1
+        if start >= 0:
             end = start + len(content)
-            if start < 0 or end > LONG_HEAD_CHARACTERS:
-                return None
-            return model.tokenizer.num_tokens_through(chat.text, end, is_quoted=chat.is_quoted)
-    return None
+        elif is_user:
+            break
+        if is_user:
+            num_head = num_stable = None
+            if start <= SHORT_HEAD_CHARACTERS:
+                num_head = tokenizer.num_tokens_within(chat.text, start, is_quoted=is_quoted)
+            if end <= LONG_HEAD_CHARACTERS:
+                num_stable = tokenizer.num_tokens_through(chat.text, end, is_quoted=is_quoted)
+            return num_head, num_stable
+    return None, None
 
 
 def _num_kept_tokens(model: TextModel, chat: RenderedChat, keep: KeepThrough) -> int | None:

@@ -89,6 +89,7 @@ def _fill(
         packed_tokens=encoded.token_ids,
         keeps=encoded.keeps,
         num_stable_tokens=encoded.num_stable_tokens,
+        num_head_tokens=encoded.num_head_tokens,
         images=encoded.images,
         grammar_seconds=encoded.grammar.seconds,
     )

@@ -127,6 +127,7 @@ class Dispatcher:
             len(generation.token_ids),
             self.table.block_size(generation.model),
             media=generation.submit.media,
+            head_bucket=generation.head_bucket,
         )
         return self.table.preview(
             generation.model, request, generation.block_hashes, adapter=generation.adapter

@@ -151,6 +151,7 @@ class Placement:
                 table.block_size(generation.model),
                 media=generation.submit.media,
                 num_choices=num_choices,
+                head_bucket=generation.head_bucket,
                 by_load=bool(generation.submit.route),
             )
             started = time.perf_counter()

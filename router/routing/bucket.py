@@ -12,6 +12,9 @@ from replicas.protocol.blocks import BlockHash, ImageTokens, media_within
 BUCKET_TOKENS = 256
 """A prompt is pinned by this many of its first tokens, in whole blocks."""
 
+SHORT_HEAD_TOKENS = 128
+"""A beginning with as many tokens is in the index, by the default stride."""
+
 BUCKET_BYTES = 16
 
 
@@ -40,3 +43,14 @@ def bucket_of(
     if media and (in_head := [span for span in media if span.start < num_head_tokens]):
         digest.update(tagged(b"media", media_within(in_head, 0, num_head_tokens)))
     return digest.digest()
+
+
+def head_bucket_of(
+    root: BlockHash, packed_tokens: bytes, num_head_tokens: int | None, block_size: int
+) -> bytes | None:
+    """Return the bucket of the whole blocks of a prompt's short head; None if there are none, or if the index
+    tells who holds them."""
+    num_tokens = (num_head_tokens or 0) // block_size * block_size
+    if not 0 < num_tokens < SHORT_HEAD_TOKENS:
+        return None
+    return bucket_of(root, None, packed_tokens, num_tokens, block_size)

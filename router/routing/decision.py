@@ -56,8 +56,10 @@ class DecisionReason(enum.StrEnum):
 class RoutingRequest(msgspec.Struct, frozen=True):
     """Everything about a request that a decision needs. `sequence` counts a router's requests (round robin).
 
-    `media` are the positions of its images. `num_choices` take a place each. `num_findable_blocks` of the prompt may be found cached; None is
+    `media` are the positions of its images. `num_findable_blocks` of the prompt may be found cached; None is
     all but the last token. `peek_tokens` are the last of those found: a draft model has them computed again.
+    `num_choices` take a place each. `head_bucket` is that of a beginning too short for the index, which other
+    conversations may share.
     """
 
     bucket: bytes
@@ -68,6 +70,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     num_findable_blocks: int | None = None
     peek_tokens: int = 0
     num_choices: int = 1
+    head_bucket: bytes | None = None
     by_load: bool = False
     """It finds nothing cached: the replica with the fewest requests takes it."""
 
@@ -185,6 +188,7 @@ def decide(
     replicas, whose caches are ignored.
     """
     assert len(replicas), "a decision needs a replica"
+    request = by_head(request, replicas)
     considered = _considered(request, replicas, overlaps, parameters, rng)
     rates = fleet_rates([load for _, _, load in considered], parameters)
     candidates = weigh(request, replicas, considered, overlaps, rates, parameters)
@@ -197,6 +201,19 @@ def decide(
         candidates=candidates,
         pull_from=peer_of(chosen, replicas, overlaps, rng),
     )
+
+
+def by_head(request: RoutingRequest, replicas: Replicas) -> RoutingRequest:
+    """Return the request in the bucket of its short head, while that one's home runs nothing.
+
+    The index does not tell who holds the head. To share it is worth little, so a busy home draws nobody.
+    """
+    if request.head_bucket is None:
+        return request
+    home = replicas.ranking.of(request.head_bucket).first(1)[0]
+    if replicas.load_of(home).num_requests:
+        return request
+    return msgspec.structs.replace(request, bucket=request.head_bucket, head_bucket=None)
 
 
 def overlap_tokens(request: RoutingRequest, num_blocks: int) -> int:

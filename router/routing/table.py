@@ -21,7 +21,7 @@ from replicas.protocol.status import Adapter, ModelCard, ReplicaId
 from replicas.protocol.ways import num_image_tokens_left
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.routing.cost import CostParameters
-from router.routing.decision import Decision, Replicas, RoutingRequest
+from router.routing.decision import Decision, Replicas, RoutingRequest, by_head
 from router.routing.doubts import Doubts
 from router.routing.load import LoadBook, ReplicaLoad, Reservation
 from router.routing.overlap import PrefixIndex
@@ -396,7 +396,7 @@ class RoutingTable:
             decision, replicas = self._decide(self._model(model), request, block_hashes, (), adapter)
         finally:
             self._rng.setstate(chance)
-        return Preview(decision, tuple(replicas.ranking.of(request.bucket).whole()))
+        return Preview(decision, tuple(replicas.ranking.of(by_head(request, replicas).bucket).whole()))
 
     def _decide(
         self,

@@ -294,6 +294,28 @@ async def test_a_conversation_keeps_its_bucket_as_it_grows_unless_the_key_differ
     assert first == second != third
 
 
+async def test_conversations_of_one_short_system_prompt_share_its_bucket_unless_they_have_a_key(
+    server: HttpServer, openai: AsyncOpenAI
+) -> None:
+    """The second asks what its system prompt has a part of."""
+    server.dispatcher.script = says([END])
+
+    async def ask(system: str, text: str, **fields: str) -> tuple[bytes, bytes | None]:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+        await openai.chat.completions.create(model="tiny", messages=messages, **fields)
+        generation = server.dispatcher.generations[-1]
+        return generation.bucket, generation.head_bucket
+
+    brief = "You are a helpful assistant of a bank, and answer in one sentence."
+    asked = [await ask(brief, text) for text in ("Hello there", "a bank", "One two")]
+    assert len({bucket for bucket, _ in asked}) == 3
+    assert len({head for _, head in asked}) == 1 and asked[0][1] is not None
+    assert (await ask(brief.replace("bank", "shop"), "Hello there"))[1] not in (None, asked[0][1])
+    assert (await ask(brief, "Hello there", prompt_cache_key="mine"))[1] is None
+    assert (await ask(brief * 9, "Hello there"))[1] is None
+    assert (await ask("", "Hello there"))[1] is None
+
+
 async def test_without_max_tokens_a_chat_may_fill_the_context(
     server: HttpServer, openai: AsyncOpenAI
 ) -> None:

@@ -175,3 +175,14 @@ def test_golden_values_so_that_routers_of_two_versions_agree() -> None:
     bucket = bucket_of(ROOT, "key", TOKENS, None, 16)
     assert bucket.hex() == "720ec27df86b35a97b712da43dd465af"
     assert affinity_order(bucket, REPLICAS[:4]) == ["replica-2", "replica-3", "replica-1", "replica-0"]
+
+
+@pytest.mark.parametrize(
+    ("num_head", "num_shared"), [(15, None), (16, 16), (60, 48), (127, 112), (128, None)]
+)
+def test_a_short_head_has_a_bucket_of_its_whole_blocks(num_head: int, num_shared: int | None) -> None:
+    one, other = pack_token_ids(TOKENS), pack_token_ids([*TOKENS[: num_shared or 0], 7, *TOKENS])
+    bucket = buckets.head_bucket_of(ROOT, one, num_head, 16)
+    assert bucket == (None if num_shared is None else bucket_of(ROOT, None, TOKENS, num_shared, 16))
+    assert bucket == buckets.head_bucket_of(ROOT, other, num_head, 16)
+    assert buckets.head_bucket_of(ROOT, one, None, 16) is None

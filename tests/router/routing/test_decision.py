@@ -45,6 +45,20 @@ def test_a_cold_prompt_goes_home_in_an_idle_fleet() -> None:
         assert (decision.reason, decision.rank, decision.overlap_tokens) == (DecisionReason.HOME, 0, 0)
 
 
+@pytest.mark.parametrize("size", [2, 40])
+def test_a_short_head_brings_prompts_together_only_at_a_home_that_runs_nothing(size: int) -> None:
+    home = ranked(size, 999)[0]
+    busy = fleet(size, **{home: ReplicaLoad(num_requests=1)})
+    holder = next(each for each in ranked(size) if each != home)
+    for number in range(30):
+        asked = request(number)
+        headed = structs.replace(asked, head_bucket=request(999).bucket)
+        decision = decided(fleet(size), asked=headed)
+        assert (decision.replica_id, decision.rank, decision.reason) == (home, 0, DecisionReason.HOME)
+        assert decided(busy, asked=headed) == decided(busy, asked=asked), "a busy one draws nobody"
+        assert decided(fleet(size), {holder: 400}, asked=headed).replica_id == holder
+
+
 def test_ties_are_spread_evenly_over_the_fleet() -> None:
     homes = Counter(decided(fleet(8), asked=request(number)).replica_id for number in range(4000))
     assert len(homes) == 8
