@@ -27,7 +27,7 @@ class Generation:
     block_hashes: Sequence[BlockHash]
     bucket: bytes
     head_bucket: bytes | None = None
-    """That of its system prompt and tools, if these are too short for the index."""
+    """The bucket of its system prompt and tools, if these are too short for the index."""
     adapter: Adapter | None = None
     tenant: str = DEFAULT_TENANT
     caller: Caller = OPEN_CALLER

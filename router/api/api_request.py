@@ -281,9 +281,6 @@ def make_prompt(
     key = request.prompt_cache_key
     spans, media = _named(root, images) if images else ([], [])
     bucket = bucket_of(root, key, packed_tokens, num_stable_tokens, card.block_size, spans)
-    head_bucket = (
-        None if key is not None else head_bucket_of(root, packed_tokens, num_head_tokens, card.block_size)
-    )
     leases = leases_of(keeps, len(token_ids), card.block_size)
     generation = Generation(
         model=card.name,
@@ -307,7 +304,7 @@ def make_prompt(
         ),
         block_hashes=model.block_hashes(root, packed_tokens, published, spans),
         bucket=bucket,
-        head_bucket=head_bucket,
+        head_bucket=head_bucket_of(root, key, packed_tokens, num_head_tokens, card.block_size),
         adapter=model.adapter,
         tenant=tenant_label(caller, model, request.cache_salt),
         caller=caller,

@@ -55,7 +55,7 @@ class Shares:
         self._shares: dict[str, Share] = {}
         self._looked_at = -math.inf
         self._weight: float | None = None
-        """Of all tenants; None with fewer than two."""
+        """The sum over all tenants; None with fewer than two."""
         self._work = 0.0
         self._num_places = 0
 

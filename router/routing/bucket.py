@@ -46,11 +46,11 @@ def bucket_of(
 
 
 def head_bucket_of(
-    root: BlockHash, packed_tokens: bytes, num_head_tokens: int | None, block_size: int
+    root: BlockHash, key: str | None, packed_tokens: bytes, num_head_tokens: int | None, block_size: int
 ) -> bytes | None:
-    """Return the bucket of the whole blocks of a prompt's short head; None if there are none, or if the index
-    tells who holds them."""
+    """Return the bucket of the whole blocks of a prompt's short head; None if there are none, if the index
+    tells who holds them, or with a `prompt_cache_key`, which says what belongs together."""
     num_tokens = (num_head_tokens or 0) // block_size * block_size
-    if not 0 < num_tokens < SHORT_HEAD_TOKENS:
+    if key is not None or not 0 < num_tokens < SHORT_HEAD_TOKENS:
         return None
     return bucket_of(root, None, packed_tokens, num_tokens, block_size)

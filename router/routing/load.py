@@ -128,7 +128,7 @@ class _ReplicaBook:
     """Looks at the registry since the last frame; initially there was none to wait for."""
     num_reserved: int = 0
     num_places: int = 0
-    """That they take."""
+    """Taken by their choices."""
     num_on_the_way: int = 0
     num_pending_tokens: int = 0
     num_context_tokens: int = 0

@@ -182,7 +182,8 @@ def test_golden_values_so_that_routers_of_two_versions_agree() -> None:
 )
 def test_a_short_head_has_a_bucket_of_its_whole_blocks(num_head: int, num_shared: int | None) -> None:
     one, other = pack_token_ids(TOKENS), pack_token_ids([*TOKENS[: num_shared or 0], 7, *TOKENS])
-    bucket = buckets.head_bucket_of(ROOT, one, num_head, 16)
+    bucket = buckets.head_bucket_of(ROOT, None, one, num_head, 16)
     assert bucket == (None if num_shared is None else bucket_of(ROOT, None, TOKENS, num_shared, 16))
-    assert bucket == buckets.head_bucket_of(ROOT, other, num_head, 16)
-    assert buckets.head_bucket_of(ROOT, one, None, 16) is None
+    assert bucket == buckets.head_bucket_of(ROOT, None, other, num_head, 16)
+    assert buckets.head_bucket_of(ROOT, None, one, None, 16) is None
+    assert buckets.head_bucket_of(ROOT, "key", one, num_head, 16) is None
