@@ -27,8 +27,8 @@ ROUTER = """cryptography fastokens grpcio httptools jinja2 llguidance minijinja 
 
 VLLM = "0.32.0"
 
-CLIENTS = """openai==3.54.0 anthropic==2.12.0 google-genai==3.4.0 langchain-openai==1.7.3
-    langchain-anthropic==1.7.7 openai-agents==0.24.0 pydantic-ai-slim[openai]==2.68.0""".split()
+CLIENTS = """openai==3.57.0 anthropic==2.14.0 google-genai==3.6.1 litellm==1.110.2 langchain-openai==1.7.4
+    langchain-anthropic==1.7.10 openai-agents==0.24.0 pydantic-ai-slim[openai]==2.68.0""".split()
 
 Pins = Mapping[str, str]
 """Package name → its lines, with markers and hashes."""
@@ -146,18 +146,11 @@ FILES = (
         requirements=CLIENTS,
     ),
     File(
-        "clients-litellm",
-        "LiteLLM for tests/clients, which wants an older client of OpenAI than the others.",
-        _everything,
-        inputs=(),
-        requirements=("litellm==1.106.2 ; python_version < '3.14'", "mcp==2.3.0"),  # tools need it
-    ),
-    File(
         "clients-instructor",
-        "instructor for tests/clients, which wants an older jiter than the others.",
+        "instructor for tests/clients, which wants an older jiter, with OpenAI's library before 3.",
         _everything,
         inputs=(),
-        requirements=("instructor==1.17.0",),
+        requirements=("instructor==1.17.0", "openai==2.54.0"),
     ),
 )
 

@@ -16,7 +16,7 @@ ADA = {"name": "Ada", "age": 36}
 
 @pytest.fixture(scope="module")
 def litellm(talking_cluster: LocalStack) -> Seen:
-    return act("litellm", "litellm_chat.py", talking_cluster)
+    return act("many", "litellm_chat.py", talking_cluster)
 
 
 @pytest.fixture(scope="module")

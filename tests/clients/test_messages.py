@@ -1,11 +1,11 @@
-"""Anthropic's library, and LangChain's for it, on Messages."""
+"""Anthropic's libraries, and LangChain's for it, on Messages."""
 
 from typing import Any
 
 import pytest
 
 from loadtests.stacks.local_stack import LocalStack
-from tests.clients.conftest import Seen, act
+from tests.clients.conftest import Seen, act, act_in_node
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -23,6 +23,11 @@ def seen(talking_cluster: LocalStack) -> Seen:
 @pytest.fixture(scope="module")
 def langchain(talking_cluster: LocalStack) -> Seen:
     return act("many", "langchain_anthropic_messages.py", talking_cluster)
+
+
+@pytest.fixture(scope="module")
+def seen_in_node(talking_cluster: LocalStack) -> Seen:
+    return act_in_node("anthropic_messages.cjs", talking_cluster)
 
 
 def prompt_of(usage: dict[str, Any]) -> int:
@@ -116,3 +121,29 @@ def test_langchain_sees_what_was_cached_and_what_is_refused(langchain: Seen) -> 
     first, second = langchain["cached"]
     assert second["input_token_details"]["cache_read"] >= first["input_tokens"] - 2 * BLOCK_SIZE
     assert langchain["refused"]["name"].endswith("NotFoundError")
+
+
+def test_node_s_library_reads_answers_streams_thoughts_and_calls(seen: Seen, seen_in_node: Seen) -> None:
+    plain, streamed, helper = (seen_in_node[name] for name in ("plain", "streamed", "byTheStreamHelper"))
+    assert (plain["content"][0]["text"], plain["stop_reason"]) == (HELLO, "end_turn") and plain["request_id"]
+    assert streamed == {"text": HELLO, "last": "message_stop"}
+    assert helper == {"calls": [PARIS, ROME], "stop": "tool_use"}
+    assert seen_in_node["thinking"] == [["thinking", "They ask about the sky."], ["text", "It is blue."]]
+    assert seen_in_node["models"] == seen["models"] and seen_in_node["counted"] > 3
+    assert 3 <= seen_in_node["aborted"] < 10_000
+
+
+def test_node_s_library_runs_tools_and_its_next_turn_and_what_is_marked_hit(seen_in_node: Seen) -> None:
+    run = seen_in_node["runTools"]
+    assert run["text"] == "It is 21 degrees there." and run["cities"] == ["Paris"]
+    before, after = run["usages"]
+    assert after["cache_read_input_tokens"] >= prompt_of(before) + before["output_tokens"] - BLOCK_SIZE
+    first, second = seen_in_node["cached"]
+    assert first["cache_creation"]["ephemeral_1h_input_tokens"] == first["cache_creation_input_tokens"] > 100
+    assert second["cache_read_input_tokens"] >= first["cache_creation_input_tokens"] - BLOCK_SIZE
+
+
+def test_node_s_library_raises_refusals_as_its_own_errors(seen_in_node: Seen) -> None:
+    refused = seen_in_node["refused"]
+    assert (refused["name"], refused["status"]) == ("NotFoundError", 404)
+    assert refused["type"] == "not_found_error" and refused["id"]

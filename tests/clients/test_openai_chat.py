@@ -11,7 +11,7 @@ HELLO = "Hello there, my friend!"
 NINE = "one two three four five six seven eight nine"
 
 
-@pytest.fixture(scope="module", params=["many", "litellm"])
+@pytest.fixture(scope="module", params=["many", "instructor"])
 def seen(request: pytest.FixtureRequest, talking_cluster: LocalStack) -> Seen:
     return act(request.param, "openai_chat.py", talking_cluster)
 

@@ -13,7 +13,7 @@ ROME = ["weather", {"city": "Rome"}]
 ADA = {"name": "Ada", "age": 36}
 
 
-@pytest.fixture(scope="module", params=["many", "litellm"])
+@pytest.fixture(scope="module", params=["many", "instructor"])
 def seen(request: pytest.FixtureRequest, talking_cluster: LocalStack) -> Seen:
     return act(request.param, "openai_tools.py", talking_cluster)
 

@@ -12,7 +12,7 @@ PARIS = ["weather", {"city": "Paris"}, True]
 ROME = ["weather", {"city": "Rome"}, True]
 
 
-@pytest.fixture(scope="module", params=["many", "litellm"])
+@pytest.fixture(scope="module", params=["many", "instructor"])
 def seen(request: pytest.FixtureRequest, talking_cluster: LocalStack) -> Seen:
     return act(request.param, "openai_responses.py", talking_cluster)
 
