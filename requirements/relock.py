@@ -78,7 +78,7 @@ FILES = (
         "What installs the rest, and what builds our own package.",
         _everything,
         inputs=(),
-        requirements=("uv==0.13.8", "hatchling==1.27.0", "editables==0.5"),
+        requirements=("uv==0.13.9", "hatchling==1.27.0", "editables==0.5"),
     ),
     File(
         "lock",
