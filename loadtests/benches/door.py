@@ -1,4 +1,4 @@
-"""Measures a router's CPU per request, next to another state of it and to SGLang's and vLLM's routers.
+"""Measures a router's CPU per request, next to another state of it and to SMG and vLLM's router.
 
 Every system answers the same chats of about 1,000 tokens with one shared system prompt, streamed and whole.
 Each connection sends its next request when its last is answered. With many connections the replica lacks room
@@ -9,7 +9,7 @@ tokens at once. Kvasir's is the simulated engine; behind the other routers, whic
 the same steps. All are up all the time and take turns in short bursts, in rotating order. `--checkout` adds
 another state of this repository. Ratios are medians over bursts that followed each other.
 
-    python -m venv peers && peers/bin/pip install sglang-router==0.3.2 vllm-router==0.1.17
+    python -m venv peers && peers/bin/pip install smg==1.13.0 vllm-router==0.1.17
     python -m loadtests.benches.door --peers peers/bin/python --checkout before=../kvasir-before
 """
 
@@ -136,30 +136,27 @@ async def serve_steps(port: int) -> None:
 
 def peer_commands(python: str, url: str) -> Iterator[tuple[str, list[str], int]]:
     """Name, command and port of each router."""
-    for name, module in (("sglang-router", "sglang_router"), ("vllm-router", "vllm_router")):
+    for name, module in (("smg", "smg"), ("vllm-router", "vllm_router")):
         port = free_port()
         command = [python, "-m", f"{module}.launch_router", "--port", str(port), "--worker-urls", url]
-        command += ["--policy", "cache_aware", "--prometheus-port", str(free_port()), "--log-level"]
-        yield name, [*command, "warn" if name == "sglang-router" else "warning"], port
+        command += ["--policy", "cache_aware", "--prometheus-port", str(free_port())]
+        command += ["--worker-startup-check-interval", "1", "--log-level"]
+        yield name, [*command, "warn" if name == "smg" else "warning"], port
 
 
 def start_peers(stack: LocalStack, python: str) -> Iterator[System]:
     backend = free_port()
     stack.start("steps", [sys.executable, "-m", "loadtests.benches.door", "--serve", str(backend)])
-    _wait_healthy(stack, backend)
+    _wait_models(stack, backend)
     for name, command, port in peer_commands(python, f"http://127.0.0.1:{backend}"):
         stack.start(name, command)
-        _wait_healthy(stack, port)
+        _wait_models(stack, port)
         yield System(name, port, stack.pid(name))
 
 
-def _wait_healthy(stack: LocalStack, port: int) -> None:
-    def healthy() -> bool:
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
-        return False
-
-    stack.poll(healthy, f"port {port}")
+def _wait_models(stack: LocalStack, port: int) -> None:
+    """A router may be healthy before it knows a server."""
+    stack.wait_answers(f"http://127.0.0.1:{port}/v1/models")
 
 
 # What is measured.

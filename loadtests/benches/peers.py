@@ -1,4 +1,4 @@
-"""Kvasir next to SGLang's and vLLM's routers, over vLLM replicas of equal settings on one machine.
+"""Kvasir next to SMG and vLLM's router, over vLLM replicas of equal settings on one machine.
 
 Two vLLM replicas behind Kvasir's router, and two of vLLM's own OpenAI servers behind each of the other
 routers in turn. Tenants with a system prompt of about 1,500 tokens each, 5 users per tenant, other
@@ -9,7 +9,7 @@ prompts of its own, so each begins cold; systems take turns, and who goes first 
 
 The other routers live in an environment of their own:
 
-    python -m venv peers && peers/bin/pip install sglang-router==0.3.2 vllm-router==0.1.17
+    python -m venv peers && peers/bin/pip install smg==1.13.0 vllm-router==0.1.17
     python -m loadtests.benches.peers --peers peers/bin/python
 """
 
@@ -85,12 +85,16 @@ def start_servers(stack: LocalStack, cache_bytes: int) -> list[Server]:
 
 
 def peer_commands(python: str, servers: Sequence[Server]) -> Iterator[tuple[str, list[str], int]]:
-    """Name, command and port of each router; all but the policy is left at its default."""
+    """Name, command and port of each router; all but the policy is left at its default.
+
+    SMG is healthy before it knows a server, so wait for its models.
+    """
     urls = [server.url for server in servers]
     port = free_port()
-    sglang = [python, "-m", "sglang_router.launch_router", "--port", str(port), "--worker-urls", *urls]
-    sglang += ["--policy", "cache_aware", "--prometheus-port", str(free_port()), "--log-level", "warn"]
-    yield "sglang-router cache_aware", sglang, port
+    smg = [python, "-m", "smg.launch_router", "--port", str(port), "--worker-urls", *urls]
+    smg += ["--policy", "cache_aware", "--prometheus-port", str(free_port()), "--log-level", "warn"]
+    smg += ["--worker-startup-check-interval", "1"]
+    yield "smg cache_aware", smg, port
     for policy in ("cache_aware", "kv_aware"):
         port = free_port()
         command = [python, "-m", "vllm_router.launch_router", "--port", str(port), "--worker-urls", *urls]
@@ -144,7 +148,7 @@ def main() -> None:
         systems = [System("Kvasir", stack.port, stack.pid("router"))]
         for name, command, port in peer_commands(arguments.peers, start_servers(stack, cache_bytes)):
             stack.start(name, command)
-            stack.wait_answers(f"http://127.0.0.1:{port}/health")
+            stack.wait_answers(f"http://127.0.0.1:{port}/v1/models")
             systems.append(System(name, port, stack.pid(name)))
         prompts = SharedPrefixes(MODEL, arguments.tenants, prefix_tokens=1500, num_users=5)
         compare(systems, prompts, arguments.rounds, arguments.requests, arguments.rate)

@@ -12,7 +12,7 @@ beside each, and a router. Parts, each with prompts of its own:
   still, for a short time and for a long one. Texts are compared with the server's own. After each fault the
   index is compared with what the servers' events say.
 
-    python -m venv peers && peers/bin/pip install sglang-router==0.3.2 vllm-router==0.1.17
+    python -m venv peers && peers/bin/pip install smg==1.13.0 vllm-router==0.1.17
     python -m loadtests.benches.servers --peers peers/bin/python --trace toolagent_like_600s.jsonl.gz
 """
 
@@ -166,7 +166,7 @@ def measure(
             systems = [System("Kvasir", own.port, own.pid("router"))]
             for name, command, port in peer_commands(arguments.peers, servers):
                 started.start(name, command)
-                started.wait_answers(f"http://127.0.0.1:{port}/health")
+                started.wait_answers(f"http://127.0.0.1:{port}/v1/models")
                 systems.append(System(name, port, started.pid(name)))
             systems.append(System("Kvasir, own replicas", inside.port, inside.pid("router")))
             compare(systems, servers, arguments.trace, number // 8, arguments.rate)
