@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from replicas.observation.trace_points import NO_TRACE, SubmitTrace
 from replicas.protocol.frames import MAX_DELTAS_PER_FRAME, LoadSnapshot, ServerFrame, TokenDelta
 
-MAX_FRAME_BYTES = 32 * 2**20
-"""A message has a body more than this at most: routers read up to 128 MiB."""
+MAX_FRAME_BYTES = 8 * 2**20
+"""Of the bodies in a message, unless one alone has more: MAX_SERVER_FRAME_BYTES is what routers read."""
 
 MAX_OUTBOX_WEIGHT = 400_000
 """Tokens and logprobs that wait for a router that does not read: half a minute of a busy replica.
@@ -112,9 +112,10 @@ class RouterStream:
         """Return the first of them, whose bodies fit into one message."""
         num_bytes = num_deltas = 0
         for delta in deltas:
-            if num_bytes >= MAX_FRAME_BYTES:
+            size = len(delta.body or b"")
+            if num_deltas and num_bytes + size > MAX_FRAME_BYTES:
                 break
-            num_bytes += len(delta.body or b"")
+            num_bytes += size
             num_deltas += 1
         self._num_bytes -= num_bytes
         return deltas[:num_deltas]

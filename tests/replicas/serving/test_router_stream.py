@@ -15,7 +15,7 @@ def test_bodies_that_wait_go_in_messages_of_a_bounded_size() -> None:
     frames = []
     while stream.wanted.is_set():
         frames.append(stream.take().deltas)
-    assert [len(deltas) for deltas in frames] == [7, 8, 5]
+    assert [len(deltas) for deltas in frames] == [6, 6, 6, 2]
     assert [delta.key.number for deltas in frames for delta in deltas] == sorted([*range(10), *range(10)])
     stream.put(TokenDelta(RequestKey(1, 0), (1,)))
     assert len(stream.take().deltas) == 1
