@@ -26,13 +26,11 @@ PATHS = {
 }
 
 MOST_ANSWER_BYTES = 32 * 2**20
-"""Longest answer that does not stream."""
+"""Longest answer that does not stream, or that is passed on: routers hold as much for a client."""
 MOST_STREAM_BYTES = 2**30
 MOST_EVENT_BYTES = 8 * 2**20
-MOST_PASSED_BYTES = 128 * 2**20
-"""Longest answer of a route that is passed on; of one beyond MOST_ANSWER_BYTES the usage is not read."""
 PASSED_SECONDS = 600.0
-"""Longest time of such an answer, from its beginning to its end."""
+"""Longest time of an answer that is passed on."""
 MOST_PROMPT_MS = 86_400_000.0
 """Longer is not believed."""
 

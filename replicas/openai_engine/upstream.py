@@ -18,7 +18,6 @@ import msgspec
 from replicas.errors import StartupError
 from replicas.openai_engine.bodies import (
     MOST_ANSWER_BYTES,
-    MOST_PASSED_BYTES,
     MOST_STREAM_BYTES,
     PASSED_SECONDS,
     PATHS,
@@ -190,9 +189,9 @@ class BodyServer(Server):
         is_read = content_type.lower().startswith("application/json")
         async for piece in answer.content.iter_any():
             num_bytes += len(piece)
-            if num_bytes > MOST_PASSED_BYTES:
-                raise ValueError(f"more than {MOST_PASSED_BYTES} bytes")
-            if is_read and num_bytes <= MOST_ANSWER_BYTES:
+            if num_bytes > MOST_ANSWER_BYTES:
+                raise ValueError(f"more than {MOST_ANSWER_BYTES} bytes")
+            if is_read:
                 kept += piece
             self._tell(BodyPiece(name, piece, 0, time.monotonic()))
         return read_passed(bytes(kept))

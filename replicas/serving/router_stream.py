@@ -11,7 +11,7 @@ from replicas.observation.trace_points import NO_TRACE, SubmitTrace
 from replicas.protocol.frames import MAX_DELTAS_PER_FRAME, LoadSnapshot, ServerFrame, TokenDelta
 
 MAX_FRAME_BYTES = 8 * 2**20
-"""Of the bodies in a message, unless one alone has more: MAX_SERVER_FRAME_BYTES is what routers read."""
+"""Bound of the bodies in a message, unless one alone has more: routers read MAX_SERVER_FRAME_BYTES."""
 
 MAX_OUTBOX_WEIGHT = 400_000
 """Tokens and logprobs that wait for a router that does not read: half a minute of a busy replica.
@@ -59,7 +59,7 @@ class RouterStream:
     _outbox: list[TokenDelta] = field(default_factory=list)
     _weight: int = 0
     _num_bytes: int = 0
-    """Of the bodies in the outbox."""
+    """Bytes of the bodies in the outbox."""
     _num_submits: int = 0
     _num_counted: int = 0
     """Submits that `load` counts."""

@@ -392,7 +392,7 @@ def test_a_body_is_passed_on_to_a_route_that_was_set(passing: tuple[Driven, Rout
     assert len(server.came) == 1
 
 
-@pytest.mark.parametrize("bound", ["MOST_PASSED_BYTES", "PASSED_SECONDS"])
+@pytest.mark.parametrize("bound", ["MOST_ANSWER_BYTES", "PASSED_SECONDS"])
 def test_an_answer_that_is_passed_on_has_bounds(
     passing: tuple[Driven, RouteServer], bound: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
