@@ -347,7 +347,8 @@ class ReplicaConfig:
         of_remote = ("engine_rank", "engine_events_elsewhere")
         for name in ("engine_url", "engine_key_file", "engine_model", "engine_endpoint", *of_remote):
             engines = ("remote",) if name in of_remote else SERVERS
-            if getattr(self, name) not in (None, False) and self.engine not in engines:
+            value = getattr(self, name)
+            if value is not None and value is not False and self.engine not in engines:
                 raise SettingsError(f"setting {name} is for the engine remote, not for {self.engine}")
         if self.engine in SERVERS:
             self._check_server()

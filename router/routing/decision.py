@@ -206,7 +206,7 @@ def decide(
 def by_head(request: RoutingRequest, replicas: Replicas) -> RoutingRequest:
     """Return the request in the bucket of its short head, while that one's home runs nothing.
 
-    The index does not tell who holds the head. To share it is worth little, so a busy home attracts no prompt.
+    The index does not tell who holds the head. Sharing it is worth little, so a busy home draws no prompt.
     """
     if request.head_bucket is None:
         return request

@@ -349,8 +349,9 @@ def test_a_models_name_that_the_server_lacks(server: TextServer) -> None:
 
 
 def test_settings_that_are_not_its(server: TextServer) -> None:
-    with pytest.raises(SettingsError, match="setting engine_rank is for the engine remote, not for openai"):
-        config(server, engine_rank=0)
+    for name, value in (("engine_rank", 0), ("engine_events_elsewhere", True)):
+        with pytest.raises(SettingsError, match=f"setting {name} is for the engine remote, not for openai"):
+            config(server, **{name: value})
     with pytest.raises(SettingsError, match="setting engine_endpoint is for the engine openai only with"):
         config(server, engine_endpoint="10.0.0.7:8000")
     with pytest.raises(SettingsError, match="setting routes has /v1/load_lora_adapter; it takes /v1/embedd"):
