@@ -116,7 +116,7 @@ class Picker:
                     "its server is on loopback or below a path and has no engine_endpoint, or has another "
                     "model_name"
                     if card.engine == "remote"
-                    else f"its engine is {card.engine}; they are to servers of remote, or of a pool with routes"
+                    else f"its engine is {card.engine}; they need engine remote, or routes"
                 )
                 logger.warning("gateways are not sent to replica %s of %s: %s", replica_id, model, reason)
         self._hidden[model] = hidden
