@@ -165,8 +165,6 @@ and the reserve that leases are kept apart by.
 {{- define "kvasir.text" -}}
 {{- if or (kindIs "map" .) (kindIs "slice" .) -}}
 {{- toJson . | quote -}}
-{{- else if kindIs "slice" . -}}
-{{- join "," . | quote -}}
 {{- else if kindIs "float64" . -}}
 {{- if eq (floor .) . -}}{{- int64 . | toString | quote -}}{{- else -}}{{- toString . | quote -}}{{- end -}}
 {{- else -}}

@@ -63,7 +63,7 @@ dict "overlays" … "keys" … "seen" (dict) "object" …. Refuses one that chan
 {{- $labels := pick (default dict $meta.labels) "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "kvasir/pool" -}}
 {{- $spec := default dict .spec -}}
 {{- $settings := list -}}
-{{- range $spec.containers -}}
+{{- range (default $spec (dig "template" "spec" dict $spec)).containers -}}
 {{- range .env -}}
 {{- if regexMatch "^KVASIR_(ROUTER|REPLICA)_" (toString .name) -}}{{- $settings = append $settings . -}}{{- end -}}
 {{- end -}}

@@ -25,7 +25,7 @@ PATHS = {
     BodyForm.MESSAGES: "/v1/messages",
 }
 
-MOST_ANSWER_BYTES = 32 * 2**20
+MOST_ANSWER_BYTES = 31 * 2**20
 """Longest answer that does not stream, or that is passed on: routers hold as much for a client."""
 MOST_STREAM_BYTES = 2**30
 MOST_EVENT_BYTES = 8 * 2**20
@@ -72,8 +72,12 @@ class SentBody:
         return PATHS[self.form]
 
     def refused_in(self, words: str) -> str | None:
-        """Return the first added field that the words of a refusal name."""
-        return next((name for name in self.added if re.search(rf"\b{name}\b", words)), None)
+        """Return the first added field that the words of a refusal name. Those that name `max_tokens` alone
+        may be about its value."""
+        named = {name for name in self.added if re.search(rf"\b{name}\b", words)}
+        if "max_completion_tokens" not in named:
+            named.discard("max_tokens")
+        return next((name for name in self.added if name in named), None)
 
     def without(self, name: str) -> "SentBody":
         """Leave out an added field; a length keeps its other name."""
@@ -108,9 +112,8 @@ def body_to_send(
         if hides_usage and "stream_options" not in refused:
             fields["stream_options"] = {**options, "include_usage": True}
             added.append("stream_options")
-    if salt is not None and "cache_salt" not in refused:
+    if salt is not None:
         fields["cache_salt"] = salt
-        added.append("cache_salt")
     if form is BodyForm.CHAT and "max_completion_tokens" in fields and "max_tokens" not in refused:
         fields["max_tokens"] = fields["max_completion_tokens"]
         if "max_completion_tokens" in refused:
@@ -188,6 +191,11 @@ class AnswerReader:
         """Tokens by choice."""
         self._last: dict[str, Any] = {}
         """The latest event with a choice, or with a piece of a message."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has something of it."""
+        return self._has_begun
 
     def whole(self, content: bytes) -> tuple[bytes, int]:
         self._num_bytes = len(content)

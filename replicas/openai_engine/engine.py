@@ -59,7 +59,7 @@ SALTED = ("kvasir", "sglang", "vllm")
 """Owners of models, as servers list them, whose servers part their cache by a body's `cache_salt`."""
 
 MOST_STEP_BYTES = 32 * 2**20
-"""A frame has a piece more than this at most. Routers read up to 128 MiB."""
+"""A frame has a piece more than this at most. Routers read up to MAX_SERVER_FRAME_BYTES."""
 
 News = BodyPiece | Answered | Ended | Alive | Listed | Unreachable
 
@@ -109,7 +109,7 @@ class OpenAiEngine:
         self._card = ModelCard(
             name=config.model_name or served.served_name,
             fingerprint=declared_fingerprint(
-                "\0".join([served.served_name, *config.routes]), self._bundle.files
+                "\0".join([served.served_name, *sorted(config.routes)]), self._bundle.files
             ),
             engine="openai",
             block_size=config.block_size or BLOCK_SIZE,

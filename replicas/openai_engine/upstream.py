@@ -126,7 +126,7 @@ class BodyServer(Server):
         reader = AnswerReader(sent)
         try:
             refusal = await self._answer(name, sent, reader)
-            while refusal is not None and (field := _refused_field(sent, refusal)) is not None:
+            while refusal is not None and (field := _refused_field(sent, refusal, reader)) is not None:
                 sent = sent.without(field)
                 reader = AnswerReader(sent)
                 refusal = await self._answer(name, sent, reader)
@@ -183,7 +183,7 @@ class BodyServer(Server):
     async def _pieces(self, name: str, answer: aiohttp.ClientResponse) -> Read:
         """Tell an answer's content type, then its pieces. Raises HTTP_ERRORS, and ValueError if it is too
         long."""
-        content_type = answer.headers.get("content-type", "application/octet-stream")
+        content_type = answer.headers.get("content-type") or "application/octet-stream"
         self._tell(BodyPiece(name, content_type[:MOST_TYPE_CHARACTERS].encode(), 0, time.monotonic()))
         kept, num_bytes = bytearray(), 0
         is_read = content_type.lower().startswith("application/json")
@@ -197,10 +197,11 @@ class BodyServer(Server):
         return read_passed(bytes(kept))
 
 
-def _refused_field(sent: SentBody, refusal: Refusal) -> str | None:
+def _refused_field(sent: SentBody, refusal: Refusal, reader: AnswerReader) -> str | None:
     """Return the field for which a server refuses a body, if it is one that we have added."""
-    is_refused = refusal.error is not None and refusal.error.status in (400, 422)
-    return sent.refused_in(refusal.message) if is_refused else None
+    if reader.has_begun or refusal.error is None or refusal.error.status not in (400, 422):
+        return None
+    return sent.refused_in(refusal.message)
 
 
 async def _events(pieces: AsyncIterator[bytes], reader: AnswerReader) -> AsyncIterator[tuple[bytes, int]]:

@@ -19,6 +19,9 @@ MAX_OUTBOX_WEIGHT = 400_000
 A router so far behind will not catch up; cutting it off frees its requests for others.
 """
 
+MAX_OUTBOX_BYTES = 256 * 2**20
+"""Bytes of bodies that wait for such a router."""
+
 MIN_LOAD_INTERVAL_SECONDS = 0.02
 """Shortest interval between messages with only a load."""
 
@@ -74,7 +77,7 @@ class RouterStream:
         self._weight += _weight(delta)
         if delta.body:
             self._num_bytes += len(delta.body)
-        if self._weight > MAX_OUTBOX_WEIGHT:
+        if self._weight > MAX_OUTBOX_WEIGHT or self._num_bytes > MAX_OUTBOX_BYTES:
             self.overflowed.set()
         self.wanted.set()
 

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 
 from replicas.protocol.blocks import unpack_token_ids
-from replicas.protocol.frames import BodyForm, PromptUsage, SamplingParams, Submit, TokenDelta
+from replicas.protocol.frames import MAX_BODY_BYTES, BodyForm, PromptUsage, SamplingParams, Submit, TokenDelta
 from replicas.protocol.passed_routes import MOST_TYPE_CHARACTERS, ROUTES, model_in
 from router.answers.parts import Part
 from router.api.api_request import ApiRequest, Prepare, Prompt, tenant_label
@@ -50,6 +50,8 @@ async def prepare_passed(context: ApiContext, asked: ApiRequest) -> None:
     try:
         if len(content_type) > MOST_TYPE_CHARACTERS:
             raise ValueError("its content type is too long")
+        if len(asked.body) > MAX_BODY_BYTES:
+            raise ValueError(f"servers are sent up to {MAX_BODY_BYTES} bytes")
         name = model_in(content_type, asked.body)
     except ValueError as error:
         raise InvalidRequest(f"The request body cannot be read: {error}.", code="invalid_body") from error

@@ -41,6 +41,9 @@ def relay(
     InvalidRequest."""
     if len(asked.prompts) > 1:
         raise InvalidRequest("The server of this model takes one prompt at a time.", parameter="prompt")
+    if request.truncate_prompt_tokens is not None:
+        words = "The server of this model is sent whole prompts."
+        raise InvalidRequest(words, parameter="truncate_prompt_tokens")
     (prompt,) = asked.prompts
     submit, num_choices = prompt.generation.submit, prompt.generation.num_choices
     more: dict[str, int] = {}

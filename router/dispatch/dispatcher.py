@@ -234,8 +234,11 @@ class Dispatcher:
         decision = attempt.routed.decision
         if usage.num_cached_tokens is None or usage.num_unresumable_tokens or decision.holdings is None:
             return
-        is_promised = decision.overlap_tokens >= LEAST_PROMISED_TOKENS and decision.pull_from is None
-        if not (is_promised and decision.holdings.stored_depth(replica_id) and self.table.card(replica_id)):
+        if decision.pull_from is not None or self.table.card(replica_id) is None:
+            return
+        block_size = self.table.block_size(attempt.prompt.model)
+        num_stored = decision.holdings.stored_depth(replica_id) * block_size
+        if min(num_stored, decision.overlap_tokens) < LEAST_PROMISED_TOKENS:
             return
         if unread.wrong(replica_id, self.clock()):
             self._tell_doubt(replica_id, UNREAD_SECONDS)

@@ -185,8 +185,8 @@ class GenerationRun:
             return
         if not attempt.started:
             attempt.first_token()
-            self._dispatcher.taken(attempt, self._refused_by)
-        if delta.usage is not None:
+            self._dispatcher.taken(attempt, None if self._visible else self._refused_by)
+        if delta.usage is not None and not delta.key.choice:
             self._dispatcher.measured(attempt, delta.usage)
         choice = self._choices[index]
         choice.token_ids += delta.token_ids

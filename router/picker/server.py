@@ -190,11 +190,12 @@ class Picker:
         silent = self._silent
         async with asyncio.timeout(FIRST_SECONDS) as deadline:
             silent[deadline] = None
-            if len(silent) > MOST_SILENT:
-                oldest = next(iter(silent))
-                del silent[oldest]
-                oldest.reschedule(0.0)
             try:
+                if len(silent) > MOST_SILENT:
+                    oldest = next(iter(silent))
+                    del silent[oldest]
+                    with contextlib.suppress(RuntimeError):  # it is just expiring
+                        oldest.reschedule(0.0)
                 return await _message(call)
             finally:
                 silent.pop(deadline, None)

@@ -413,7 +413,7 @@ class RoutingTable:
             replicas = replicas.without(exclude)
         if self.refusing.counts and (refusing := self.refusing.at(self._now())):
             others = replicas.without(refusing)
-            replicas = others if len(others) else replicas
+            replicas = others if 2 * len(others) >= len(replicas) else replicas
         if load_of is not None:
             replicas = replicas.seen_as(load_of)
         if not len(replicas):

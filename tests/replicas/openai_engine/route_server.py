@@ -1,6 +1,8 @@
 """A server with routes beside those that generate: embeddings, a reranker, and speech both ways."""
 
 import asyncio
+import email
+import email.policy
 import json
 from collections.abc import AsyncIterator
 from typing import NamedTuple
@@ -71,12 +73,12 @@ class RouteServer(TextServer):
         return Response(SOUND, media_type="audio/mpeg")
 
     async def _transcription(self, request: Request) -> Response:
-        await self._take(request)
-        async with request.form() as form:
-            sound = form["file"]
-            assert not isinstance(sound, str)
-            content = await sound.read()
-            return JSONResponse({"text": f"{form['model']}: {len(content)} bytes of {sound.filename}"})
+        head = f"content-type: {request.headers['content-type']}\r\n\r\n".encode()
+        form = email.message_from_bytes(head + await self._take(request), policy=email.policy.HTTP)
+        parts = {part.get_param("name", header="content-disposition"): part for part in form.iter_parts()}
+        model, sound = parts["model"].get_content().strip(), parts["file"]
+        num_bytes = len(sound.get_payload(decode=True))
+        return JSONResponse({"text": f"{model}: {num_bytes} bytes of {sound.get_filename()}"})
 
     async def _take(self, request: Request) -> bytes:
         body = await request.body()

@@ -254,7 +254,6 @@ def test_prompts_that_part_and_are_evicted_balance(driven: Driven, sglang: Sglan
         ("error inside", RefusalCode.INTERNAL, "out of memory"),
         ("bad request", RefusalCode.INVALID_REQUEST, "too long"),
         ("aborts", RefusalCode.OVERLOADED, "the queue is full"),
-        ("no end", RefusalCode.INTERNAL, "has no end"),
     ],
 )
 @pytest.mark.parametrize("sglang", [16], indirect=True)
@@ -265,8 +264,9 @@ def test_a_fault_ends_one_request_and_no_other(
     last = driven.finish(driven.add([5] * 40, max_tokens=3))
     assert last.finish_reason is FinishReason.ERROR and last.refusal is not None
     assert last.refusal.code is code and sentence in last.refusal.message
-    sglang.fault = ""
-    assert driven.finish(driven.add([5] * 40, max_tokens=3)).finish_reason is FinishReason.LENGTH
+    for fault in ("", "no end"):  # its last event is missing, and all its tokens are there
+        sglang.fault = fault
+        assert driven.finish(driven.add([5] * 40, max_tokens=3)).finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("sglang", [16], indirect=True)
