@@ -125,8 +125,14 @@ async def test_a_hit_between_misses_and_a_promise_that_is_only_predicted_are_no_
     fleet.table.index("toy").predict(7, replica.replica_id, hashes)
     for _ in range(2 * UNREAD_IN_A_ROW):
         await expect(fleet, long, 1024)
+    fleet.table.index("toy").replace(ReplicaId("r0"), Epoch("e0"), hashes[:8])
+    for _ in range(2 * UNREAD_IN_A_ROW):
+        await expect(fleet, long, 1024)
+    assert not fleet.table.unread.counts, "little of it was stored"
     fleet.table.index("toy").end_prediction(7)
     fleet.table.index("toy").replace(ReplicaId("r0"), Epoch("e0"), hashes)
+    await generate(fleet, changed(long, num_choices=4))
+    assert fleet.table.unread.counts == {"r0": 1}, "its choices are one prompt"
     for number in range(3 * UNREAD_IN_A_ROW):
         replica.script.num_cached = 0 if number % UNREAD_IN_A_ROW else 16
         await generate(fleet, long)

@@ -121,6 +121,18 @@ def test_a_doubted_replica_is_believed_again_after_a_while_and_doubted_anew_afte
     assert not doubts.counts
 
 
+def test_never_are_more_than_half_of_the_replicas_passed_over() -> None:
+    table = table_of(5, clock=Clock())
+    for number, used in ((1, 4), (2, 3), (3, 5)):
+        while not table.refusing.wrong(ReplicaId(f"r{number}"), 0.0):
+            pass
+        found = set()
+        for seed in range(200):
+            with route(table, prompt(seed, 1, 16)) as routed:
+                found.add(routed.decision.replica_id)
+        assert len(found) == used
+
+
 def test_an_announced_prediction_ends_when_the_replica_says_so_and_not_before() -> None:
     clock = Clock()
     table = table_of(1, clock=clock)
