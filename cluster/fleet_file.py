@@ -139,6 +139,8 @@ def _check_models(spec: FleetSpec) -> None:
     """Check that replicas of one model agree on what they serve; routers turn later ones away otherwise."""
     seen: dict[str, PoolSpec] = {}
     for pool in spec.pools:
+        if pool.replica.engine == "openai" and not (pool.replica.model or pool.replica.model_name):
+            continue  # its server names the model
         name = model_name(pool.replica)
         other = seen.setdefault(name, pool)
         for what in ("model", "tokens_per_block", "index_stride"):

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import json
 import logging
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +39,8 @@ NO_FLEET = "no fleet runs on this Ray cluster; start one with kvasir fleet apply
 WAIT_SECONDS = 1800.0
 LOOK_SECONDS = 30.0
 """Seconds that --follow waits for the controller to answer a question."""
+CONNECT_SECONDS = 5.0
+"""Seconds that a Ray cluster has to take a connection."""
 APPLY_SECONDS = 120.0
 """Seconds that apply waits for the controller to take a file; it first asks machines whether models load."""
 REFUSED_SECONDS = 60.0
@@ -192,6 +195,7 @@ def connected(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
     # What its machines complain of Ray prints to stdout, also while it ends, and there are our answers.
     with contextlib.redirect_stdout(sys.stderr):
         try:
+            _look_there(address)
             ray.init(
                 address=address,
                 namespace=NAMESPACE,
@@ -199,7 +203,7 @@ def connected(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
                 logging_level=logging.ERROR,
                 **options,
             )
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             said = " ".join(str(error).split())
             raise ClusterError(f"there is no Ray cluster at {address}: {said}") from error
         try:
@@ -207,6 +211,19 @@ def connected(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
                 yield ray
         finally:
             ray.shutdown()
+
+
+def _look_there(address: str) -> None:
+    """Raises OSError where nothing listens: Ray tries for minutes to reach a cluster that has ended."""
+    from ray._private.services import canonicalize_bootstrap_address
+
+    found = canonicalize_bootstrap_address(address) if address == "auto" else address
+    if found is not None and "://" not in found:
+        host, _, port = found.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        except OSError as error:
+            raise OSError(f"{found} does not answer: {error}") from error
 
 
 @contextlib.contextmanager

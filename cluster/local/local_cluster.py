@@ -404,6 +404,8 @@ def summary(state: ClusterState, model: str, directory: RunDirectory, replica: R
             f"keys       {state.keys_file}, followed; page and metrics ask for none, and are not on the API"
         ]
     key, shown = (" -H 'authorization: Bearer KEY'", "KEY") if state.keys_file else ("", "-")
+    if replica.routes:
+        lines += [f"passed on  {', '.join(replica.routes)}"]
     lines += [
         "",
         "Try:",

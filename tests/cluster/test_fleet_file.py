@@ -40,6 +40,11 @@ def test_what_is_left_out_has_its_default() -> None:
     assert only == PoolSpec(1, "small", replica, drain_seconds=30, is_on_node_address=True)
 
 
+def test_a_pool_whose_server_names_its_model_is_no_pool_of_the_toy_model() -> None:
+    by_server = pool(name="b", engines={"urls": ["http://a:1"]}, settings={"engine": "openai"})
+    parse_fleet(text(pool(settings={"model": "/models/toy_model"}), by_server))
+
+
 def test_all_pools_have_the_fleets_secret_file_and_none_without_one() -> None:
     spec = parse_fleet(text(pool(), pool(name="b"), secret_file="/etc/kvasir/secret"))
     assert [each.replica.secret_file for each in spec.pools] == ["/etc/kvasir/secret"] * 2

@@ -3,6 +3,9 @@
 import json
 from dataclasses import replace
 
+import pytest
+
+from cluster.cli import main
 from cluster.commands.fleet_words import as_plain, missing, render, trouble
 from cluster.controller.actors import ReplicaReport
 from cluster.controller.views import FleetView, PoolView, ReplicaView
@@ -42,3 +45,11 @@ def test_a_replica_that_waits_for_room_is_shown_so_and_is_no_failure() -> None:
     assert trouble(VIEW, None) is None
     assert missing(VIEW) == " (ready: small 1 of 2; waiting for room in the Ray cluster: small-1)"
     assert missing(replace(VIEW, replicas=(SERVING,))) == " (ready: small 1 of 2)"
+
+
+@pytest.mark.timeout(45)  # Ray alone tries for more than a minute
+def test_a_cluster_that_has_ended_is_said_to_be_so_at_once(
+    free_port: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fleet", "status", "--address", f"127.0.0.1:{free_port}"]) == 2
+    assert "there is no Ray cluster at 127.0.0.1:" in capfd.readouterr().err
