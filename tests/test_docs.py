@@ -176,7 +176,7 @@ def test_locust_is_given_options_that_it_or_we_have() -> None:
     assert spec is not None and spec.origin is not None
     known = Path(spec.origin).with_name("argument_parser.py").read_text("utf-8")
     known += (ROOT / "loadtests/load/options.py").read_text("utf-8")
-    found = every_command("locust")
+    found = every_command(".venv/bin/locust")
     assert found
     for page, words in found:
         assert (ROOT / words[words.index("-f") + 1]).is_file(), page
