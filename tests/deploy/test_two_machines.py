@@ -175,7 +175,7 @@ class Followed:
     machines: list[Machine]
 
     def said_after(self, start: str) -> str:
-        (said,) = (said for step, said in self.said if step.text.startswith(start))
+        (said,) = (said for step, said in self.said if start in step.text.partition("\n")[0])
         return said
 
 

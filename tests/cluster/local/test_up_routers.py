@@ -96,9 +96,13 @@ def test_a_killed_raylet_comes_back_and_new_replicas_take_over_from_those_that_s
         return [each.state for each in replicas] == ["ready"] and replicas[0].pid != before.pid
 
     said = running.directory.path.parent / "up.out"
-    wait_until(lambda: running.state().replicas[0].state != "ready", lambda: said.read_text(), 60)
+
+    def outlives_it() -> bool:
+        is_told = str(before.metrics_address) in running.directory.targets_file.read_text()
+        return running.state().replicas[0].state != "ready" and is_told
+
+    wait_until(outlives_it, lambda: said.read_text(), 60)
     assert row(running.run("status").stdout, before.replica_id)[1] == "ready", "it serves on"
-    assert before.metrics_address in running.directory.targets_file.read_text()
     wait_until(is_replaced, lambda: said.read_text(), 300)
     assert "Ray's raylet ended" in said.read_text()
     assert before.pid is not None
