@@ -105,9 +105,7 @@ def _state(entry: ReplicaEntry | None, record: ReplicaRecord | None, *, is_regis
         assert record is not None, "a row comes from the one or the other"
         return record.state.value
     if record is not None and entry.state != ReplicaState.STOPPED:
-        return (
-            record.state.value
-        )  # also of one that serves until its next incarnation, which starts, is ready
+        return record.state.value  # perhaps of one that serves until its next incarnation is ready
     is_running = entry.state in (ReplicaState.READY, ReplicaState.DRAINING)
     return SILENT if is_running and is_registry_read else entry.state
 

@@ -176,11 +176,8 @@ def encoded_prompt(
     """The tokens of it that are `kept`, with what is known of places in them, what the answer is held to, and
     by what the conversation is known again."""
     if len(kept) < len(shown.token_ids):  # the places in it are no longer where they were
-        num_stable_tokens, num_head_tokens, keeps = (
-            None,
-            None,
-            [LeaseRequest(keep.seconds) for keep in request.keeps],
-        )
+        num_head_tokens = num_stable_tokens = None
+        keeps = [LeaseRequest(keep.seconds) for keep in request.keeps]
     else:
         num_head_tokens, num_stable_tokens = map(shown.moved, _head_tokens(model, chat))
         keeps = [

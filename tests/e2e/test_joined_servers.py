@@ -116,12 +116,15 @@ def test_servers_that_differ_are_not_joined(servers: list[StandIn], tmp_path: Pa
     )
 
 
-@pytest.mark.vllm
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(
+needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
     reason="vLLM is not installed: ./kvasir test --all installs it",
 )
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@needs_vllm
 def test_a_vllm_server_of_a_model_that_the_torch_engine_does_not_have(tmp_path: Path) -> None:
     write_hybrid_model("gpt_oss", model := tmp_path / "model")
     kvasir = KvasirCommand(tmp_path / "run")
@@ -137,10 +140,7 @@ def test_a_vllm_server_of_a_model_that_the_torch_engine_does_not_have(tmp_path: 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM is not installed: ./kvasir test --all installs it",
-)
+@needs_vllm
 def test_a_vllm_server_that_generates_nothing(tmp_path: Path) -> None:
     """What it answers through a router is what it answers itself."""
     text = "The quick brown fox"

@@ -1,5 +1,6 @@
 // Google's library for Node on Gemini's API: what it saw of each scene, as one JSON object.
 const { GoogleGenAI } = require("@google/genai");
+const { act } = require("./acting.cjs");
 
 const url = process.argv[2];
 const model = "talking";
@@ -76,14 +77,4 @@ const scenes = {
   },
 };
 
-(async () => {
-  const seen = {};
-  for (const [name, scene] of Object.entries(scenes)) {
-    try {
-      seen[name] = await scene();
-    } catch (error) {
-      seen[name] = { raised: error.constructor.name, trace: String(error.stack) };
-    }
-  }
-  process.stdout.write(`${JSON.stringify(seen)}\n`);
-})();
+act(scenes);

@@ -1,5 +1,6 @@
 // OpenAI's library for Node with tools and formats: what it saw of each scene, as a last line of JSON.
 const { OpenAI } = require("openai");
+const { act } = require("./acting.cjs");
 
 const url = process.argv[2];
 const model = "talking";
@@ -75,14 +76,4 @@ const scenes = {
   },
 };
 
-(async () => {
-  const seen = {};
-  for (const [name, scene] of Object.entries(scenes)) {
-    try {
-      seen[name] = await scene();
-    } catch (error) {
-      seen[name] = { raised: error.constructor.name, trace: String(error.stack) };
-    }
-  }
-  process.stdout.write(`${JSON.stringify(seen)}\n`);
-})();
+act(scenes);
