@@ -11,6 +11,7 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import SamplingParams, Submit
 from replicas.protocol.status import Adapter
 from router.caller import DEFAULT_TENANT, OPEN_CALLER, Caller
+from router.programs.name import ProgramName
 from router.prompt.images import Media
 
 
@@ -41,6 +42,8 @@ class Generation:
     """Processor time of compiling its grammar, charged to its tenant."""
     num_relayed_choices: int = 0
     """Choices of an answer that a server writes itself, and that comes as one."""
+    program: ProgramName | None = None
+    """The program that it is a turn of."""
     is_awaited: bool = True
     """Whether a client waits for its first token: the time that its tenant is promised is for these."""
 

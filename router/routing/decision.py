@@ -53,6 +53,17 @@ class DecisionReason(enum.StrEnum):
     """A baseline policy said so."""
 
 
+class Claim(msgspec.Struct, frozen=True):
+    """What the program of a request is going to need: at its `home`, where its last turn ran, and elsewhere.
+
+    `beyond` are, by replica, the tokens of live programs, with this one's, that exceed the room there. Those
+    that are missing have room for all.
+    """
+
+    home: ReplicaId | None = None
+    beyond: Mapping[ReplicaId, int] = msgspec.field(default_factory=dict)
+
+
 class RoutingRequest(msgspec.Struct, frozen=True):
     """Everything about a request that a decision needs. `sequence` counts a router's requests (round robin).
 
@@ -73,6 +84,8 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     head_bucket: bytes | None = None
     by_load: bool = False
     """It finds nothing cached: the replica with the fewest requests takes it."""
+    claim: Claim | None = None
+    """Of its program, if it is a turn of one."""
 
 
 class Replicas(Mapping[ReplicaId, ReplicaLoad]):
