@@ -252,7 +252,7 @@ class VirtualFleet:
         if isinstance(asked, Held):
             run.held = asked
             assert asked.latest_start is not None
-            self._at(asked.latest_start, lambda: self._look_at(run))
+            self._at(min(asked.latest_start, self._now + 1.0), lambda: self._look_at(run))
             return None
         return asked
 

@@ -11,6 +11,7 @@ import msgspec
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.status import Adapter, ReplicaId
 from router.errors import RouterError
+from router.programs.book import Turn
 from router.queue.line import Waiter
 from router.routing.decision import RoutingRequest
 from router.routing.table import RoutedRequest
@@ -32,7 +33,8 @@ class QueueRules:
 
 class Asking(msgspec.Struct, frozen=True):
     """A request on its way to a replica. After `deadline` its first token is too late. `other_seconds` of
-    work besides its prompt are charged when it goes. `has_others`: other tenants may come."""
+    work besides its prompt are charged when it goes. `has_others`: other tenants may come. `turn` is set for
+    one of a program."""
 
     model: str
     tenant: str
@@ -45,12 +47,23 @@ class Asking(msgspec.Struct, frozen=True):
     num_bytes: int = 0
     other_seconds: float = 0.0
     has_others: bool = False
+    turn: Turn | None = None
 
 
 class Held(Waiter):
     """A request that waits for room. `call` tells its holder that it was routed, or refused."""
 
-    __slots__ = ("asked_at", "asking", "call", "error", "exclude", "is_out", "num_passed", "routed")
+    __slots__ = (
+        "asked_at",
+        "asking",
+        "call",
+        "error",
+        "exclude",
+        "is_at_gate",
+        "is_out",
+        "num_passed",
+        "routed",
+    )
 
     def __init__(
         self,
@@ -77,6 +90,8 @@ class Held(Waiter):
         self.exclude: Collection[ReplicaId] = ()
         self.asked_at = now
         self.is_out = False
+        self.is_at_gate = False
+        """Its program may not run yet."""
         self.num_passed = 0
         self.routed: RoutedRequest | None = None
         self.error: RouterError | None = None

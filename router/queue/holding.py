@@ -11,6 +11,9 @@ another replica is better by now.
     its replica has no room                  it waits in line
     its first token would come too late      it is refused at once
     it waited in line until it was too late  it is refused then
+
+Programs that do not fit into the fleet's room all at once wait before that, at the gate (`gate.py`). A turn
+of one that may run is not refused for its wait in line.
 """
 
 import math
@@ -21,13 +24,16 @@ from msgspec import structs
 
 from replicas.protocol.status import ReplicaId
 from router.errors import NoReplicaAvailable, Overloaded, RouterError, TooLate, UnknownModel
+from router.programs.book import ProgramBook, Turn
 from router.queue.fair_queue import FairQueue
+from router.queue.gate import Gate
 from router.queue.held import Asking, Held, HoldingCounts, QueueRules
 from router.queue.pace import Pace
 from router.queue.room import Room
 from router.queue.shares import LEAST_SPARED, Shares
 from router.queue.standing_delay import TARGET_SECONDS, StandingDelay
 from router.queue.work import Charge, prompt_work
+from router.routing.decision import Claim
 from router.routing.load import ReplicaLoad
 from router.routing.table import Choice, RoutedRequest, RoutingTable
 from router.shared.instruments import Instrument, counter, gauge
@@ -52,6 +58,15 @@ NUM_RELEASES = 16
 
 LONGEST_RETRY_SECONDS = 60.0
 
+AT_GATE = ReplicaId("")
+"""The line of those that wait at the gate."""
+
+TURN_SECONDS = 300.0
+"""Longest hold of a turn whose program may run."""
+
+GATE_SECONDS = 400.0
+"""Longest wait of a turn whose program may not."""
+
 BURST_SECONDS = 30.0
 """Longest hold until an overload stands, and if requests are held for another reason: replicas were away, a
 batch is full, or others are due soon."""
@@ -70,6 +85,7 @@ class _Fleet:
     orphans: set[ReplicaId]
     shares: Shares
     delay: StandingDelay
+    gate: Gate | None = None
     looked_at: dict[ReplicaId, float] = field(default_factory=dict)
     """Last time that a line was checked by a waiter; it is not checked more often than asking again, however
     many wait."""
@@ -78,16 +94,21 @@ class _Fleet:
 
 
 class Holding:
-    """`new_queue` makes the queue of a model, with its bounds."""
+    """`new_queue` makes the queue of a model, with its bounds. Without `programs` each request is one by
+    itself."""
 
     def __init__(
         self,
         table: RoutingTable,
         rules: QueueRules,
         new_queue: Callable[[], FairQueue] = FairQueue,
+        programs: ProgramBook | None = None,
+        has_gate: bool = True,
     ) -> None:
         self.rules = rules
         self.counts = HoldingCounts()
+        self.programs = programs
+        self._has_gate = has_gate and programs is not None
         self._table = table
         self._room = Room(table, rules.target_seconds)
         self._new_queue = new_queue
@@ -101,9 +122,27 @@ class Holding:
     ) -> RoutedRequest | Held:
         """Raises TooLate or Overloaded for one that would wait too long, UnknownModel, NoReplicaAvailable."""
         self._num_asked += 1
-        fleet = self._fleet(asking.model)
+        fleet, turn = self._fleet(asking.model), asking.turn
+        if turn is not None and self.programs is not None:
+            if fleet.gate is None:
+                self.programs.admit(turn.program, turn.num_tokens, now)
+            elif not fleet.gate.passes(turn, now):
+                held = self._held(AT_GATE, asking, call, 0.0, now)
+                return self._wait_at_gate(fleet.gate, held, exclude)
+        return self._go_or_hold(fleet, asking, call, exclude, now)
+
+    def _go_or_hold(
+        self,
+        fleet: _Fleet,
+        asking: Asking,
+        call: Callable[[], None],
+        exclude: Collection[ReplicaId],
+        now: float,
+        held: Held | None = None,
+    ) -> RoutedRequest | Held:
+        """`held` is the request, if it has waited at the gate."""
         try:
-            choice = self._choose(fleet, asking, exclude)
+            choice = self._choose(fleet, asking, exclude, now)
         except NoReplicaAvailable:
             if not self._table.has_ready(asking.model):
                 fleet.delay.holds(now)  # the first replica that comes back is not to get all that waited
@@ -117,9 +156,9 @@ class Holding:
             fleet.queue.counters.passes(asking.tenant, asking.weight, work)
             fleet.shares.gives(asking.tenant, asking.weight, work, now)
             self.counts.num_passed += 1
-            return choice.act()
-        held = Held(line, asking, call, work=work, order=self._num_asked, now=now)
-        held.exclude = exclude
+            return self._act(choice, asking, now)
+        held = held or self._held(line, asking, call, work, now)
+        held.line, held.work, held.exclude = line, work, exclude
         fleet.delay.holds(now)
         self._stand_in_line(fleet, held, num_uncached, now)
         self.counts.num_held += 1
@@ -127,6 +166,11 @@ class Holding:
         if held.error is not None:
             raise held.error
         return held if held.routed is None else held.routed
+
+    def _held(
+        self, line: ReplicaId, asking: Asking, call: Callable[[], None], work: float, now: float
+    ) -> Held:
+        return Held(line, asking, call, work=work, order=self._num_asked, now=now)
 
     def charge(self, asking: Asking, routed: RoutedRequest, held: Held | None) -> Charge:
         """Return the request's charge at release; a `held` one pays what was expected when it came."""
@@ -156,6 +200,50 @@ class Holding:
             held.routed = None
         elif not held.is_out:
             self._leave(self._fleet(held.asking.model), held)
+
+    # Programs.
+
+    def end_turn(self, turn: Turn, now: float) -> None:
+        """A turn has ended, whatever its end was: its program pauses, and may give way to those that wait."""
+        assert self.programs is not None
+        program = turn.program
+        self.programs.end(turn, now)
+        fleet = self._fleets.get(program.model)
+        if fleet is not None and fleet.gate is not None:
+            fleet.gate.turn_ended(program, now)
+            self._open_gate(fleet, fleet.gate, now)
+
+    def _wait_at_gate(self, gate: Gate, held: Held, exclude: Collection[ReplicaId]) -> Held:
+        """Raises TooLate and Overloaded."""
+        asking, now = held.asking, held.since
+        held.exclude = exclude
+        held.latest_start = now + GATE_SECONDS
+        if asking.deadline is not None:
+            seconds = asking.request.num_tokens * self._room.token_seconds(AT_GATE)
+            held.latest_start = min(held.latest_start, asking.deadline - seconds)
+        expected = gate.expected_seconds(held, now)
+        if now + expected > held.latest_start:
+            self.counts.num_refused_at_once += 1
+            raise self._too_long(asking, expected, held.latest_start - now)
+        if not gate.wait(held):
+            self.counts.num_refused_full += 1
+            raise Overloaded(
+                "Too many programs wait. Try again later.", retry_after_seconds=self._retry_after(expected)
+            )
+        return held
+
+    def _open_gate(self, fleet: _Fleet, gate: Gate, now: float) -> None:
+        """Let those go that may."""
+        while gate.waiting and (held := gate.next(now)) is not None:
+            try:
+                found = self._go_or_hold(fleet, held.asking, held.call, held.exclude, now, held)
+            except RouterError as error:
+                held.is_out, held.error = True, error
+            else:
+                if isinstance(found, RoutedRequest):
+                    held.is_out, held.routed = True, found
+            if held.is_out:
+                held.call()
 
     # A replica says something.
 
@@ -190,6 +278,9 @@ class Holding:
             fleet = self._fleet(held.asking.model)
             if held.is_late(now):
                 self._refuse(fleet, held, now)
+            elif held.is_at_gate:
+                assert fleet.gate is not None
+                self._open_gate(fleet, fleet.gate, now)
             elif now - fleet.looked_at.get(held.line, -math.inf) >= ASK_AGAIN_SECONDS:
                 fleet.looked_at[held.line] = now
                 self._serve(fleet, held.line, now)
@@ -305,7 +396,7 @@ class Holding:
         """Decide on it again. False if it stays first in its line."""
         line = held.line
         try:
-            choice = self._choose(fleet, held.asking, held.exclude, held)
+            choice = self._choose(fleet, held.asking, held.exclude, now, held)
             there = choice.decision.replica_id
             if not self._has_room(fleet, held.asking, there, now):
                 if there == line:
@@ -314,7 +405,7 @@ class Holding:
                     self._move(fleet, held, there)
                     return True
                 others = [each for each in self._table.replica_ids(held.asking.model) if each != line]
-                choice = self._choose(fleet, held.asking, others, held)
+                choice = self._choose(fleet, held.asking, others, now, held)
         except (NoReplicaAvailable, UnknownModel):
             return False
         there = choice.decision.replica_id
@@ -323,7 +414,7 @@ class Holding:
         ):
             self._refuse(fleet, held, now, caller)
             return True
-        held.routed = choice.act()
+        held.routed = self._act(choice, held.asking, now)
         fleet.queue.goes(held)
         fleet.shares.gives(held.tenant, held.weight, held.work, now)
         held.is_out = True
@@ -333,6 +424,11 @@ class Holding:
         if held is not caller:
             held.call()
         return True
+
+    def _act(self, choice: Choice, asking: Asking, now: float) -> RoutedRequest:
+        if asking.turn is not None and self.programs is not None:
+            self.programs.routed(asking.turn, choice.decision.replica_id, now)
+        return choice.act()
 
     def _may_pass(self, fleet: _Fleet, asking: Asking, line: ReplicaId, now: float) -> bool:
         delay, room = fleet.delay, self._room
@@ -368,7 +464,12 @@ class Holding:
         return self._room.is_there(line, asking.request.num_tokens, spared=spared)
 
     def _choose(
-        self, fleet: _Fleet, asking: Asking, exclude: Collection[ReplicaId], held: Held | None = None
+        self,
+        fleet: _Fleet,
+        asking: Asking,
+        exclude: Collection[ReplicaId],
+        now: float,
+        held: Held | None = None,
     ) -> Choice:
         """Choose a replica; `held` is first in its line, with nothing before it there."""
         load_of: Callable[[ReplicaId], ReplicaLoad] | None = None
@@ -386,9 +487,13 @@ class Holding:
                     ahead *= max(1.0, pace / self._room.token_seconds(replica_id))
                 return structs.replace(load, num_pending_tokens=load.num_pending_tokens + int(ahead))
 
+        request, turn = asking.request, asking.turn
+        if turn is not None and self.programs is not None and not turn.program.is_crowd:
+            beyond = self.programs.beyond(turn, self._table.capacity, now)
+            request = structs.replace(request, claim=Claim(turn.program.home, beyond))
         return self._table.choose(
             asking.model,
-            asking.request,
+            request,
             asking.block_hashes,
             exclude=exclude,
             adapter=asking.adapter,
@@ -404,7 +509,7 @@ class Holding:
         wait_seconds = self._work_ahead(fleet, asking, line) * pace
         if asking.deadline is None:
             prompt_seconds = self._room.prompt_seconds(line, asking.request, num_uncached)
-            longest = self.rules.longest_seconds
+            longest = self.rules.longest_seconds if asking.turn is None else TURN_SECONDS
             if not fleet.delay.is_standing(now):
                 longest = max(longest, BURST_SECONDS)
             left = allowed = max(longest, prompt_seconds)
@@ -486,8 +591,12 @@ class Holding:
             held.call()
 
     def _leave(self, fleet: _Fleet, held: Held) -> None:
-        fleet.queue.leave(held)
         held.is_out = True
+        if held.is_at_gate:
+            assert fleet.gate is not None
+            fleet.gate.leave(held)
+            return
+        fleet.queue.leave(held)
         if not fleet.queue.num_in_line(held.line):
             fleet.pace.emptied(held.line)
 
@@ -504,4 +613,6 @@ class Holding:
         fleet = self._fleets.get(model)
         if fleet is None:
             fleet = self._fleets[model] = _Fleet(self._new_queue(), Pace(), set(), Shares(), StandingDelay())
+            if self.programs is not None and self._has_gate:
+                fleet.gate = Gate(model, self._table, self.programs)
         return fleet

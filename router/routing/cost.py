@@ -6,14 +6,19 @@ near-ties.
     cost(r) = max(wait(r), move(ready at r)) + prefill(rest)
             + delay_price * requests at r * prefill(rest)
             + room_price * fill(r) * new on r's device * the fleet's seconds per token
+            + future_price * tokens too many at r * the seconds to have one again
 
 The first two terms are the expected time to first token. The third is the others' loss: requests that
 decode or wait at r stand still while the prompt is computed. So long prompts gather where they disturb few,
-and short ones pass them by. The last is the price of room in r's cache: computed tokens evict others, the
+and short ones pass them by. The fourth is the price of room in r's cache: computed tokens evict others, the
 more surely the fuller the cache. So a full fleet pays for copies, and while there is room, sessions spread
 into it. The price is the same where evicted KV could be loaded again: a lower one spreads prompts with a
 common prefix over too many devices, and running requests lack room (`loadtests/log/2026-11.md` has the
 figures).
+
+The last term is for turns of programs (`router/programs/`): what live programs at home at r need beyond its
+room is computed, or loaded from host memory, again at their next turns. The terms before it see this instant,
+in which most programs pause.
 
 How much of the prompt is *ready* when its turn comes is a choice, and the cheapest counts: KV on the device
 alone, or also in host memory, on disk, or deeper at a peer. KV moves while the request waits and costs no
@@ -55,7 +60,8 @@ would spoil every cost."""
 class CostParameters:
     """`room_price` is that of computing a token into a full cache, in times of computing it, and
     `delay_price` the share of a prefill that each request at the same replica counts for; with both 0,
-    the cost is the plain expected time to first token.
+    the cost is the plain expected time to first token. `future_price` is that of a token that live programs
+    need beyond the room of their replica, in times of having it again.
 
     A request goes by affinity among replicas within `near_tie_tokens` of prefill and
     `near_tie_requests` of the cheapest. Fleets up to `num_compared_candidates` are compared whole;
@@ -64,6 +70,7 @@ class CostParameters:
 
     room_price: float = 3.0
     delay_price: float = 0.05
+    future_price: float = 1.0
     near_tie_tokens: int = 256
     near_tie_requests: int = 4
     default_prefill_seconds_per_token: float = 1e-4
@@ -95,6 +102,7 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
     num_ready_tokens: int = 0
     token_seconds: float = 0.0
     encode_seconds: float = 0.0
+    future_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -104,6 +112,7 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
             + self.prefill_seconds
             + self.delay_seconds
             + self.room_seconds
+            + self.future_seconds
         )
 
 
@@ -171,6 +180,16 @@ def cost_of(
         rate,
         encode_seconds,
     )
+
+
+def with_future(
+    cost: Cost, load: ReplicaLoad, num_beyond: int, rates: FleetRates, parameters: CostParameters
+) -> Cost:
+    """Return the cost where live programs need `num_beyond` tokens too many."""
+    seconds = rates.prefill_seconds_per_token
+    if load.speeds.host is not None and load.speeds.host < seconds:
+        seconds = load.speeds.host
+    return msgspec.structs.replace(cost, future_seconds=parameters.future_price * num_beyond * seconds)
 
 
 def _encode_seconds(

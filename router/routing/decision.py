@@ -24,6 +24,7 @@ from router.routing.cost import (
     cost_of,
     fleet_rates,
     typical_encode_seconds,
+    with_future,
 )
 from router.routing.levels import NOWHERE, Depths, Holdings, Overlaps, Slots
 from router.routing.load import ReplicaLoad
@@ -54,7 +55,7 @@ class DecisionReason(enum.StrEnum):
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """What the program of a request is going to need: at its `home`, where its last turn ran, and elsewhere.
+    """Where a request's program was, and which replicas lack room for it. Its last turn ran at its `home`.
 
     `beyond` are, by replica, the tokens of live programs, with this one's, that exceed the room there. Those
     that are missing have room for all.
@@ -85,7 +86,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     by_load: bool = False
     """It finds nothing cached: the replica with the fewest requests takes it."""
     claim: Claim | None = None
-    """Of its program, if it is a turn of one."""
+    """Set if it is a turn of a program."""
 
 
 class Replicas(Mapping[ReplicaId, ReplicaLoad]):
@@ -276,9 +277,12 @@ def weigh(
     bits = overlaps.slots.bits([replica_id for _, replica_id, _ in considered])
     reaches = _Reaches(request, replicas, overlaps, bits)
     num_tokens, media = request.num_tokens, request.media
+    beyond = None if request.claim is None else request.claim.beyond
     for bit, (rank, replica_id, load) in zip(bits, considered, strict=True):
         reach = reaches.of(bit, replica_id, load)
         cost = cost_of(load, num_tokens, reach, rates, parameters, media)
+        if beyond and replica_id in beyond:
+            cost = with_future(cost, load, beyond[replica_id], rates, parameters)
         candidates.append(Candidate(replica_id, rank, cost.num_ready_tokens, load, cost, reach))
     if not overlaps.reach:
         return tuple(candidates)
@@ -388,6 +392,9 @@ def _considered(
         return everybody(request, replicas)
     order = replicas.ranking.of(request.bucket)
     few = order.first(parameters.num_affinity_candidates)
+    home = None if request.claim is None else request.claim.home
+    if home is not None and home in replicas and home not in few:
+        few.append(home)
     if overlaps or overlaps.reach:
         few += _deepest(replicas, order, overlaps, few, parameters.num_holder_candidates, rng)
     few += _idlest(replicas, few, parameters.num_idle_candidates, rng)

@@ -6,7 +6,7 @@ loop never decide on the same state.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
@@ -292,6 +292,15 @@ class RoutingTable:
     def card(self, replica_id: ReplicaId) -> ModelCard | None:
         name = self._model_of.get(replica_id)
         return None if name is None else self._models[name].cards[replica_id]
+
+    def capacity(self, replica_id: ReplicaId) -> int | None:
+        """Return the tokens of KV that its device holds; None if that is not known."""
+        card = self.card(replica_id)
+        return (card.num_blocks * card.block_size or None) if card is not None else None
+
+    def ready_ids(self, model: str) -> Iterable[ReplicaId]:
+        fleet = self._models.get(model)
+        return () if fleet is None else self._ready(fleet, None)
 
     def has_ready(
         self, model: str, *, adapter: Adapter | None = None, exclude: Collection[ReplicaId] = ()
