@@ -34,6 +34,7 @@ from router.errors import (
 )
 from router.generation import Generation
 from router.observation.trace_points import Trace
+from router.programs.book import Turn
 from router.queue.held import Asking, Held
 from router.queue.work import BYTES_PER_TOKEN, Charge
 from router.routing.decision import RoutingRequest
@@ -99,6 +100,9 @@ class Placement:
         """The terms under which it was held or released."""
         self.charge: Charge | None = None
         self._has_given_up = False
+        self.turn: Turn | None = None
+        """Set if it is one of a program."""
+        self._has_ended = False
 
     def seconds_to_wait(self) -> float:
         """0 if a try is worth while now."""
@@ -166,6 +170,8 @@ class Placement:
                     exclude=exclude,
                     adapter=generation.adapter,
                 )
+                if self.turn is not None:
+                    self._dispatcher.holding.turn_moves(self.turn, routed, self._dispatcher.clock())
             self.routing_seconds = time.perf_counter() - started
             return routed
         except (NoReplicaAvailable, UnknownModel):
@@ -208,6 +214,15 @@ class Placement:
 
     def _as_asking(self, request: RoutingRequest) -> Asking:
         generation, tenant = self._generation, self._generation.caller.tenant
+        if generation.program is not None and self.turn is None:
+            self.turn = self._dispatcher.holding.begin_turn(
+                generation.model,
+                tenant,
+                generation.program,
+                len(generation.token_ids),
+                generation.block_hashes,
+                self._dispatcher.clock(),
+            )
         return Asking(
             generation.model,
             tenant.name,
@@ -220,6 +235,7 @@ class Placement:
             BYTES_PER_TOKEN * len(generation.token_ids),
             generation.grammar_seconds if self.charge is None else 0.0,
             generation.caller.key_id is not None,
+            self.turn,
         )
 
     def wait(self, obstacle: Obstacle) -> float:
@@ -284,6 +300,9 @@ class Placement:
             self._withdraw()
         if self.charge is not None:
             self.charge.close(None if self._has_given_up else self._dispatcher.clock())
+        if self.turn is not None and not self._has_ended:
+            self._has_ended = True
+            self._dispatcher.holding.end_turn(self.turn, self._dispatcher.clock())
 
     def give_up(self, *, is_visible: bool) -> RouterError:
         """Return the client's error; the tenant is not charged for a prompt without output."""

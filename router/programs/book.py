@@ -78,12 +78,15 @@ class Program:
 class Turn:
     """One request of a program, from its arrival to its end."""
 
-    __slots__ = ("num_tokens", "program", "routed_at")
+    __slots__ = ("gate_seconds", "num_admitted", "num_tokens", "program", "routed_at")
 
     def __init__(self, program: Program, num_tokens: int) -> None:
         self.program = program
         self.num_tokens = num_tokens
         self.routed_at: float | None = None
+        self.gate_seconds = 0.0
+        """Its wait until its program might run, and how many others might then."""
+        self.num_admitted = 0
 
 
 class Admitted:

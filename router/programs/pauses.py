@@ -34,8 +34,8 @@ QUANTILES = {
     Pause.USER: (0.0, 8.0, 127.0, 439.0, 1498.0, 3600.0),
     Pause.UNKNOWN: (0.0, 4.0, 14.0, 80.0, 500.0, 3600.0),
 }
-"""Seconds within which SHARES of the pauses ended, as recorded of Claude Code. They count until a tenant's own
-are known. Source: callanjfox/kv-cache-tester 94f6046."""
+"""Seconds within which SHARES of the pauses ended, as recorded of Claude Code. They count until a tenant's
+own are known. Source: callanjfox/kv-cache-tester 94f6046."""
 
 SHARES = (0.0, 0.1, 0.5, 0.75, 0.9, 1.0)
 

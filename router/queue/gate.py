@@ -21,12 +21,15 @@ import math
 from collections.abc import Collection, Mapping
 
 from replicas.protocol.status import ReplicaId
-from router.programs.book import ROOM_SHARE, Program, ProgramBook, Turn
+from router.programs.book import Program, ProgramBook, Turn
 from router.queue.held import Held
 from router.routing.table import RoutingTable
 
 GRACE_SECONDS = 20.0
 """A program that has paused for longer gives its room back if somebody waits."""
+
+GATE_SHARE = 1.0
+"""Part of the devices' KV that admitted programs may need. Those that share a beginning count it each."""
 
 QUANTUM_SECONDS = 400.0
 """One that was admitted for so long gives way after a turn if somebody waits."""
@@ -136,6 +139,7 @@ class Gate:
             assert turn is not None
             if self._is_admissible(turn, now):
                 self.leave(held)
+                turn.gate_seconds, turn.num_admitted = now - held.since, len(self._admitted.tokens_of)
                 self._book.admit(turn.program, turn.num_tokens, now)
                 self._note_pace(turn.num_tokens, now)
                 return held
@@ -207,7 +211,7 @@ class Gate:
         """
         if now - self._capacity_at >= CAPACITY_SECONDS:
             self._capacity_at = now
-            self._capacity = ROOM_SHARE * sum(map(self._capacity_of, self._table.ready_ids(self._model)))
+            self._capacity = GATE_SHARE * sum(map(self._capacity_of, self._table.ready_ids(self._model)))
         return self._capacity
 
     def _capacity_of(self, replica_id: ReplicaId) -> float:

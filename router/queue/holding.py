@@ -17,14 +17,17 @@ of one that may run is not refused for its wait in line.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from replicas.protocol.blocks import BlockHash
 from replicas.protocol.status import ReplicaId
+from router.caller import Tenant
 from router.errors import NoReplicaAvailable, Overloaded, RouterError, TooLate, UnknownModel
 from router.programs.book import ProgramBook, Turn
+from router.programs.name import ProgramName
 from router.queue.fair_queue import FairQueue
 from router.queue.gate import Gate
 from router.queue.held import Asking, Held, HoldingCounts, QueueRules
@@ -203,6 +206,27 @@ class Holding:
 
     # Programs.
 
+    def begin_turn(
+        self,
+        model: str,
+        tenant: Tenant,
+        name: ProgramName,
+        num_tokens: int,
+        block_hashes: Sequence[BlockHash],
+        now: float,
+    ) -> Turn | None:
+        """Return a turn that is to be ended; None for a side call, or where nobody keeps a book."""
+        if self.programs is None or name.is_side:
+            return None
+        turn = self.programs.begin(model, tenant.name, name, num_tokens, block_hashes, now)
+        turn.program.weight = tenant.weight
+        return turn
+
+    def turn_moves(self, turn: Turn, routed: RoutedRequest, now: float) -> None:
+        """A turn goes somewhere without having asked: tried again, or resumed."""
+        assert self.programs is not None
+        self.programs.routed(turn, routed.decision.replica_id, now)
+
     def end_turn(self, turn: Turn, now: float) -> None:
         """A turn has ended, whatever its end was: its program pauses, and may give way to those that wait."""
         assert self.programs is not None
@@ -269,6 +293,8 @@ class Holding:
         if fleet is None:
             return
         fleet.served_at.pop(replica_id, None)
+        if self.programs is not None:
+            self.programs.forget_replica(replica_id)
         if fleet.queue.num_in_line(replica_id):
             fleet.orphans.add(replica_id)
 
@@ -351,10 +377,21 @@ class Holding:
 
     @property
     def waiting_by_model(self) -> Mapping[str, tuple[int, int]]:
-        """How many are held for each model, and the memory of their prompts."""
-        return {
-            model: (fleet.queue.num_waiting, fleet.queue.num_bytes) for model, fleet in self._fleets.items()
-        }
+        """How many are held for each model, in line or at the gate, and the memory of their prompts."""
+        found: dict[str, tuple[int, int]] = {}
+        for model, fleet in self._fleets.items():
+            at_gate = () if fleet.gate is None else fleet.gate.waiting
+            found[model] = (
+                fleet.queue.num_waiting + len(at_gate),
+                fleet.queue.num_bytes + sum(held.num_bytes for held in at_gate),
+            )
+        return found
+
+    def at_gate(self) -> Iterator[Held]:
+        """Those whose programs may not run yet."""
+        for fleet in self._fleets.values():
+            if fleet.gate is not None:
+                yield from fleet.gate.waiting
 
     def num_waiting_for(self, model: str) -> int:
         fleet = self._fleets.get(model)

@@ -178,7 +178,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 class Decision(msgspec.Struct, frozen=True):
     """`pull_from` is the peer from which the replica should pull the overlap that it lacks. `holdings` is the
-    index's view of all replicas, None if it had nothing."""
+    index's view of all replicas, None if it had nothing. `program_home` is where a turn's program was."""
 
     replica_id: ReplicaId
     overlap_tokens: int
@@ -187,6 +187,7 @@ class Decision(msgspec.Struct, frozen=True):
     candidates: tuple[Candidate, ...]
     pull_from: ReplicaId | None = None
     holdings: Holdings | None = None
+    program_home: ReplicaId | None = None
 
 
 def decide(
@@ -196,7 +197,8 @@ def decide(
     parameters: CostParameters,
     rng: "random.Random",
 ) -> Decision:
-    """Return the cheapest replica; among near-ties the deepest overlap, then the affinity order.
+    """Return the cheapest replica; among near-ties the deepest overlap, then the affinity order. A turn of a
+    program goes to the cheapest alone.
 
     `replicas` are the candidates (at least one); `overlaps` are leading blocks, and may include other
     replicas, whose caches are ignored.
@@ -206,7 +208,10 @@ def decide(
     considered = _considered(request, replicas, overlaps, parameters, rng)
     rates = fleet_rates([load for _, _, load in considered], parameters)
     candidates = weigh(request, replicas, considered, overlaps, rates, parameters)
-    chosen = _choose(candidates, rates, parameters)
+    if request.claim is None:
+        chosen = _choose(candidates, rates, parameters)
+    else:  # the term of its future knows who is to meet where
+        chosen = min(candidates, key=lambda candidate: (candidate.cost.seconds, candidate.rank))
     return Decision(
         replica_id=chosen.replica_id,
         overlap_tokens=chosen.overlap_tokens,
@@ -214,6 +219,7 @@ def decide(
         rank=chosen.rank,
         candidates=candidates,
         pull_from=peer_of(chosen, replicas, overlaps, rng),
+        program_home=None if request.claim is None else request.claim.home,
     )
 
 

@@ -230,7 +230,9 @@ def test_the_cost_is_wait_and_prefill_and_the_prices_of_delay_and_room() -> None
     rates = fleet_rates([load], PARAMETERS)
     parameters = CostParameters(room_price=4, delay_price=0.2)
     cost = cost_of(load, num_tokens=80, reach=Reach(30, 30, 30, 30), rates=rates, parameters=parameters)
-    assert msgspec.structs.astuple(cost) == pytest.approx((0.1 + 0.03, 0.05, 0.03, 0.1, 0.0, 30, 1e-3, 0.0))
+    assert msgspec.structs.astuple(cost) == pytest.approx(
+        (0.1 + 0.03, 0.05, 0.03, 0.1, 0.0, 30, 1e-3, 0.0, 0.0)
+    )
     assert cost.seconds == pytest.approx(0.31)
 
 
