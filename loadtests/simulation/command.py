@@ -15,7 +15,7 @@ from cluster.sizes import size
 from loadtests.arguments import count, number, positive, rate, share
 from loadtests.reports.report import Slo
 from loadtests.simulation.curve import BACK_POINTS, back_after, curve_table, ideal_hits_of, left_hits_of
-from loadtests.simulation.jobs import Job, Source, load, run_all
+from loadtests.simulation.jobs import Job, Source, load, load_sessions, run_all
 from loadtests.simulation.options import (
     Autoscale,
     Delays,
@@ -87,7 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("workload", metavar="TRACE", help=f"a file in Mooncake's format, or one of {', '.join(GENERATORS)}")
+    add(
+        "workload",
+        metavar="TRACE",
+        help=f"a file in Mooncake's format, of sessions, or one of {', '.join(GENERATORS)}",
+    )
     add("--qps", type=positive, metavar="X", help="a generator's requests (or sessions) per second")
     add(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a generator's parameter; repeatable"
@@ -244,6 +248,12 @@ def _add_queue(parser: argparse.ArgumentParser) -> None:
         help="whether routers hold back what no replica can begin soon, in fair order over tenants",
     )
     add(
+        "--programs",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether routers place and admit the turns of a program by what its next ones will need",
+    )
+    add(
         "--queue-target",
         type=positive,
         default=rules.target_seconds,
@@ -303,8 +313,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
         for policy in policies
         for job in [_job(arguments, policy, seed, value)]
     ]
-    workload = load(jobs[0].source)
-    say(_headline(arguments, workload, jobs[0].options, seeds))
+    say(_headline(arguments, jobs[0].source, jobs[0].options, seeds))
     found: dict[tuple[str, float | None], list[Summary]] = {}
     for job, summary in zip(jobs, run_all(jobs, arguments.jobs), strict=True):
         found.setdefault(job.label, []).append(summary)
@@ -357,12 +366,21 @@ def _curve(arguments: argparse.Namespace, policy: str, summary: Summary) -> list
 
 
 def _headline(
-    arguments: argparse.Namespace, workload: Workload, options: FleetOptions, seeds: Sequence[int]
+    arguments: argparse.Namespace, source: Source, options: FleetOptions, seeds: Sequence[int]
 ) -> str:
     shape = options.shape
+    if source.is_closed_loop:
+        file = load_sessions(source)
+        what = (
+            f"{file.name}: {len(file.sessions)} sessions of {file.num_turns} turns in {file.num_lanes} lanes"
+        )
+        num_tokens = file.num_input_tokens
+    else:
+        workload = load(source)
+        what = f"{workload.name}: {len(workload.requests)} requests in {workload.duration_seconds:.0f} s"
+        num_tokens = workload.num_input_tokens
     return (
-        f"{workload.name}: {len(workload.requests)} requests in {workload.duration_seconds:.0f} s, "
-        f"{workload.num_input_tokens} prompt tokens; {'' if options.autoscale is None else 'up to '}"
+        f"{what}, {num_tokens} prompt tokens; {'' if options.autoscale is None else 'up to '}"
         f"{options.num_replicas} replicas of {arguments.hardware} "
         f"with {shape.num_blocks} blocks of {shape.block_size} tokens; {options.num_routers} routers; "
         f"{len(seeds)} seeds."
@@ -420,7 +438,11 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
     hardware = HARDWARE[arguments.hardware]
     max_batched_tokens = arguments.max_batched_tokens or hardware.max_batched_tokens
     capacity = int(swept.get("capacity", arguments.capacity or hardware.cache_tokens))
-    block_size = _within_windows(arguments.window, load(source)).block_tokens
+    if source.is_closed_loop:
+        _check_sessions(arguments)
+        block_size = load_sessions(source).block_tokens
+    else:
+        block_size = _within_windows(arguments.window, load(source)).block_tokens
     if capacity < block_size:
         raise ClusterError(f"a cache of {capacity} tokens holds no block of {block_size}")
     shape = ReplicaShape(
@@ -453,11 +475,21 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
             kills=tuple(map(parse_kill, arguments.kill)),
             outages=tuple(map(parse_outage, arguments.redis_down)),
             autoscale=arguments.autoscale,
+            has_programs=arguments.programs,
         )
     except ValueError as error:
         raise ClusterError(str(error)) from error
     slo = Slo(arguments.slo_ttft, arguments.slo_tpot)
     return Job((policy, value), source, options, arguments.warm_up, slo, arguments.window)
+
+
+def _check_sessions(arguments: argparse.Namespace) -> None:
+    """Raises ClusterError for options that are about arrivals, of which a closed loop has none."""
+    for name in ("qps", "limit", "tenants", "window", "sweep", "autoscale", "groups"):
+        if getattr(arguments, name) is not None:
+            raise ClusterError(f"--{name} is about requests that come by themselves: sessions go without it")
+    if arguments.set or arguments.speed != 1.0 or not arguments.queue:
+        raise ClusterError("sessions go without --set, --speed and --no-queue: their pace is recorded")
 
 
 def _within_windows(seconds: float | None, workload: Workload) -> Workload:

@@ -27,6 +27,7 @@ from replicas.protocol.status import ReplicaId
 from router.dispatch.retries import Patience, RetryPolicy, Tries
 from router.dispatch.suspects import SURVIVED_TOKENS
 from router.errors import NoReplicaAvailable, Overloaded, RouterError, TooLate
+from router.programs.book import Turn
 from router.queue.held import Held
 from router.queue.work import Charge
 from router.routing.table import RoutedRequest
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 
 RETRY = RetryPolicy()
 """The router's own."""
+
+PROGRAM_LOOK_SECONDS = 1.0
+"""Interval at which a held turn looks whether it may go."""
 
 NUM_LOOKS = 8
 """Number of counts of the copies in the fleet's caches, evenly over the arrivals after the warm-up."""
@@ -58,6 +62,8 @@ class _Run:
     tries: Tries = field(default_factory=Tries)
     has_been_placed: bool = False
     replica_id: ReplicaId | None = None
+    turn: Turn | None = None
+    """Set if it is one of a program."""
     predicted_tokens: int | None = None
     ttft_seconds: float | None = None
     num_cached_tokens: int | None = None
@@ -133,6 +139,12 @@ class VirtualFleet:
         self._decision_seconds = 0.0
         self._num_decisions = self._num_retries = self._num_resumes = self._num_preemptions = 0
         self._num_images_taken = self._num_encoded_tokens = 0
+        self.on_end: Callable[[HashedRequest, RequestRecord], None] = _ignore
+        """Called when a request has ended."""
+
+    @property
+    def now(self) -> float:
+        return self._now
 
     @property
     def num_ended(self) -> int:
@@ -141,15 +153,9 @@ class VirtualFleet:
 
     def serve(self, requests: Sequence[HashedRequest], *, num_warm_up: int = 0) -> FleetResult:
         """Serve all of them, to the end. Once per fleet."""
-        for host in self.hosts:
-            if host.replica is not None:
-                self._introduce(host)
+        self._begin()
         if self._autoscaler is not None:
             self._at(LOOK_SECONDS, lambda: self._scale(requests[-1].trace.arrival_seconds))
-        for kill in self._options.kills:
-            self._at(kill.at, lambda kill=kill: self._drain(kill))  # type: ignore[misc]
-        for outage in self._options.outages:
-            self._at(outage.end, self._write_all)
         stride = max(1, (len(requests) - num_warm_up) // NUM_LOOKS)
         looks = {num_warm_up + stride * (look + 1) - 1 for look in range(NUM_LOOKS)}
         for request in requests:
@@ -157,14 +163,42 @@ class VirtualFleet:
             self._now = request.trace.arrival_seconds
             if request.number in looks:
                 self._look_for_copies()
-            run = _Run(request, self._rng.choice(self.routers))
-            self._runs[request.number] = run
-            self._place(run)
+            self.submit(request)
+        self._finish()
+        return self._result([self._records[request.number] for request in requests])
+
+    def work(self, begin: Callable[[], None]) -> FleetResult:
+        """Serve what `begin`, and what happens then, submits, to the end. Once per fleet."""
+        self._begin()
+        begin()
+        self._finish()
+        return self._result([self._records[number] for number in sorted(self._records)])
+
+    def submit(self, request: HashedRequest) -> None:
+        """A request comes now."""
+        run = _Run(request, self._rng.choice(self.routers))
+        self._runs[request.number] = run
+        self._place(run)
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        self._at(self._now + seconds, action)
+
+    def _begin(self) -> None:
+        for host in self.hosts:
+            if host.replica is not None:
+                self._introduce(host)
+        for kill in self._options.kills:
+            self._at(kill.at, lambda kill=kill: self._drain(kill))  # type: ignore[misc]
+        for outage in self._options.outages:
+            self._at(outage.end, self._write_all)
+
+    def _finish(self) -> None:
         self._work_until(None)
         assert not self._runs, "requests are left, and nothing is going to happen"
         for router in self.routers:
             router.catch_up(float("inf"))
-        records = [self._records[request.number] for request in requests]
+
+    def _result(self, records: list[RequestRecord]) -> FleetResult:
         return FleetResult(
             records=records,
             reasons=self._reasons,
@@ -248,21 +282,32 @@ class VirtualFleet:
         router, prepared = run.router, run.prepared
         if router.holding is None or run.has_been_placed:
             return router.route(prepared, run.num_output_tokens, run.patience.excluded)
-        asked = router.ask(prepared, run.patience.excluded, self._now, lambda: self._called(run))
+        if run.turn is None:
+            run.turn = router.begin_turn(prepared, self._now)
+        asked = router.ask(prepared, run.patience.excluded, self._now, lambda: self._called(run), run.turn)
         if isinstance(asked, Held):
             run.held = asked
-            assert asked.latest_start is not None
-            self._at(min(asked.latest_start, self._now + 1.0), lambda: self._look_at(run))
+            self._plan_look(run)
             return None
         return asked
 
+    def _plan_look(self, run: _Run) -> None:
+        """When its time in the router is over; one that waits for its program looks more often."""
+        assert run.held is not None and run.held.latest_start is not None
+        when = run.held.latest_start
+        self._at(
+            min(when, self._now + PROGRAM_LOOK_SECONDS) if run.turn else when, lambda: self._look_at(run)
+        )
+
     def _look_at(self, run: _Run) -> None:
-        """Its time in the router is over, if it still waits there."""
+        """It looks whether its time is over, if it still waits there."""
         if run.held is not None:
             assert run.router.holding is not None
             run.router.catch_up(self._now)
             if run.held is not None:
                 run.router.holding.look_at(run.held, self._now + 1e-9)
+            if run.held is not None:
+                self._plan_look(run)
 
     def _called(self, run: _Run) -> None:
         """It has waited in its router, and goes now, or is refused."""
@@ -419,8 +464,10 @@ class VirtualFleet:
         if run.charge is not None:
             run.charge.close(self._now)
         self._give_back(run)
+        if run.turn is not None:
+            run.router.end_turn(run.turn, run.prepared.pause, self._now)
         del self._runs[run.prepared.number]
-        self._records[run.prepared.number] = RequestRecord(
+        record = self._records[run.prepared.number] = RequestRecord(
             arrival_seconds=trace.arrival_seconds,
             num_input_tokens=trace.num_input_tokens,
             num_output_tokens=run.num_output_tokens,
@@ -435,6 +482,7 @@ class VirtualFleet:
             num_images=len(trace.images),
             num_image_tokens=trace.num_image_tokens,
         )
+        self.on_end(run.prepared, record)
 
     def _give_back(self, run: _Run) -> None:
         host, router = run.host, run.router
@@ -576,3 +624,7 @@ class VirtualFleet:
 
     def _host(self, replica_id: ReplicaId) -> VirtualHost:
         return self.hosts[int(replica_id.rpartition("-")[2])]
+
+
+def _ignore(request: HashedRequest, record: RequestRecord) -> None:
+    """No listener was set."""

@@ -17,12 +17,14 @@ from cluster.errors import ClusterError
 from loadtests.progress import showing
 from loadtests.reports.fairness import fairness
 from loadtests.reports.report import Slo, make_report
+from loadtests.simulation.closed_loop import ClosedLoop
 from loadtests.simulation.curve import Window, curve
 from loadtests.simulation.fleet import VirtualFleet
 from loadtests.simulation.options import FleetOptions
 from loadtests.simulation.request import HashedRequest, prepare
 from loadtests.simulation.summary import Summary, summarise
 from loadtests.workloads import (
+    GENERATORS,
     Workload,
     first_requests,
     first_seconds,
@@ -32,6 +34,7 @@ from loadtests.workloads import (
     with_tenants,
     without_keys,
 )
+from loadtests.workloads.sessions import SessionFile, is_session_file, read_sessions
 from loadtests.workloads.sources import open_workload
 from replicas.scheduling.speed_meter import SpeedMeter
 
@@ -55,6 +58,11 @@ class Source:
     """The size of its blocks; None is the workload's own."""
     seconds: float | None = None
     """End of the trace that is simulated, in seconds."""
+
+    @property
+    def is_closed_loop(self) -> bool:
+        """Whether it is a file of sessions, whose turns wait for answers."""
+        return self.name not in GENERATORS and is_session_file(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +98,11 @@ def _run(job: Job, place: str | None = None) -> Summary:
     `place` is the job's among others; with it, progress is shown.
     """
     started = time.perf_counter()
+    if job.source.is_closed_loop:
+        return _run_sessions(job, place, started)
     prepared = _prepared(job.source)
     num_warm_up = int(len(prepared) * job.warm_up)
-    rng = random.Random(job.source.seed)
-    fleet = VirtualFleet(
-        job.options,
-        rng=rng,
-        new_rng=lambda: random.Random(rng.getrandbits(64)),
-        new_meter=lambda: SpeedMeter(job.options.shape.capacity_tokens),
-        stopwatch=time.perf_counter,
-    )
+    fleet = _new_fleet(job, random.Random(job.source.seed))
 
     def line(seconds: float) -> str:
         done = f"{fleet.num_ended} of {len(prepared)} requests done"
@@ -121,6 +124,46 @@ def _run(job: Job, place: str | None = None) -> Summary:
         fairness=fairness(counted, slo),
         both=job.slo,
     )
+
+
+def _run_sessions(job: Job, place: str | None, started: float) -> Summary:
+    file, rng = load_sessions(job.source), random.Random(job.source.seed)
+    fleet = _new_fleet(job, rng)
+    loop = ClosedLoop(fleet, file, job.options.shape.cost, rng)
+
+    def line(seconds: float) -> str:
+        return f"{seconds:6.0f} s  {place}{job.label[0]}: {loop.num_turns_ended} of {file.num_turns} turns"
+
+    with contextlib.nullcontext() if place is None else showing(line):
+        figures, result = loop.run()
+    found = {
+        **figures,
+        "num_retries": result.num_retries,
+        "num_resumes": result.num_resumes,
+        "num_preemptions": result.num_preemptions,
+        "decision_us": 1e6 * result.decision_seconds / result.num_decisions,
+        "wall_seconds": time.perf_counter() - started,
+    }
+    return Summary(found, dict(result.reasons))
+
+
+def _new_fleet(job: Job, rng: random.Random) -> VirtualFleet:
+    return VirtualFleet(
+        job.options,
+        rng=rng,
+        new_rng=lambda: random.Random(rng.getrandbits(64)),
+        new_meter=lambda: SpeedMeter(job.options.shape.capacity_tokens),
+        stopwatch=time.perf_counter,
+    )
+
+
+@functools.lru_cache(maxsize=2)
+def load_sessions(source: Source) -> SessionFile:
+    """Raises ClusterError."""
+    try:
+        return read_sessions(source.name)
+    except (OSError, ValueError) as error:
+        raise ClusterError(f"{source.name}: {error}") from error
 
 
 @functools.lru_cache(maxsize=2)

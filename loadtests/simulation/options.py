@@ -99,6 +99,8 @@ class FleetOptions:
     """Each router misses this share of the changes of caches, and has to read that replica's set again."""
     queue: QueueRules | None = None
     """How routers hold back what no replica can begin soon; None sends everything at once."""
+    has_programs: bool = True
+    """Whether routers of policy `kvasir` know programs."""
     deadline_seconds: float | None = None
     """After its arrival a request's first token is worth nothing, and routers know it."""
     kills: tuple[Kill, ...] = ()

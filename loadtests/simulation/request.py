@@ -14,6 +14,8 @@ from replicas.media.encoding import Encoding
 from replicas.protocol.blocks import HASH_BYTES, BlockHash, ImageTokens
 from replicas.protocol.frames import NO_USER, UserTag
 from replicas.protocol.images import MEDIA_HASH_BYTES
+from router.programs.name import ProgramName
+from router.programs.pauses import Pause
 from router.routing.bucket import BUCKET_TOKENS, bucket_of
 
 ROOT = BlockHash(b"kvasir-simulated")
@@ -35,6 +37,9 @@ class HashedRequest:
     bucket: bytes
     user: UserTag
     media: tuple[ImageTokens, ...] = ()
+    program: ProgramName | None = None
+    pause: Pause = Pause.UNKNOWN
+    """How its program pauses after the answer."""
 
 
 def prepare(workload: Workload) -> list[HashedRequest]:
@@ -44,11 +49,10 @@ def prepare(workload: Workload) -> list[HashedRequest]:
         HashedRequest(
             number=number,
             trace=trace,
-            block_hashes=tuple(
-                hashes.setdefault(block_id, BlockHash(block_id.to_bytes(HASH_BYTES, "big")))
-                for block_id in trace.prefix_ids[: trace.num_input_tokens // workload.block_tokens]
+            block_hashes=hashes_of(
+                trace.prefix_ids[: trace.num_input_tokens // workload.block_tokens], hashes
             ),
-            bucket=_bucket(trace, workload.block_tokens),
+            bucket=bucket_of_trace(trace, workload.block_tokens),
             user=UserTag(trace.user.encode()) if trace.user else NO_USER,
             media=tuple(
                 ImageTokens(_media_hash(image.content), image.start, image.num_tokens)
@@ -57,6 +61,11 @@ def prepare(workload: Workload) -> list[HashedRequest]:
         )
         for number, trace in enumerate(workload.requests)
     ]
+
+
+def hashes_of(block_ids: Sequence[int], hashes: dict[int, BlockHash]) -> tuple[BlockHash, ...]:
+    """`hashes` keeps those that were made before."""
+    return tuple([hashes.setdefault(each, BlockHash(each.to_bytes(HASH_BYTES, "big"))) for each in block_ids])
 
 
 def _media_hash(content: str) -> bytes:
@@ -68,7 +77,7 @@ def block_id(block_hash: BlockHash) -> int:
     return int.from_bytes(block_hash, "big")
 
 
-def _bucket(trace: TraceRequest, block_tokens: int) -> bytes:
+def bucket_of_trace(trace: TraceRequest, block_tokens: int) -> bytes:
     """By the id of the head's last block, which stands for all of the head's tokens."""
     num_head_blocks = max(1, BUCKET_TOKENS // block_tokens)
     head_id = trace.prefix_ids[min(num_head_blocks, len(trace.prefix_ids)) - 1]

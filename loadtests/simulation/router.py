@@ -15,6 +15,9 @@ from loadtests.simulation.request import HashedRequest
 from replicas.kvcache.cache_groups import state_tokens_of
 from replicas.protocol.events import Tier
 from replicas.protocol.status import ModelCard, ReplicaId
+from router.caller import Tenant
+from router.programs.book import ProgramBook, Turn
+from router.programs.pauses import Pause
 from router.queue.held import Asking, Held
 from router.queue.holding import Holding
 from router.queue.work import Charge
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     import random
 
 MODEL = "simulated"
+STICKY = "sticky"
+"""The policy that knows where programs began, and nothing else of them."""
 
 
 class VirtualRouter:
@@ -57,7 +62,9 @@ class VirtualRouter:
             self.table = RoutingTable(options.policy, options.parameters, rng, clock=clock)
         self.holding: Holding | None = None
         if options.queue is not None:
-            self.holding = holding = Holding(self.table, options.queue)
+            is_own = options.policy in ("kvasir", PERFECT) and options.has_programs
+            book = ProgramBook() if is_own or options.policy == STICKY else None
+            self.holding = holding = Holding(self.table, options.queue, programs=book, has_gate=is_own)
             self.table.on_change = lambda model, replica_id: holding.changed(model, replica_id, clock())
             self.table.on_absence = holding.absent
         for host in hosts.values():
@@ -100,11 +107,30 @@ class VirtualRouter:
         exclude: Collection[ReplicaId],
         now: float,
         call: Callable[[], None],
+        turn: Turn | None = None,
     ) -> RoutedRequest | Held:
         """Route like `route`, but a request may be held until there is room. Raises TooLate and Overloaded
         too."""
         assert self.holding is not None
-        return self.holding.ask(self._asking(request), now, call, exclude=exclude)
+        return self.holding.ask(self._asking(request, turn), now, call, exclude=exclude)
+
+    def begin_turn(self, request: HashedRequest, now: float) -> Turn | None:
+        """Return a turn that is to be ended, if it is one and this router knows programs."""
+        if request.program is None or self.holding is None:
+            return None
+        return self.holding.begin_turn(
+            MODEL,
+            Tenant(name=request.trace.tenant or ""),
+            request.program,
+            request.trace.num_input_tokens,
+            request.block_hashes,
+            now,
+        )
+
+    def end_turn(self, turn: Turn, pause: Pause, now: float) -> None:
+        assert self.holding is not None and self.holding.programs is not None
+        self.holding.end_turn(turn, now)
+        self.holding.programs.paused(turn.program, pause)
 
     def charge(self, request: HashedRequest, routed: RoutedRequest, held: Held | None) -> Charge:
         """Return the charge of the request's tenant at release."""
@@ -120,7 +146,7 @@ class VirtualRouter:
         if self.holding is not None:
             self.holding.changed(MODEL, replica_id, now)
 
-    def _asking(self, request: HashedRequest) -> Asking:
+    def _asking(self, request: HashedRequest, turn: Turn | None = None) -> Asking:
         trace, deadline = request.trace, self._options.deadline_seconds
         return Asking(
             MODEL,
@@ -131,6 +157,7 @@ class VirtualRouter:
             request.block_hashes,
             deadline=None if deadline is None else trace.arrival_seconds + deadline,
             has_others=trace.tenant is not None,
+            turn=turn,
         )
 
     def catch_up(self, now: float) -> None:

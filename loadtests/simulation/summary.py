@@ -26,6 +26,13 @@ class Figure:
 
 
 FIGURES = (
+    Figure("session_mean", "session mean", "s"),
+    Figure("session_p90", "session p90", "s"),
+    Figure("slowdown_mean", "  against an idle fleet, mean", "x"),
+    Figure("slowdown_max", "  worst", "x"),
+    Figure("turns_a_minute", "turns a minute"),
+    Figure("repeatable_hit_rate", "repeatable tokens read from cache", "%"),
+    Figure("recomputed_tokens", "  the others, millions"),
     Figure("token_hit_rate", "token hit rate", "%"),
     Figure("share_of_ideal", "of the ideal", "%"),
     Figure("cross_user_hit_rate", "cross-user hit rate", "%"),
@@ -35,6 +42,7 @@ FIGURES = (
     Figure("ttft_p50", "TTFT p50", "s"),
     Figure("ttft_p90", "TTFT p90", "s"),
     Figure("ttft_p99", "TTFT p99", "s"),
+    Figure("ttft_max", "TTFT longest", "s"),
     Figure("tpot_mean", "TPOT mean", "ms"),
     Figure("tpot_p90", "TPOT p90", "ms"),
     Figure("good_share", "within the SLO", "%"),
@@ -53,6 +61,7 @@ FIGURES = (
     Figure("prediction_exact", "  exact", "%"),
     Figure("mean_replicas", "replicas, mean"),
     Figure("num_failed", "failed requests"),
+    Figure("num_refused", "refusals, sent again"),
     Figure("num_retries", "retries"),
     Figure("num_resumes", "resumes"),
     Figure("num_preemptions", "preemptions"),
@@ -60,7 +69,8 @@ FIGURES = (
     Figure("decision_us", "decision, real time", "us"),
     Figure("wall_seconds", "simulation, real time", "s"),
 )
-"""All over the requests after the warm-up, except images and the counts from `num_retries` on."""
+"""All over the requests after the warm-up, except images and the counts from `num_retries` on. Those of
+sessions, which a closed loop has, are over all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import enum
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 
 class Pause(enum.IntEnum):
@@ -52,6 +52,8 @@ class Pauses:
     def __init__(self) -> None:
         self._counts = {pause: _spread(quantiles) for pause, quantiles in QUANTILES.items()}
         self._gone = dict.fromkeys(Pause, 0.0)
+        self._longer: dict[Pause, list[float]] = {}
+        """Pauses from each bound on, added up when somebody asks."""
 
     def ended(self, pause: Pause, seconds: float) -> None:
         """A program has returned after so long."""
@@ -60,6 +62,7 @@ class Pauses:
         if sum(counts) > MOST_COUNTED:
             self._counts[pause] = [count / 2 for count in counts]
             self._gone[pause] /= 2
+        self._longer.pop(pause, None)
 
     def gone(self, pause: Pause) -> None:
         """One that paused was forgotten."""
@@ -67,12 +70,16 @@ class Pauses:
 
     def return_probability(self, pause: Pause, seconds: float) -> float:
         """Return the probability that a program that has paused for `seconds` returns."""
-        counts = self._counts[pause]
-        longer = 0.0
-        for (low, high), count in zip(pairwise(BOUNDS), counts, strict=True):
-            if seconds < high:
-                longer += count * (high - max(low, seconds)) / (high - low)
-        return longer / (longer + max(self._gone[pause], GONE_SHARE * sum(counts)))
+        if seconds >= BOUNDS[-1]:
+            return 0.0
+        sums = self._longer.get(pause)
+        if sums is None:
+            sums = self._longer[pause] = [*accumulate(reversed(self._counts[pause]), initial=0.0)][::-1]
+        place = max(1, bisect_right(BOUNDS, seconds)) - 1
+        low, high = BOUNDS[place], BOUNDS[place + 1]
+        part = (high - max(low, seconds)) / (high - low)
+        longer = sums[place + 1] + part * (sums[place] - sums[place + 1])
+        return longer / (longer + max(self._gone[pause], GONE_SHARE * sums[0]))
 
 
 def _spread(quantiles: Sequence[float]) -> list[float]:

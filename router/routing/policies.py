@@ -103,6 +103,16 @@ def minimum_ttft(
     return min(candidates, key=seconds)
 
 
+def sticky(request: RoutingRequest, candidates: tuple[Candidate, ...], rng: "random.Random") -> Candidate:
+    """A program stays where it began; a new one goes where fewest requests are."""
+    home = None if request.claim is None else request.claim.home
+    if home is not None:
+        there = next((each for each in candidates if each.replica_id == home), None)
+        if there is not None:
+            return there
+    return _least(candidates, lambda candidate: candidate.load.num_requests, rng)
+
+
 def _least(
     candidates: tuple[Candidate, ...], score: Callable[[Candidate], float], rng: "random.Random"
 ) -> Candidate:
@@ -152,6 +162,7 @@ POLICIES: Mapping[str, Policy] = {
     "minimum_ttft": _weighing(minimum_ttft),
     "lmetric": _weighing(lmetric),
     "radix": _weighing(radix),
+    "sticky": _weighing(sticky),
     "round_robin": _blind(baselines.round_robin),
     "random": _blind(baselines.random_choice),
     "least_loaded": _blind(baselines.least_loaded),
