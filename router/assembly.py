@@ -38,6 +38,7 @@ from router.features.history.feature import ChatHistory
 from router.features.live_page.feature import LivePage
 from router.features.live_page.fleet_source import FleetSource
 from router.features.named_caches.feature import NamedCacheFeature
+from router.features.programs.feature import Programs
 from router.features.published.feature import Published
 from router.features.rate_limits.feature import RequestRates
 from router.features.recorded_bodies.feature import BodyRecorder
@@ -52,6 +53,7 @@ from router.observation.access_log import AccessLog
 from router.observation.loop_lag import LoopLag
 from router.observation.metrics import RouterMetrics
 from router.observation.trace_points import Tracing
+from router.programs.book import ProgramBook
 from router.prompt.catalog import ModelCatalog, bundle_digest
 from router.queue.fair_queue import FairQueue
 from router.queue.held import QueueRules
@@ -87,7 +89,7 @@ class Router:
 
         A single router may make its own: after a restart it finds nothing of what is cached.
         """
-        self._config, self._rng = config, rng
+        self._config, self._rng, self._clock = config, rng, clock
         self._tracing = _open_tracing(config)
         self._mirrors: dict[str, IndexMirror] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -103,8 +105,9 @@ class Router:
         self._tls = _open_tls(config)
         self._membership = self._follow_members(secret)
         self._first_replica = _new_first_replica(config, self._table, self._membership)
+        self._book = None if "programs" in config.off else ProgramBook()
         self._dispatcher = _new_dispatcher(
-            config, self._table, self._membership, self._first_replica, rng, clock
+            config, self._table, self._membership, self._first_replica, rng, clock, self._book
         )
         self.metrics = metrics = RouterMetrics(CollectorRegistry())
         self._lag = LoopLag()
@@ -139,6 +142,8 @@ class Router:
         if config.log_requests:
             yield AccessLog()
         yield RequestRates(context)
+        if self._book is not None:
+            yield Programs(context, self._book, self._clock)
         yield ChatHistory.open(context, common_secret if self._has_common_secret else None)
         yield Usage.open(context, secret)
         yield Published.open(context, secret)
@@ -264,6 +269,7 @@ def _new_dispatcher(
     first_replica: FirstReplica | None,
     rng: random.Random,
     clock: Callable[[], float],
+    book: ProgramBook | None,
 ) -> Dispatcher:
     return Dispatcher(
         table,
@@ -277,6 +283,8 @@ def _new_dispatcher(
             table,
             QueueRules(config.queue_target_seconds, config.queue_seconds),
             lambda: FairQueue(max_waiting=config.max_queued, max_bytes=config.max_waiting_bytes),
+            programs=book,
+            has_gate="program_admission" not in config.off,
         ),
         first_replica=first_replica,
     )

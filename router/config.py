@@ -21,7 +21,10 @@ from router.shared.origins import may_be_origin, means_loopback
 
 ENVIRONMENT_PREFIX = "KVASIR_ROUTER_"
 ADMIN_ACCESS = ("loopback", "everyone", "nobody")
-CAN_BE_OFF = ("caches", "responses", "history", "shared_history", "explain", "tool_gaps")
+CAN_BE_OFF = (
+    *("caches", "responses", "history", "shared_history", "explain", "tool_gaps"),
+    *("programs", "program_admission"),
+)
 
 MEMORY = "set memory_bytes"
 REDIS = "set redis_bytes"
@@ -116,7 +119,13 @@ class RouterConfig:
         (),
         help="features to do without: caches (named ones), responses (stored ones), history (continuing "
         "conversations from their tokens), shared_history (at any router), explain, tool_gaps (keeping "
-        "prompts while tools run)",
+        "prompts while tools run), programs (what agents send counts as their turns), program_admission "
+        "(programs that do not fit into the fleet's KV all at once wait between turns)",
+    )
+    program_headers: tuple[str, ...] = setting(
+        (),
+        help="headers that name a client's session, before those that coding agents send; its requests are "
+        "then turns of one program",
     )
     max_body_bytes: int = setting(
         8 * 2**20, help="maximum size of a request body; larger ones get 413", minimum=1

@@ -5,7 +5,7 @@ Plain data.
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import SamplingParams, Submit
@@ -46,6 +46,9 @@ class Generation:
     """The program that it is a turn of."""
     is_awaited: bool = True
     """Whether a client waits for its first token: the time that its tenant is promised is for these."""
+
+    def of_program(self, name: ProgramName) -> "Generation":
+        return replace(self, program=name)
 
     def with_image_ids(self) -> bytes:
         """The packed tokens, those of an image as numbers of its own: the same for the same image alone."""

@@ -150,6 +150,11 @@ class ApiRequest:
     """Writes the end of a failed stream, in dialects where it depends on what was written."""
     compared_id: str | None = None
     """The answer that its prompt is to be compared with."""
+    end_user: str | None = None
+    """Whom its client asks for."""
+    offers_tools: bool = False
+    conversation: str | None = None
+    """Names the messages before its first answer, if it offers tools."""
     state: dict[Feature, Any] = field(default_factory=dict)
     """Notes of features, each under the feature itself."""
     status: int = 200

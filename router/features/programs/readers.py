@@ -1,0 +1,167 @@
+"""Readers: by which headers and fields agents name their sessions.
+
+Owns the table. Pure. The first reader that finds a session names the program. Nothing that a client says is
+trusted beyond its tenant: a lie only misplaces its own requests.
+
+    Claude Code 2.1, Codex 0.171, OpenCode 1.18: as these send them; `docs/coding-agents.md` has the details
+    a client of one's own: x-kvasir-program, and x-kvasir-agent and x-kvasir-parent-agent of subagents
+    else the body's prompt_cache_key; else the beginning of a conversation that is offered tools
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from router.programs.name import ProgramName
+
+MAX_VALUE_BYTES = 256
+MAX_JSON_BYTES = 4096
+
+Values = Mapping[str, str]
+"""Readable values of headers that some reader knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """`sessions` are the headers that may name one, in order. An agent that is its session's own is the main
+    one. `is_side` tells a call beside the turns."""
+
+    source: str
+    sessions: tuple[str, ...]
+    agent: str | None = None
+    parent_agent: str | None = None
+    parent_session: str | None = None
+    """Of agents whose subagents have sessions of their own."""
+    is_side: Callable[[Values], bool] = lambda values: False
+    side_field: str | None = None
+    always_has_tools: bool = False
+    """Then a request without is a call beside the turns, such as for a title."""
+
+    @property
+    def fields(self) -> Iterable[str]:
+        others = (self.agent, self.parent_agent, self.parent_session, self.side_field)
+        return [*self.sessions, *(field for field in others if field is not None)]
+
+    def read(self, values: Values, *, offers_tools: bool) -> ProgramName | None:
+        field = next((each for each in self.sessions if each in values), None)
+        if field is None:
+            return None
+        session = values[field]
+        agent = values.get(self.agent or "", "")
+        if agent == session:
+            agent = ""
+        parent = parent_session = None
+        if agent:
+            parent = values.get(self.parent_agent or "", "")
+            parent = "" if parent == session else parent
+        elif self.parent_session is not None and values.get(self.parent_session, session) != session:
+            parent, parent_session = "", values[self.parent_session]
+        is_side = self.is_side(values) or (self.always_has_tools and not offers_tools)
+        return ProgramName(self.source, field, session, agent, parent, parent_session, is_side)
+
+
+CLAUDE_SIDE_CLASSES = frozenset({"auxiliary", "compaction", "side_reply"})
+
+
+def _is_claude_side(values: Values) -> bool:
+    return values.get("x-claude-code-request-class") in CLAUDE_SIDE_CLASSES
+
+
+def _is_codex_side(values: Values) -> bool:
+    return _json_text(values.get("x-codex-turn-metadata", ""), "request_kind") not in (None, "turn")
+
+
+OWN = Reader("kvasir", ("x-kvasir-program",), "x-kvasir-agent", "x-kvasir-parent-agent")
+CLAUDE_CODE = Reader(
+    "claude-code",
+    ("x-claude-code-session-id",),
+    "x-claude-code-agent-id",
+    "x-claude-code-parent-agent-id",
+    is_side=_is_claude_side,
+    side_field="x-claude-code-request-class",
+    always_has_tools=True,
+)
+OPENCODE = Reader(
+    "opencode",
+    ("x-opencode-session", "x-session-affinity", "x-session-id"),
+    parent_session="x-parent-session-id",
+    always_has_tools=True,
+)
+CODEX = Reader(
+    "codex",
+    ("session-id", "session_id"),
+    "thread-id",
+    "x-codex-parent-thread-id",
+    is_side=_is_codex_side,
+    side_field="x-codex-turn-metadata",
+    always_has_tools=True,
+)
+READERS = (OWN, CLAUDE_CODE, OPENCODE, CODEX)
+
+JSON_FIELDS = frozenset({"x-codex-turn-metadata"})
+"""Longer than others, since they are JSON."""
+
+
+class Readers:
+    """`own_headers` are the operator's, which come first."""
+
+    def __init__(self, own_headers: Iterable[str] = ()) -> None:
+        own = tuple(header.lower() for header in own_headers)
+        self._readers = (Reader("header", own), *READERS) if own else READERS
+        self._names = {name.encode(): name for reader in self._readers for name in reader.fields}
+        self.num_unreadable = 0
+
+    def named(
+        self,
+        headers: Iterable[tuple[bytes, bytes]],
+        *,
+        offers_tools: bool = False,
+        end_user: str | None = None,
+        prompt_cache_key: str | None = None,
+        conversation: str | None = None,
+    ) -> ProgramName | None:
+        """Name the program of a request by its headers and by what its body says."""
+        names = self._names
+        found = [(names[name], value) for name, value in headers if name in names]
+        if found:
+            values = self._readable(found)
+            for reader in self._readers:
+                name = reader.read(values, offers_tools=offers_tools)
+                if name is not None:
+                    return name
+        if end_user is not None and end_user.startswith("{"):  # Claude Code behind a proxy that drops headers
+            session = _json_text(end_user, "session_id")
+            if session is not None and _is_readable(session):
+                return ProgramName("claude-code", "metadata.user_id", session, is_side=not offers_tools)
+        if prompt_cache_key is not None and _is_readable(prompt_cache_key):
+            return ProgramName("prompt_cache_key", "prompt_cache_key", prompt_cache_key)
+        if conversation is not None and offers_tools:
+            return ProgramName("conversation", "messages", conversation)
+        return None
+
+    def _readable(self, found: Iterable[tuple[str, bytes]]) -> Values:
+        """Of a header that comes twice, the first counts."""
+        values: dict[str, str] = {}
+        for name, value in found:
+            text = value.decode("latin-1")
+            if _is_readable(text, MAX_JSON_BYTES if name in JSON_FIELDS else MAX_VALUE_BYTES):
+                values.setdefault(name, text)
+            else:
+                self.num_unreadable += 1
+        return values
+
+
+def _is_readable(text: str, max_bytes: int = MAX_VALUE_BYTES) -> bool:
+    return 0 < len(text) <= max_bytes and text.isprintable() and not text.isspace()
+
+
+def _json_text(text: str, field: str) -> str | None:
+    """Return a text of an object in JSON; None if it is not there."""
+    if not 0 < len(text) <= MAX_JSON_BYTES:
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    found = value.get(field) if isinstance(value, dict) else None
+    return found if isinstance(found, str) else None
