@@ -424,11 +424,15 @@ def _status(arguments: argparse.Namespace) -> int:
 
     import json
 
-    from cluster.commands.status import as_plain, render
+    from cluster.commands.status import as_plain, ask_programs, render
     from cluster.registry import read_registry
 
     registry = read_registry(state.redis_url)
-    _say(json.dumps(as_plain(state, registry), indent=2) if arguments.json else render(state, registry))
+    programs = ask_programs(state.router_pages)
+    if arguments.json:
+        _say(json.dumps(as_plain(state, registry, programs), indent=2))
+    else:
+        _say(render(state, registry, programs))
     return 0
 
 

@@ -1,12 +1,15 @@
 """kvasir status: registry in Redis and state file joined, as a table or as JSON.
 
-Asks only Redis, so it answers while replicas are busy and controllers are down.
+Asks Redis, so it answers while replicas are busy and controllers are down, and the routers for the programs
+that they know, if these answer within a moment.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import msgspec
 
 from cluster.commands.tables import align, size
@@ -22,6 +25,10 @@ SILENT = "silent"
 """State of a replica whose process lives, by the controller's account, while its lease has run out."""
 
 HEADER = ("REPLICA", "STATE", "EPOCH", "PID", "ADDRESS", "REQUESTS", "BLOCKS", "CACHED TOKENS")
+PROGRAM_HEADER = ("PROGRAM", "AGENT", "STATE", "HOME", "TOKENS", "TURNS", "SERVED")
+MAX_PROGRAMS = 20
+MAX_NAME = 24
+ASK_SECONDS = 1.0
 TIERS = ("HOST MEMORY", "DISK")
 """Columns for KV below the device, used and total; shown if any replica has such a tier."""
 
@@ -56,7 +63,9 @@ def replica_rows(state: ClusterState, registry: Registry) -> Iterator[ReplicaRow
         )
 
 
-def as_plain(state: ClusterState, registry: Registry) -> dict[str, Any]:
+def as_plain(
+    state: ClusterState, registry: Registry, programs: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
     """Return the cluster for JSON."""
     return {
         "ready": state.ready,
@@ -70,11 +79,62 @@ def as_plain(state: ClusterState, registry: Registry) -> dict[str, Any]:
         "ray_address": state.ray_address,
         "controller_metrics": state.controller_metrics,
         "block_size": state.block_size,
+        "programs": list(programs),
         "replicas": msgspec.to_builtins(list(replica_rows(state, registry))),
     }
 
 
-def render(state: ClusterState, registry: Registry) -> str:
+def ask_programs(pages: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the programs that each router knows, of those that answer within a moment."""
+    found = []
+    for page in pages:
+        try:
+            answer = httpx.get(f"{page}/live/programs", timeout=ASK_SECONDS, trust_env=False)
+            found.append(answer.raise_for_status().json())
+        except (httpx.HTTPError, ValueError):
+            continue
+    return found
+
+
+def program_lines(answers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Format them by tenant, then one by one. A program that several routers know is told of once."""
+    programs: dict[tuple[str, ...], Mapping[str, Any]] = {}
+    for program in (each for answer in answers for each in answer["programs"]):
+        key = tuple(str(program[name]) for name in ("tenant", "model", "source", "session", "agent"))
+        if key not in programs or program["turns"] > programs[key]["turns"]:
+            programs[key] = program
+    if not programs:
+        return []
+    counts = Counter((program["tenant"], program["state"]) for program in programs.values())
+    tenants = sorted({tenant for tenant, _ in counts})
+    lines = [
+        f"programs of {tenant}: "
+        + ", ".join(f"{counts[tenant, name]} {name}" for name in ("active", "paused", "waiting"))
+        for tenant in tenants
+    ]
+    rows = [PROGRAM_HEADER, *(_program_cells(each) for each in [*programs.values()][:MAX_PROGRAMS])]
+    more = len(programs) - MAX_PROGRAMS
+    return ["", *lines, *align(rows), *([f"and {more} more"] if more > 0 else [])]
+
+
+def _program_cells(program: Mapping[str, Any]) -> tuple[str, ...]:
+    waits = program["waits_seconds"]
+    return (
+        f"{program['source']} {_short(program['session'])}",
+        _short(program["agent"] or "-"),
+        program["state"] if waits is None else f"waiting {waits:.0f} s",
+        program["home"] or "-",
+        f"{program['tokens']:,}",
+        str(program["turns"]),
+        f"{program['attained_seconds']:.1f} s",
+    )
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= MAX_NAME else name[: MAX_NAME - 1] + "…"
+
+
+def render(state: ClusterState, registry: Registry, programs: Sequence[Mapping[str, Any]] = ()) -> str:
     replicas = list(replica_rows(state, registry))
     rows = [HEADER, *(_cells(row, state.block_size) for row in replicas)]
     if any(row.load is not None and row.load.max_host_bytes for row in replicas):
@@ -96,7 +156,16 @@ def render(state: ClusterState, registry: Registry) -> str:
             f"  {name}  pid {pids.get(name, '-')}  page and metrics {page}/"
             for name, page in zip(names, state.router_pages, strict=True)
         ]
-    return "\n".join([*align(rows), "", *router_lines, redis_line, f"Ray     {state.ray_address}"])
+    return "\n".join(
+        [
+            *align(rows),
+            "",
+            *router_lines,
+            redis_line,
+            f"Ray     {state.ray_address}",
+            *program_lines(programs),
+        ]
+    )
 
 
 def _state(entry: ReplicaEntry | None, record: ReplicaRecord | None, *, is_registry_read: bool) -> str:

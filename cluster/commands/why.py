@@ -87,7 +87,29 @@ def render(found: Mapping[str, Any]) -> Iterator[str]:
         yield from _prompt(prompt)
 
 
+def _program(program: Mapping[str, Any], replica: str | None) -> Iterator[str]:
+    agent = f', agent "{program["agent"]}"' if program["agent"] else ""
+    name = f'program "{program["session"]}" of {program["source"]}, by {program["field"]}{agent}'
+    if program["is_side_call"]:
+        yield f"  a call beside the turns of {name}"
+        return
+    yield f"  turn {program['turn']:,} of {name}"
+    home, beyond = program["home"], program["tokens_beyond_room"]
+    if home is None:
+        yield "  it had no home yet"
+    elif home == replica:
+        yield f"  at its program's home, {home}"
+    else:
+        why = f": live programs need {beyond:,} tokens more than it has room for" if beyond else ""
+        yield f"  it left its program's home, {home}{why}"
+    if program["waited_seconds"]:
+        others = f"{program['programs_admitted']:,} programs had all the room"
+        yield f"  waited {program['waited_seconds']:,.1f} s until its program might run: {others}"
+
+
 def _prompt(prompt: Mapping[str, Any]) -> Iterator[str]:
+    if prompt.get("program") is not None:
+        yield from _program(prompt["program"], prompt["replica"])
     cached, length = prompt["cached_tokens"], prompt["prompt_tokens"]
     at = f" at {prompt['replica']}" if prompt["replica"] else ""
     if cached is None:

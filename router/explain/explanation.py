@@ -15,6 +15,7 @@ from replicas.protocol.status import Unit
 from router.explain.nearest import Nearest, PromptFacts
 from router.explain.places import Place, PlaceKind
 from router.misses import Cause, Misses, losses
+from router.programs.name import ProgramName
 from router.routing.decision import Decision
 from router.routing.load import ReplicaLoad
 
@@ -44,6 +45,24 @@ class Earlier(msgspec.Struct, frozen=True, array_like=True):
     """Differences as a whole: model, cache_salt, tools, …"""
 
 
+class ProgramTurn(msgspec.Struct, frozen=True, array_like=True):
+    """The program that a prompt is a turn of, or a call beside its turns, and the `field` that named it. Its
+    turn before ran at its `home`, where live programs need `num_beyond` tokens more than there is room for.
+    """
+
+    source: str
+    field: str
+    session: str
+    agent: str
+    is_side: bool
+    num_turns: int = 0
+    home: str | None = None
+    num_beyond: int = 0
+    waited_seconds: float = 0.0
+    num_admitted: int = 0
+    """Programs that had all the room while it waited."""
+
+
 class PromptExplanation(msgspec.Struct, frozen=True, array_like=True):
     num_prompt_tokens: int
     num_cached_tokens: int | None
@@ -60,6 +79,7 @@ class PromptExplanation(msgspec.Struct, frozen=True, array_like=True):
     is_certain: bool = False
     sentence: str | None = None
     block_size: int = 0
+    program: "ProgramTurn | None" = None
 
     @property
     def outcome(self) -> Outcome:
@@ -97,6 +117,7 @@ def prompt_explanation(
     decision: Decision | None,
     found: Misses,
     nearest: Nearest | None,
+    program: ProgramName | None = None,
 ) -> PromptExplanation:
     lost = [(span.start, span.end) for span in found.spans if span.is_lost]
     return PromptExplanation(
@@ -110,6 +131,22 @@ def prompt_explanation(
         replica_id=None if decision is None else decision.replica_id,
         earlier=None if nearest is None else _earlier(facts, nearest),
         block_size=facts.block_size,
+        program=None if program is None else _program(program, decision),
+    )
+
+
+def _program(name: ProgramName, decision: Decision | None) -> ProgramTurn:
+    turn = ProgramTurn(name.source, name.field, name.session, name.agent, name.is_side)
+    claim = None if decision is None else decision.claim
+    if claim is None:
+        return turn
+    return msgspec.structs.replace(
+        turn,
+        num_turns=claim.num_turns,
+        home=claim.home,
+        num_beyond=0 if claim.home is None else claim.beyond.get(claim.home, 0),
+        waited_seconds=round(claim.gate_seconds, 3),
+        num_admitted=claim.num_admitted,
     )
 
 

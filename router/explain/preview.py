@@ -29,6 +29,7 @@ _TERMS: Mapping[str, str] = {
     "prefill_seconds": "it computes more slowly",
     "delay_seconds": "the prompt delays more requests",
     "room_seconds": "its cache is fuller, so room costs more",
+    "future_seconds": "live programs will need more than it has room for",
 }
 """Why a replica costs more than the chosen one, by the term of its cost."""
 
@@ -118,6 +119,7 @@ def _candidate(candidate: Candidate, block_size: int) -> dict[str, Any]:
         "encode_seconds": candidate.cost.encode_seconds,
         "delay_seconds": candidate.cost.delay_seconds,
         "room_seconds": candidate.cost.room_seconds,
+        "future_seconds": candidate.cost.future_seconds,
         "cost_seconds": candidate.cost.seconds,
         "tiers": _tiers(candidate),
         "is_predicted": candidate.load.is_predicted,

@@ -125,7 +125,9 @@ class ProgramBook:
         self._admitted: dict[str, Admitted] = {}
         """By model."""
         self._pauses: OrderedDict[str, Pauses] = OrderedDict()
-        self.num_begun = self.num_forgotten = self.num_moved = 0
+        self.num_begun = self.num_forgotten = self.num_moved = self.num_turns_ended = self.num_waited = 0
+        self.attained_seconds = self.waited_seconds = 0.0
+        """Of all turns."""
         self.on_change: Callable[[Program], None] = _ignore
         """Called when another router should know."""
 
@@ -188,9 +190,11 @@ class ProgramBook:
         program.seen_at = now
         if turn.routed_at is not None:
             seconds = max(0.0, now - turn.routed_at)
+            self.attained_seconds += seconds
             program.attained_seconds += seconds
             if program.root is not None:
                 program.root.attained_seconds += seconds
+        self.num_turns_ended += 1
         if not program.num_open:
             program.paused_at, program.pause = now, Pause.UNKNOWN
         self._dirty(program)
@@ -208,6 +212,15 @@ class ProgramBook:
         if admitted is None:
             admitted = self._admitted[model] = Admitted()
         return admitted
+
+    def num_admitted_tokens(self) -> dict[str, float]:
+        return {model: admitted.num_tokens for model, admitted in self._admitted.items()}
+
+    def waited(self, turn: Turn, seconds: float) -> None:
+        """The turn has waited for so long until its program might run."""
+        turn.gate_seconds, turn.num_admitted = seconds, len(self.admitted(turn.program.model).tokens_of)
+        self.num_waited += 1
+        self.waited_seconds += seconds
 
     def admit(self, program: Program, num_tokens: int, now: float) -> None:
         """It may run, and needs so much room. Admitting it again says how much it needs now."""

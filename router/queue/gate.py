@@ -139,7 +139,7 @@ class Gate:
             assert turn is not None
             if self._is_admissible(turn, now):
                 self.leave(held)
-                turn.gate_seconds, turn.num_admitted = now - held.since, len(self._admitted.tokens_of)
+                self._book.waited(turn, now - held.since)
                 self._book.admit(turn.program, turn.num_tokens, now)
                 self._note_pace(turn.num_tokens, now)
                 return held

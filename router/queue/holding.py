@@ -527,7 +527,10 @@ class Holding:
         request, turn = asking.request, asking.turn
         if turn is not None and self.programs is not None and not turn.program.is_crowd:
             beyond = self.programs.beyond(turn, self._table.capacity, now)
-            request = structs.replace(request, claim=Claim(turn.program.home, beyond))
+            claim = Claim(
+                turn.program.home, beyond, turn.program.num_turns, turn.gate_seconds, turn.num_admitted
+            )
+            request = structs.replace(request, claim=claim)
         return self._table.choose(
             asking.model,
             request,

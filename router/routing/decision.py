@@ -58,11 +58,15 @@ class Claim(msgspec.Struct, frozen=True):
     """Where a request's program was, and which replicas lack room for it. Its last turn ran at its `home`.
 
     `beyond` are, by replica, the tokens of live programs, with this one's, that exceed the room there. Those
-    that are missing have room for all.
+    that are missing have room for all. It is the program's turn `num_turns`, and has waited for
+    `gate_seconds` until the program might run, while `num_admitted` others did.
     """
 
     home: ReplicaId | None = None
     beyond: Mapping[ReplicaId, int] = msgspec.field(default_factory=dict)
+    num_turns: int = 1
+    gate_seconds: float = 0.0
+    num_admitted: int = 0
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):
@@ -178,7 +182,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 class Decision(msgspec.Struct, frozen=True):
     """`pull_from` is the peer from which the replica should pull the overlap that it lacks. `holdings` is the
-    index's view of all replicas, None if it had nothing. `program_home` is where a turn's program was."""
+    index's view of all replicas, None if it had nothing. `claim` is that of a turn's program."""
 
     replica_id: ReplicaId
     overlap_tokens: int
@@ -187,7 +191,7 @@ class Decision(msgspec.Struct, frozen=True):
     candidates: tuple[Candidate, ...]
     pull_from: ReplicaId | None = None
     holdings: Holdings | None = None
-    program_home: ReplicaId | None = None
+    claim: Claim | None = None
 
 
 def decide(
@@ -219,7 +223,7 @@ def decide(
         rank=chosen.rank,
         candidates=candidates,
         pull_from=peer_of(chosen, replicas, overlaps, rng),
-        program_home=None if request.claim is None else request.claim.home,
+        claim=request.claim,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from msgspec import Struct
 
 from replicas.protocol.status import Unit
-from router.explain.explanation import Earlier, Explanation, Outcome, PromptExplanation
+from router.explain.explanation import Earlier, Explanation, Outcome, ProgramTurn, PromptExplanation
 from router.shared.answer_types import Count, TierTokens
 
 
@@ -38,6 +38,19 @@ class PlaceOfCause(Struct):
     sentence: str | None
 
 
+class ExplainedProgram(Struct):
+    source: str
+    field: str
+    session: str
+    agent: str | None
+    is_side_call: bool
+    turn: Count
+    home: str | None
+    tokens_beyond_room: Count
+    waited_seconds: float
+    programs_admitted: Count
+
+
 class ExplainedPrompt(Struct):
     outcome: Outcome
     cause: str
@@ -51,6 +64,7 @@ class ExplainedPrompt(Struct):
     spans: list[CauseSpan]
     nearest: NearestPrompt | None
     place: PlaceOfCause | None
+    program: ExplainedProgram | None
 
 
 class CacheExplanation(Struct, kw_only=True):
@@ -92,6 +106,22 @@ def _prompt(prompt: PromptExplanation, at: float) -> ExplainedPrompt:
         [CauseSpan(*span) for span in prompt.spans],
         None if prompt.earlier is None else _nearest(prompt.earlier, at),
         None if prompt.path is None else _place(prompt),
+        None if prompt.program is None else _program(prompt.program),
+    )
+
+
+def _program(turn: ProgramTurn) -> ExplainedProgram:
+    return ExplainedProgram(
+        turn.source,
+        turn.field,
+        turn.session,
+        turn.agent or None,
+        turn.is_side,
+        turn.num_turns,
+        turn.home,
+        turn.num_beyond,
+        turn.waited_seconds,
+        turn.num_admitted,
     )
 
 

@@ -216,7 +216,8 @@ class RequestExplanation:
         prompts = []
         for known in self._served.values():
             decision, nearest = known.prompt.decision, known.nearest
-            made = prompt_explanation(known.facts, known.usage, decision, known.misses, nearest)
+            program = known.prompt.generation.program
+            made = prompt_explanation(known.facts, known.usage, decision, known.misses, nearest, program)
             prompts.append(placed(made, place if known is self._placed else None))
         explanation = Explanation(
             request.request_id,

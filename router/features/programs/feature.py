@@ -5,18 +5,26 @@ Owns the names' counts and the book's housekeeping. A router without it has no b
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.api.access import AdminGuard, admin_access
 from router.api.api_request import ApiRequest
 from router.api.choice_output import TOOL_CALLS
 from router.api.context import ApiContext
+from router.api.json_body import encode_json
 from router.feature import Feature
+from router.features.programs.programs_view import STATES, programs_data
 from router.features.programs.readers import Readers
 from router.generation import Generation
 from router.programs.book import ProgramBook
 from router.programs.pauses import Pause
 from router.served import ServedRequest
-from router.shared.instruments import Instrument, counter
+from router.shared.instruments import Instrument, counter, gauge
 
 FORGET_SECONDS = 30.0
 """Interval at which the book is looked through for programs that do not return."""
@@ -31,6 +39,15 @@ class Programs(Feature):
         self._readers = Readers(context.config.program_headers)
         self._num_named: Counter[str] = Counter()
         self._num_unnamed = 0
+        self._access = admin_access(context.config)
+
+    def operator_routes(self) -> Sequence[Route]:
+        guard = [Middleware(AdminGuard, access=self._access)]
+        return [Route("/live/programs", self.programs, methods=["GET"], middleware=guard)]
+
+    async def programs(self, request: Request) -> Response:
+        content = encode_json(programs_data(self._book, self._clock()))
+        return Response(content, headers={"cache-control": "no-store"}, media_type="application/json")
 
     def prepared(self, request: ApiRequest, body: bytes) -> None:
         if len(request.prompts) != 1:
@@ -65,6 +82,49 @@ class Programs(Feature):
             self._book.forget_old(self._clock())
 
     def instruments(self) -> Iterator[Instrument]:
+        book = self._book
+        yield gauge(
+            "router_programs",
+            "Programs that this router knows, by whether a turn of theirs runs (active), none does (paused), "
+            "or one waits until the program may run (waiting)",
+            lambda: dict.fromkeys(STATES, 0) | Counter(each.state for each in book.programs()),
+            "state",
+        )
+        yield gauge(
+            "router_programs_admitted_tokens",
+            "Tokens of the contexts of programs that may run",
+            book.num_admitted_tokens,
+            "model",
+        )
+        yield counter("router_programs_begun_total", "Programs that have begun", lambda: book.num_begun)
+        yield counter(
+            "router_programs_forgotten_total",
+            "Programs that have not returned, or were too many",
+            lambda: book.num_forgotten,
+        )
+        yield counter(
+            "router_program_moves_total",
+            "Turns that went to another replica than their program's last one",
+            lambda: book.num_moved,
+        )
+        yield counter(
+            "router_program_turns_total", "Turns of programs that have ended", lambda: book.num_turns_ended
+        )
+        yield counter(
+            "router_program_attained_seconds_total",
+            "Time that turns of programs were at replicas",
+            lambda: book.attained_seconds,
+        )
+        yield counter(
+            "router_program_waits_total",
+            "Turns that have waited until their program might run",
+            lambda: book.num_waited,
+        )
+        yield counter(
+            "router_program_wait_seconds_total",
+            "Time that those turns have waited",
+            lambda: book.waited_seconds,
+        )
         yield counter(
             "router_programs_named_total",
             "Requests that were named as turns or side calls of a program, by what named them",
