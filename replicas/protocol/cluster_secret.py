@@ -23,6 +23,7 @@ class Purpose(Enum):
     CACHES = b"encryption of named caches"
     API_KEYS = b"encryption of tenants and API keys"
     EXPLANATIONS = b"encryption of explanations between routers"
+    PROGRAMS = b"encryption of programs between routers"
     HISTORY = b"encryption of answers' tokens between routers"
     TENANT_TAGS = b"digests of tenants in the names of Redis' keys"
 

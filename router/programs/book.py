@@ -40,12 +40,16 @@ SUM_SECONDS = 1.0
 class Program:
     """`num_tokens` is the length of its last prompt; `attained_seconds` have its turns, and those of its
     subagents, been served. `root` is the program that began it, if that is known. While `admitted_at` is
-    None it may not run."""
+    None it may not run. `num_elsewhere` of its turns are open at other routers.
+
+    All routers count in `version` where it ran and paused, and in `num_admissions` whether it may run: who
+    has counted further is right.
+    """
 
     __slots__ = (
         *("admitted_at", "attained_seconds", "began_at", "home", "key", "middle", "model"),
-        *("name", "num_open", "num_strange", "num_tokens", "num_turns", "pause", "paused_at", "root"),
-        *("seen_at", "tenant", "waits_since", "weight"),
+        *("name", "num_admissions", "num_elsewhere", "num_open", "num_strange", "num_tokens", "num_turns"),
+        *("pause", "paused_at", "root", "seen_at", "tenant", "version", "waits_since", "weight"),
     )
 
     def __init__(self, key: bytes, name: ProgramName, model: str, tenant: str, now: float) -> None:
@@ -53,6 +57,7 @@ class Program:
         self.root: Program | None = None
         self.home: ReplicaId | None = None
         self.num_tokens = self.num_turns = self.num_open = self.num_strange = 0
+        self.num_elsewhere = self.version = self.num_admissions = 0
         self.weight = 1.0
         self.attained_seconds = 0.0
         self.began_at = self.seen_at = now
@@ -66,13 +71,18 @@ class Program:
     @property
     def is_crowd(self) -> bool:
         """Whether several agents seem to share its name. Then each turn is a request like any other."""
-        return self.num_open > MAX_PARALLEL or self.num_strange >= STRANGE_IN_A_ROW
+        return self.num_running > MAX_PARALLEL or self.num_strange >= STRANGE_IN_A_ROW
+
+    @property
+    def num_running(self) -> int:
+        """Its open turns, at any router."""
+        return self.num_open + self.num_elsewhere
 
     @property
     def state(self) -> str:
         if self.waits_since is not None:
             return "waiting"
-        return "active" if self.num_open else "paused"
+        return "active" if self.num_running else "paused"
 
 
 class Turn:
@@ -90,13 +100,15 @@ class Turn:
 
 
 class Admitted:
-    """The programs of one model that may run, and the tokens of their contexts."""
+    """The programs of one model that may run, and the tokens of their contexts. `wait_elsewhere` are those
+    that wait at other routers, by these."""
 
-    __slots__ = ("num_tokens", "tokens_of")
+    __slots__ = ("num_tokens", "tokens_of", "wait_elsewhere")
 
     def __init__(self) -> None:
         self.tokens_of: dict[Program, int] = {}
         self.num_tokens = 0
+        self.wait_elsewhere: set[tuple[str, Program]] = set()
 
     def take(self, program: Program, num_tokens: int) -> None:
         self.num_tokens += num_tokens - self.tokens_of.get(program, 0)
@@ -142,6 +154,10 @@ class ProgramBook:
         own = self._of.get(tenant)
         return None if own is None else own.get(name.key(model, tenant))
 
+    def holds(self, program: Program) -> bool:
+        own = self._of.get(program.tenant)
+        return own is not None and own.get(program.key) is program
+
     # A turn.
 
     def begin(
@@ -155,9 +171,9 @@ class ProgramBook:
     ) -> Turn:
         """A turn arrives. It must be ended, once."""
         program = self._program(model, tenant, name, now)
-        if program.paused_at is not None:
-            self._pauses_of(tenant).ended(program.pause, now - program.paused_at)
-            program.paused_at = None
+        self._see(program, now)
+        self.num_begun += not program.num_turns
+        self.runs(program, now)
         if program.middle is not None:
             at, block_hash = program.middle
             is_strange = len(block_hashes) <= at or block_hashes[at] != block_hash
@@ -168,25 +184,24 @@ class ProgramBook:
         program.num_open += 1
         program.num_turns += 1
         program.num_tokens = num_tokens
-        self._dirty(program)
+        self.renewed(program)
+        self.on_change(program)
         return Turn(program, num_tokens)
 
     def routed(self, turn: Turn, replica_id: ReplicaId, now: float) -> None:
         """The turn goes to a replica, which is its program's home from now on."""
         program = turn.program
         turn.routed_at = now
-        if program.home != replica_id:
-            self.num_moved += program.home is not None
-            self._leave_home(program)
-            program.home = replica_id
-            self._homes.setdefault(replica_id, _Home()).programs.add(program)
-        self._dirty(program)
+        self.num_moved += program.home not in (None, replica_id)
+        self.settle(program, replica_id)
+        program.version += 1
         self.on_change(program)
 
     def end(self, turn: Turn, now: float) -> None:
         """The turn has ended, however."""
         program = turn.program
         program.num_open -= 1
+        program.version += 1
         program.seen_at = now
         if turn.routed_at is not None:
             seconds = max(0.0, now - turn.routed_at)
@@ -194,16 +209,24 @@ class ProgramBook:
             program.attained_seconds += seconds
             if program.root is not None:
                 program.root.attained_seconds += seconds
+                self.on_change(program.root)
         self.num_turns_ended += 1
-        if not program.num_open:
+        if not program.num_running:
             program.paused_at, program.pause = now, Pause.UNKNOWN
-        self._dirty(program)
+        self.renewed(program)
         self.on_change(program)
 
     def paused(self, program: Program, pause: Pause) -> None:
         """Note how its last turn has ended."""
         program.pause = pause
-        self._dirty(program)
+        self.renewed(program)
+        self.on_change(program)
+
+    def runs(self, program: Program, now: float) -> None:
+        """Its pause has ended, if it paused."""
+        if program.paused_at is not None:
+            self._pauses_of(program.tenant).ended(program.pause, now - program.paused_at)
+            program.paused_at = None
 
     # Which may run.
 
@@ -227,14 +250,21 @@ class ProgramBook:
         self.admitted(program.model).take(program, num_tokens)
         if program.admitted_at is None:
             program.admitted_at, program.waits_since = now, None
-            self._dirty(program)
+            program.num_admissions += 1
+            self.renewed(program)
             self.on_change(program)
 
     def dismiss(self, program: Program) -> None:
         """It gives its room back, and is admitted anew when it returns."""
         self.admitted(program.model).drop(program)
+        program.num_admissions += program.admitted_at is not None
         program.admitted_at = None
-        self._dirty(program)
+        self.renewed(program)
+        self.on_change(program)
+
+    def waits(self, program: Program, since: float | None) -> None:
+        """A turn of it waits until it may run, or does no longer."""
+        program.waits_since = since
         self.on_change(program)
 
     # What the decision is told.
@@ -278,6 +308,7 @@ class ProgramBook:
         if home is not None:
             for program in home.programs:
                 program.home = None
+                program.version += 1
 
     def forget_old(self, now: float) -> None:
         for own in list(self._of.values()):
@@ -300,31 +331,63 @@ class ProgramBook:
         self.dismiss(program)
         self._leave_home(program)
 
+    # What other routers tell.
+
+    def meet(self, model: str, tenant: str, name: ProgramName, seen_at: float) -> Program | None:
+        """Return a program that another router has seen then; None if those that are known are worth more."""
+        is_new = self.known(model, tenant, name) is None
+        if is_new and self._num_programs >= self._max_programs:
+            oldest = self._oldest()
+            if oldest is None:
+                return None
+            is_larger = len(self._of[oldest.tenant]) > len(self._of.get(tenant, ())) + 1
+            if oldest.seen_at >= seen_at and not is_larger:
+                return None
+        program = self._program(model, tenant, name, seen_at)
+        if is_new and self._num_programs > self._max_programs:
+            self.forget(program)
+            return None
+        if seen_at >= program.seen_at:
+            self._see(program, seen_at)
+        own = self._of[tenant]
+        if next(iter(own.values())).seen_at > seen_at:
+            own.move_to_end(program.key, last=False)
+        return program
+
+    def settle(self, program: Program, home: ReplicaId | None) -> None:
+        """Its home is there from now on."""
+        if program.home != home:
+            self._leave_home(program)
+            program.home = home
+            if home is not None:
+                self._homes.setdefault(home, _Home()).programs.add(program)
+        self.renewed(program)
+
     def _program(self, model: str, tenant: str, name: ProgramName, now: float) -> Program:
         key = name.key(model, tenant)
         own = self._of.setdefault(tenant, OrderedDict())
         program = own.get(key)
         if program is None:
-            self.num_begun += 1
             self._num_programs += 1
             program = own[key] = Program(key, name, model, tenant, now)
+            oldest = self._oldest() if self._num_programs > self._max_programs else None
+            if oldest is not None and oldest is not program:
+                self.forget(oldest)
+        if name.parent is not None and (program.root is None or not self.holds(program.root)):
             parent_key = name.parent_key(model, tenant)
             parent = None if parent_key is None else own.get(parent_key)
-            if parent is not None and parent is not program:
-                program.root = parent.root or parent
-            self._make_room(program)
-        own.move_to_end(key)
-        program.seen_at = now
+            root = parent and (parent.root or parent)
+            program.root = None if root is program else root
         return program
 
-    def _make_room(self, newest: Program) -> None:
-        """Forget the oldest of the tenant that has most, if there are too many."""
-        if self._num_programs <= self._max_programs:
-            return
+    def _see(self, program: Program, now: float) -> None:
+        self._of[program.tenant].move_to_end(program.key)
+        program.seen_at = now
+
+    def _oldest(self) -> Program | None:
+        """Return the oldest of the tenant that has most."""
         largest = max(self._of.values(), key=len)
-        idle = next((each for each in largest.values() if not each.num_open), newest)
-        if idle is not newest:
-            self.forget(idle)
+        return next((each for each in largest.values() if not each.num_open), None)
 
     def _leave_home(self, program: Program) -> None:
         home = None if program.home is None else self._homes.get(program.home)
@@ -334,7 +397,8 @@ class ProgramBook:
             if not home.programs:
                 del self._homes[program.home]  # type: ignore[arg-type]
 
-    def _dirty(self, program: Program) -> None:
+    def renewed(self, program: Program) -> None:
+        """What its home's programs need is added up again."""
         home = None if program.home is None else self._homes.get(program.home)
         if home is not None:
             home.summed_at = -math.inf

@@ -81,7 +81,7 @@ class Gate:
         program = turn.program
         if program.is_crowd:
             return True
-        if program.admitted_at is None and not self._is_admissible(turn, now):
+        if not self._is_admissible(turn, now):
             return False
         self._book.admit(program, turn.num_tokens, now)
         return True
@@ -95,7 +95,7 @@ class Gate:
         if not self._waiting:
             self._pace, self._paced_at, self._busy_since = 0.0, held.since, held.since
         self._waiting.append(held)
-        _program_of(held).waits_since = held.since
+        self._book.waits(_program_of(held), held.since)
         return True
 
     def expected_seconds(self, held: Held, now: float) -> float:
@@ -117,12 +117,12 @@ class Gate:
         """It waits no longer."""
         held.is_at_gate = False
         self._waiting.remove(held)
-        _program_of(held).waits_since = None
+        self._book.waits(_program_of(held), None)
 
     def turn_ended(self, program: Program, now: float) -> None:
         """It gives way to those that wait, if it was admitted for long, or its tenant has most."""
         since = program.admitted_at
-        if not self._waiting or since is None or program.num_open:
+        if since is None or program.num_running or not (self._waiting or self._admitted.wait_elsewhere):
             return
         quantum = QUANTUM_SECONDS
         if len({held.tenant for held in self._waiting} | {program.tenant}) > 1 and self._has_most(program):
@@ -173,7 +173,9 @@ class Gate:
         return any(own > taken.get(held.tenant, 0.0) for held in self._waiting)
 
     def _is_admissible(self, turn: Turn, now: float) -> bool:
-        return self._rides(turn.program) or self._fits(turn.num_tokens, now)
+        """Another router may have admitted its program while it waited here."""
+        program = turn.program
+        return program.admitted_at is not None or self._rides(program) or self._fits(turn.num_tokens, now)
 
     def _rides(self, program: Program) -> bool:
         root = program.root
