@@ -334,7 +334,7 @@ class ProgramBook:
     # What other routers tell.
 
     def meet(self, model: str, tenant: str, name: ProgramName, seen_at: float) -> Program | None:
-        """Return a program that another router has seen then; None if those that are known are worth more."""
+        """Return a program that another router has seen then; None where older ones keep their places."""
         is_new = self.known(model, tenant, name) is None
         if is_new and self._num_programs >= self._max_programs:
             oldest = self._oldest()
@@ -398,7 +398,7 @@ class ProgramBook:
                 del self._homes[program.home]  # type: ignore[arg-type]
 
     def renewed(self, program: Program) -> None:
-        """What its home's programs need is added up again."""
+        """Have what its home's programs need added up again."""
         home = None if program.home is None else self._homes.get(program.home)
         if home is not None:
             home.summed_at = -math.inf

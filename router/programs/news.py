@@ -4,8 +4,8 @@ Owns which program is told when, and which turns are open at other routers. Pure
 caller's. A message says how programs stand, not what has changed, so it may be lost, late or repeated. It
 tells times as seconds ago: no router's clock is another's.
 
-    home, pause, admission, tokens      whoever has counted further is right, so all come to the same
-    open turns                          are told again and again, and have ended once nobody tells them
+    home, pause, admission, tokens      the router that has counted further is right: all come to the same
+    open turns                          are told every few seconds, and have ended once they are not
     all else that was told              is told again at long intervals, by one of those that know it
 """
 
@@ -24,7 +24,7 @@ MAX_ENTRIES = 512
 """In one message; the rest waits for the next one."""
 
 MAX_CHARACTERS = 512
-"""Of one name. A program with a longer one is not told."""
+"""Length of one name. A program with a longer one is not told."""
 
 MAX_MESSAGE_CHARACTERS = 32_768
 """No program is added to a message whose names are longer together."""
@@ -98,7 +98,7 @@ class ProgramNews:
         self._changed: dict[Program, None] = {}
         self._running: OrderedDict[Program, float] = OrderedDict()
         self._resting: OrderedDict[Program, float] = OrderedDict()
-        """What we have told, and when: with open turns here, and without."""
+        """Programs that we have told, and when: with open turns here, and without."""
         self._open: OrderedDict[tuple[str, Program], tuple[int, float]] = OrderedDict()
         """Turns at other routers, and when they were told last."""
         self._heard_at: dict[str, float] = {}
@@ -155,7 +155,7 @@ class ProgramNews:
                 self._hear(news.router_id, program, entry, now)
 
     def forget_quiet(self, now: float) -> None:
-        """Drop routers that are silent, and turns that nobody tells any more."""
+        """Drop routers that are silent, and turns that are not told any more."""
         for router_id, at in list(self._heard_at.items()):
             if not _is_within(now - at, QUIET_SECONDS):
                 del self._heard_at[router_id]

@@ -1,7 +1,7 @@
 """ProgramExchange: tells other routers over Redis of the programs that this one knows, in the background.
 
-Owns when a message is sent. Messages are sealed under the cluster secret, since sessions are named by clients.
-No request waits for it. While Redis is away, each router knows its own programs and tells of them afterwards.
+Owns when a message is sent. Messages are sealed under the cluster secret: clients name sessions. No request
+waits for it. While Redis is away, each router knows its own programs, and tells of them afterwards.
 """
 
 import asyncio
