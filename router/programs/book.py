@@ -170,7 +170,7 @@ class ProgramBook:
         now: float,
     ) -> Turn:
         """A turn arrives. It must be ended, once."""
-        program = self._program(model, tenant, name, now)
+        program = self._program(name.key(model, tenant), model, tenant, name, now)
         self._see(program, now)
         self.num_begun += not program.num_turns
         self.runs(program, now)
@@ -335,7 +335,8 @@ class ProgramBook:
 
     def meet(self, model: str, tenant: str, name: ProgramName, seen_at: float) -> Program | None:
         """Return a program that another router has seen then; None where older ones keep their places."""
-        is_new = self.known(model, tenant, name) is None
+        key = name.key(model, tenant)
+        is_new = key not in self._of.get(tenant, ())
         if is_new and self._num_programs >= self._max_programs:
             oldest = self._oldest()
             if oldest is None:
@@ -343,7 +344,7 @@ class ProgramBook:
             is_larger = len(self._of[oldest.tenant]) > len(self._of.get(tenant, ())) + 1
             if oldest.seen_at >= seen_at and not is_larger:
                 return None
-        program = self._program(model, tenant, name, seen_at)
+        program = self._program(key, model, tenant, name, seen_at)
         if is_new and self._num_programs > self._max_programs:
             self.forget(program)
             return None
@@ -363,8 +364,7 @@ class ProgramBook:
                 self._homes.setdefault(home, _Home()).programs.add(program)
         self.renewed(program)
 
-    def _program(self, model: str, tenant: str, name: ProgramName, now: float) -> Program:
-        key = name.key(model, tenant)
+    def _program(self, key: bytes, model: str, tenant: str, name: ProgramName, now: float) -> Program:
         own = self._of.setdefault(tenant, OrderedDict())
         program = own.get(key)
         if program is None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.protocol.status import ReplicaId
+from router.caller import Tenant
 from router.programs.book import FORGOTTEN_SECONDS, Program, ProgramBook, Turn
 from router.programs.name import ProgramName
 from router.programs.news import (
@@ -22,7 +23,13 @@ from router.programs.news import (
     encode_news,
 )
 from router.programs.pauses import Pause
+from router.queue.gate import GRACE_SECONDS, QUANTUM_SECONDS
+from router.queue.held import Asking, Held, QueueRules
+from router.queue.holding import Holding
+from router.routing.decision import RoutingRequest
+from router.routing.table import RoutedRequest
 from tests.examples import examples
+from tests.router.routing.tables import BLOCK_SIZE, CARD, table_of
 
 MODEL, TENANT = "toy", "acme"
 R0, R1 = ReplicaId("replica-0"), ReplicaId("replica-1")
@@ -356,3 +363,60 @@ def test_numbers_out_of_range_and_long_names_are_no_message(nonsense: Callable[[
     decode_news(entry_with())
     with pytest.raises(msgspec.MsgspecError):
         decode_news(nonsense())
+
+
+class Gated(Router):
+    """A router whose gate admits programs to one replica, of which others know as well."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.holding = Holding(table_of(1), QueueRules(), programs=self.book)
+
+    def ask(self, session: str, num_tokens: int, now: float) -> tuple[Turn, RoutedRequest | Held]:
+        tenant = Tenant(name=TENANT)
+        turn = self.holding.begin_turn(CARD.name, tenant, named(session), num_tokens, [], now)
+        assert turn is not None
+        request = RoutingRequest(b"bucket", num_tokens, BLOCK_SIZE)
+        return turn, self.holding.ask(Asking(CARD.name, TENANT, request, (), turn=turn), now, lambda: None)
+
+
+def test_programs_of_all_routers_share_one_room_and_give_way_to_each_other() -> None:
+    here, there = routers = Gated(0), Gated(1)
+    num_tokens = int(0.6 * CARD.num_blocks * BLOCK_SIZE)
+    now = 0.0
+    first, routed = here.ask("first", num_tokens, now)
+    assert isinstance(routed, RoutedRequest)
+    exchange(routers, now)
+    now = 100.0
+    exchange(routers, now)
+    second, held = there.ask("second", num_tokens, now)
+    assert isinstance(held, Held)
+    while now < QUANTUM_SECONDS - 50:  # it runs on at its own router, and has the room
+        exchange(routers, now)
+        there.holding.look_at(held, now)
+        assert held.routed is None
+        now += 1.0
+    here.holding.end_turn(first, now)
+    exchange(routers, now)
+    there.holding.look_at(held, now)
+    assert held.routed is None
+    first, routed = here.ask("first", num_tokens, now)
+    assert isinstance(routed, RoutedRequest)
+    now += 51.0
+    exchange(routers, now)
+    here.holding.end_turn(first, now)  # nobody waits here, and it gives way all the same
+    assert first.program.admitted_at is None
+    exchange(routers, now)
+    there.holding.look_at(held, now)
+    assert held.routed is not None
+    exchange(routers, now)
+    first, held = here.ask("first", num_tokens, now)
+    assert isinstance(held, Held)
+    there.holding.end_turn(second, now)
+    exchange(routers, now + GRACE_SECONDS)
+    here.holding.look_at(held, now + GRACE_SECONDS + 1)
+    assert held.routed is not None
+    exchange(routers, now + GRACE_SECONDS + 1)
+    assert set(here.book.admitted(CARD.name).tokens_of.values()) == {num_tokens}
+    for router in routers:
+        assert router.book.admitted(CARD.name).num_tokens == num_tokens
