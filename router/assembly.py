@@ -143,7 +143,8 @@ class Router:
             yield AccessLog()
         yield RequestRates(context)
         if self._book is not None:
-            yield Programs(context, self._book, self._clock)
+            shared = common_secret if self._has_common_secret else None
+            yield Programs(context, self._book, self._clock, shared)
         yield ChatHistory.open(context, common_secret if self._has_common_secret else None)
         yield Usage.open(context, secret)
         yield Published.open(context, secret)

@@ -7,6 +7,7 @@ Does not know what is printed. Each request ends exactly once, as a record.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 RETRY = RetryPolicy()
 """The router's own."""
+
+NEWS_SECONDS = 0.2
+"""As `router/features/programs/exchange.py` writes them."""
 
 PROGRAM_LOOK_SECONDS = 1.0
 """Interval at which a held turn looks whether it may go."""
@@ -171,6 +175,8 @@ class VirtualFleet:
         """Serve what `begin`, and what happens then, submits, to the end. Once per fleet."""
         self._begin()
         begin()
+        if any(router.news is not None for router in self.routers):
+            self._at(NEWS_SECONDS, self._exchange)
         self._finish()
         return self._result([self._records[number] for number in sorted(self._records)])
 
@@ -179,6 +185,20 @@ class VirtualFleet:
         run = _Run(request, self._rng.choice(self.routers))
         self._runs[request.number] = run
         self._place(run)
+
+    def _exchange(self) -> None:
+        """Routers tell each other of programs, as often as something happens."""
+        delay = self._options.delays.event
+        for router in self.routers:
+            assert router.news is not None
+            router.news.forget_quiet(self._now)
+            news = router.news.tell(self._now)
+            if news is not None:
+                for other in self.routers:
+                    assert other.news is not None
+                    self._after(delay, partial(other.news.hear, news, self._now))
+        if self._agenda:
+            self._at(self._now + NEWS_SECONDS, self._exchange)
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         self._at(self._now + seconds, action)

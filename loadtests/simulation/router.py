@@ -17,6 +17,7 @@ from replicas.protocol.events import Tier
 from replicas.protocol.status import ModelCard, ReplicaId
 from router.caller import Tenant
 from router.programs.book import ProgramBook, Turn
+from router.programs.news import ProgramNews
 from router.programs.pauses import Pause
 from router.queue.held import Asking, Held
 from router.queue.holding import Holding
@@ -61,9 +62,13 @@ class VirtualRouter:
         else:
             self.table = RoutingTable(options.policy, options.parameters, rng, clock=clock)
         self.holding: Holding | None = None
+        self.news: ProgramNews | None = None
+        """Set if there are other routers to tell of programs."""
         if options.queue is not None:
             is_own = options.policy in ("kvasir", PERFECT) and options.has_programs
             book = ProgramBook() if is_own or options.policy == STICKY else None
+            if book is not None and options.num_routers > 1:
+                self.news = ProgramNews(book, f"{rng.getrandbits(64):x}")
             self.holding = holding = Holding(self.table, options.queue, programs=book, has_gate=is_own)
             self.table.on_change = lambda model, replica_id: holding.changed(model, replica_id, clock())
             self.table.on_absence = holding.absent

@@ -12,12 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from replicas.protocol.cluster_secret import ClusterSecret
 from router.api.access import AdminGuard, admin_access
 from router.api.api_request import ApiRequest
 from router.api.choice_output import TOOL_CALLS
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
 from router.feature import Feature
+from router.features.programs.exchange import ProgramExchange
 from router.features.programs.programs_view import STATES, programs_data
 from router.features.programs.readers import Readers
 from router.generation import Generation
@@ -31,11 +33,21 @@ FORGET_SECONDS = 30.0
 
 
 class Programs(Feature):
-    """`clock` is that of the book's turns."""
+    """`clock` is that of the book's turns. Without `secret` other routers are told nothing."""
 
-    def __init__(self, context: ApiContext, book: ProgramBook, clock: Callable[[], float]) -> None:
+    store: ProgramExchange | None
+
+    def __init__(
+        self,
+        context: ApiContext,
+        book: ProgramBook,
+        clock: Callable[[], float],
+        secret: ClusterSecret | None,
+    ) -> None:
         self._book = book
         self._clock = clock
+        redis_url = context.config.redis_url
+        self.store = None if secret is None else ProgramExchange(redis_url, book, clock, secret)
         self._readers = Readers(context.config.program_headers)
         self._num_named: Counter[str] = Counter()
         self._num_unnamed = 0
