@@ -36,6 +36,9 @@ STRANGE_IN_A_ROW = 4
 SUM_SECONDS = 1.0
 """Interval at which a replica's sum is renewed though nothing has happened: weights fall with time."""
 
+_PRIOR = Pauses()
+"""Of tenants whose own are not known."""
+
 
 class Program:
     """`num_tokens` is the length of its last prompt; `attained_seconds` have its turns, and those of its
@@ -47,7 +50,7 @@ class Program:
     """
 
     __slots__ = (
-        *("admitted_at", "attained_seconds", "began_at", "home", "key", "middle", "model"),
+        *("admitted_at", "attained_seconds", "began_at", "counted", "home", "key", "middle", "model"),
         *("name", "num_admissions", "num_elsewhere", "num_open", "num_strange", "num_tokens", "num_turns"),
         *("pause", "paused_at", "root", "seen_at", "tenant", "version", "waits_since", "weight"),
     )
@@ -67,6 +70,8 @@ class Program:
         self.waits_since: float | None = None
         self.middle: tuple[int, BlockHash] | None = None
         """A block in the middle of its last prompt."""
+        self.counted = 0.0
+        """Its part of the sum of its home."""
 
     @property
     def is_crowd(self) -> bool:
@@ -119,11 +124,12 @@ class Admitted:
 
 
 class _Home:
-    __slots__ = ("programs", "summed_at", "tokens")
+    __slots__ = ("programs", "room", "summed_at", "tokens")
 
     def __init__(self) -> None:
         self.programs: set[Program] = set()
         self.tokens = 0.0
+        self.room = math.inf
         self.summed_at = -math.inf
 
 
@@ -184,7 +190,7 @@ class ProgramBook:
         program.num_open += 1
         program.num_turns += 1
         program.num_tokens = num_tokens
-        self.renewed(program)
+        self.renewed(program, now)
         self.on_change(program)
         return Turn(program, num_tokens)
 
@@ -193,7 +199,7 @@ class ProgramBook:
         program = turn.program
         turn.routed_at = now
         self.num_moved += program.home not in (None, replica_id)
-        self.settle(program, replica_id)
+        self.settle(program, replica_id, now)
         program.version += 1
         self.on_change(program)
 
@@ -203,6 +209,7 @@ class ProgramBook:
         program.num_open -= 1
         program.version += 1
         program.seen_at = now
+        self._of[program.tenant].move_to_end(program.key)
         if turn.routed_at is not None:
             seconds = max(0.0, now - turn.routed_at)
             self.attained_seconds += seconds
@@ -213,13 +220,13 @@ class ProgramBook:
         self.num_turns_ended += 1
         if not program.num_running:
             program.paused_at, program.pause = now, Pause.UNKNOWN
-        self.renewed(program)
+        self.renewed(program, now)
         self.on_change(program)
 
     def paused(self, program: Program, pause: Pause) -> None:
         """Note how its last turn has ended."""
         program.pause = pause
-        self.renewed(program)
+        self.renewed(program, program.seen_at)
         self.on_change(program)
 
     def runs(self, program: Program, now: float) -> None:
@@ -251,7 +258,7 @@ class ProgramBook:
         if program.admitted_at is None:
             program.admitted_at, program.waits_since = now, None
             program.num_admissions += 1
-            self.renewed(program)
+            self.renewed(program, now)
             self.on_change(program)
 
     def dismiss(self, program: Program) -> None:
@@ -259,7 +266,7 @@ class ProgramBook:
         self.admitted(program.model).drop(program)
         program.num_admissions += program.admitted_at is not None
         program.admitted_at = None
-        self.renewed(program)
+        self.renewed(program, program.seen_at)
         self.on_change(program)
 
     def waits(self, program: Program, since: float | None) -> None:
@@ -279,16 +286,17 @@ class ProgramBook:
         """
         found: dict[ReplicaId, int] = {}
         for replica_id, home in self._homes.items():
-            capacity = capacity_of(replica_id)
-            if capacity is None:
-                continue
             if now - home.summed_at >= SUM_SECONDS:
-                home.tokens = sum([self._weight(each, now) * each.num_tokens for each in home.programs])
+                for each in home.programs:
+                    each.counted = self._weight(each, now) * each.num_tokens
+                home.tokens = sum([each.counted for each in home.programs])
+                capacity = capacity_of(replica_id)
+                home.room = math.inf if capacity is None else ROOM_SHARE * capacity
                 home.summed_at = now
             others = home.tokens
             if turn.program in home.programs and turn.program.admitted_at is not None:
                 others -= turn.program.num_tokens
-            over = others + turn.num_tokens - ROOM_SHARE * capacity
+            over = others + turn.num_tokens - home.room
             if over > 0:
                 found[replica_id] = int(over)
         return found
@@ -298,7 +306,8 @@ class ProgramBook:
             return 0.0
         if program.paused_at is None:
             return 1.0
-        return self._pauses_of(program.tenant).return_probability(program.pause, now - program.paused_at)
+        pauses = self._pauses.get(program.tenant, _PRIOR)
+        return pauses.return_probability(program.pause, now - program.paused_at)
 
     # Which are kept.
 
@@ -307,7 +316,7 @@ class ProgramBook:
         home = self._homes.pop(replica_id, None)
         if home is not None:
             for program in home.programs:
-                program.home = None
+                program.home, program.counted = None, 0.0
                 program.version += 1
 
     def forget_old(self, now: float) -> None:
@@ -319,9 +328,11 @@ class ProgramBook:
                     self.forget(program)
 
     def forget(self, program: Program) -> None:
+        """One with an open turn is kept."""
         own = self._of.get(program.tenant)
-        if own is None or own.pop(program.key, None) is None:
+        if own is None or own.get(program.key) is not program or program.num_open:
             return
+        del own[program.key]
         if not own:
             del self._of[program.tenant]
         self._num_programs -= 1
@@ -355,14 +366,14 @@ class ProgramBook:
             own.move_to_end(program.key, last=False)
         return program
 
-    def settle(self, program: Program, home: ReplicaId | None) -> None:
+    def settle(self, program: Program, home: ReplicaId | None, now: float) -> None:
         """Its home is there from now on."""
         if program.home != home:
             self._leave_home(program)
             program.home = home
             if home is not None:
                 self._homes.setdefault(home, _Home()).programs.add(program)
-        self.renewed(program)
+        self.renewed(program, now)
 
     def _program(self, key: bytes, model: str, tenant: str, name: ProgramName, now: float) -> Program:
         own = self._of.setdefault(tenant, OrderedDict())
@@ -393,15 +404,18 @@ class ProgramBook:
         home = None if program.home is None else self._homes.get(program.home)
         if home is not None:
             home.programs.discard(program)
-            home.summed_at = -math.inf
+            home.tokens -= program.counted
+            program.counted = 0.0
             if not home.programs:
                 del self._homes[program.home]  # type: ignore[arg-type]
 
-    def renewed(self, program: Program) -> None:
-        """Have what its home's programs need added up again."""
+    def renewed(self, program: Program, now: float) -> None:
+        """Renew its part of its home's sum."""
         home = None if program.home is None else self._homes.get(program.home)
         if home is not None:
-            home.summed_at = -math.inf
+            counted = self._weight(program, now) * program.num_tokens
+            home.tokens += counted - program.counted
+            program.counted = counted
 
     def _pauses_of(self, tenant: str) -> Pauses:
         pauses = self._pauses.get(tenant)
@@ -409,6 +423,7 @@ class ProgramBook:
             pauses = self._pauses[tenant] = Pauses()
             if len(self._pauses) > MAX_TENANTS:
                 self._pauses.popitem(last=False)
+        self._pauses.move_to_end(tenant)
         return pauses
 
 

@@ -166,7 +166,7 @@ class ProgramNews:
             self._set_open(router_id, program, 0, False, now)
             if not program.num_running and program.paused_at is None:
                 program.paused_at, program.pause = now, Pause.UNKNOWN
-                self._book.renewed(program)
+                self._book.renewed(program, now)
 
     def _note(self, program: Program) -> None:
         for told in (self._running, self._resting):
@@ -187,7 +187,7 @@ class ProgramNews:
         own = _standing(program)
         self._hear_open(router_id, program, entry, now)
         self._hear_pause(program, entry, now)
-        self._hear_use(program, entry)
+        self._hear_use(program, entry, now)
         self._hear_admission(program, entry, now)
         told, merged = _standing_of(entry), _standing(program)
         if told != merged:  # who told it does not know all that we do
@@ -217,7 +217,7 @@ class ProgramNews:
         is_newer = entry.version > program.version
         if (entry.version, entry.home or "") > (program.version, program.home or ""):
             program.version = entry.version
-            self._book.settle(program, None if entry.home is None else ReplicaId(entry.home))
+            self._book.settle(program, None if entry.home is None else ReplicaId(entry.home), now)
         if program.num_running:
             return
         if entry.paused_seconds is not None and (is_newer or program.paused_at is None):
@@ -226,16 +226,16 @@ class ProgramNews:
             program.paused_at = now  # where it runs is not known yet
         elif entry.version == program.version and program.pause is Pause.UNKNOWN:
             program.pause = entry.pause
-        self._book.renewed(program)
+        self._book.renewed(program, now)
 
-    def _hear_use(self, program: Program, entry: Entry) -> None:
+    def _hear_use(self, program: Program, entry: Entry, now: float) -> None:
         program.attained_seconds = max(program.attained_seconds, entry.attained_seconds)
         if (entry.num_turns, entry.num_tokens) > (program.num_turns, program.num_tokens):
             program.num_turns, program.num_tokens = entry.num_turns, entry.num_tokens
             program.weight = entry.weight
             if program.admitted_at is not None:
                 self._book.admitted(program.model).take(program, program.num_tokens)
-            self._book.renewed(program)
+            self._book.renewed(program, now)
 
     def _hear_admission(self, program: Program, entry: Entry, now: float) -> None:
         is_admitted = entry.admitted_seconds is not None
@@ -253,7 +253,7 @@ class ProgramNews:
         else:
             program.admitted_at = None
             admitted.drop(program)
-        self._book.renewed(program)
+        self._book.renewed(program, now)
 
 
 def _told(program: Program, now: float) -> Entry:

@@ -50,36 +50,43 @@ MOST_COUNTED = 4096.0
 
 class Pauses:
     def __init__(self) -> None:
-        self._counts = {pause: _spread(quantiles) for pause, quantiles in QUANTILES.items()}
+        self._counts = {pause: list(counts) for pause, counts in _PRIORS.items()}
         self._gone = dict.fromkeys(Pause, 0.0)
-        self._longer: dict[Pause, list[float]] = {}
-        """Pauses from each bound on, added up when somebody asks."""
+        self._longer = {pause: _from_each(counts) for pause, counts in self._counts.items()}
+        """By bound: pauses that were longer, or as long."""
 
     def ended(self, pause: Pause, seconds: float) -> None:
         """A program has returned after so long."""
         counts = self._counts[pause]
         counts[min(len(counts), max(1, bisect_right(BOUNDS, seconds))) - 1] += 1.0
-        if sum(counts) > MOST_COUNTED:
-            self._counts[pause] = [count / 2 for count in counts]
-            self._gone[pause] /= 2
-        self._longer.pop(pause, None)
+        self._counted(pause)
 
     def gone(self, pause: Pause) -> None:
         """One that paused was forgotten."""
         self._gone[pause] += 1.0
+        self._counted(pause)
 
     def return_probability(self, pause: Pause, seconds: float) -> float:
         """Return the probability that a program that has paused for `seconds` returns."""
-        if seconds >= BOUNDS[-1]:
-            return 0.0
-        sums = self._longer.get(pause)
-        if sums is None:
-            sums = self._longer[pause] = [*accumulate(reversed(self._counts[pause]), initial=0.0)][::-1]
-        place = max(1, bisect_right(BOUNDS, seconds)) - 1
-        low, high = BOUNDS[place], BOUNDS[place + 1]
-        part = (high - max(low, seconds)) / (high - low)
-        longer = sums[place + 1] + part * (sums[place] - sums[place + 1])
-        return longer / (longer + max(self._gone[pause], GONE_SHARE * sums[0]))
+        all_longer = self._longer[pause]
+        longer = 0.0
+        place = max(1, bisect_right(BOUNDS, seconds))
+        if place < len(BOUNDS):
+            low, high = BOUNDS[place - 1], BOUNDS[place]
+            within = self._counts[pause][place - 1] * (high - max(low, seconds)) / (high - low)
+            longer = all_longer[place] + within
+        return longer / (longer + max(self._gone[pause], GONE_SHARE * all_longer[0]))
+
+    def _counted(self, pause: Pause) -> None:
+        if sum(self._counts[pause]) + self._gone[pause] > MOST_COUNTED:
+            self._counts[pause] = [count / 2 for count in self._counts[pause]]
+            self._gone[pause] /= 2
+        self._longer[pause] = _from_each(self._counts[pause])
+
+
+def _from_each(counts: Sequence[float]) -> list[float]:
+    """Return the sums from each place to the end, and 0."""
+    return [*accumulate(reversed(counts), initial=0.0)][::-1]
 
 
 def _spread(quantiles: Sequence[float]) -> list[float]:
@@ -91,3 +98,6 @@ def _spread(quantiles: Sequence[float]) -> list[float]:
             counts[place] += PRIOR_PAUSES * (above - below) * common
     assert math.isclose(sum(counts), PRIOR_PAUSES)
     return counts
+
+
+_PRIORS = {pause: _spread(quantiles) for pause, quantiles in QUANTILES.items()}

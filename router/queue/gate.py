@@ -81,7 +81,9 @@ class Gate:
         program = turn.program
         if program.is_crowd:
             return True
-        if not self._is_admissible(turn, now):
+        if not self._is_free(program, now) and (
+            self._would_pass(program, now) or not self._fits(turn.num_tokens, now)
+        ):
             return False
         self._book.admit(program, turn.num_tokens, now)
         return True
@@ -95,7 +97,9 @@ class Gate:
         if not self._waiting:
             self._pace, self._paced_at, self._busy_since = 0.0, held.since, held.since
         self._waiting.append(held)
-        self._book.waits(_program_of(held), held.since)
+        program = _turn_of(held).program
+        if program.waits_since is None:
+            self._book.waits(program, held.since)
         return True
 
     def expected_seconds(self, held: Held, now: float) -> float:
@@ -103,13 +107,16 @@ class Gate:
 
         One that has begun waits in any case: it goes before new ones.
         """
+        program = _turn_of(held).program
         if (
-            _program_of(held).num_turns > 1
+            program.home is not None
+            or program.attained_seconds
             or not self._waiting
             or now - self._busy_since < LEAST_PACED_SECONDS
         ):
             return 0.0
-        pace = self._pace / (1.0 - math.exp((self._busy_since - now) / PACE_SECONDS))
+        pace = self._pace * math.exp((self._paced_at - now) / PACE_SECONDS)
+        pace /= 1.0 - math.exp((self._busy_since - now) / PACE_SECONDS)
         ahead = sum(each.asking.request.num_tokens for each in self._waiting)
         return (ahead + held.asking.request.num_tokens) / max(pace, 1.0)
 
@@ -117,7 +124,10 @@ class Gate:
         """It waits no longer."""
         held.is_at_gate = False
         self._waiting.remove(held)
-        self._book.waits(_program_of(held), None)
+        program = _turn_of(held).program
+        others = self._waiting if program.num_open > 1 else ()
+        since = min((each.since for each in others if _turn_of(each).program is program), default=None)
+        self._book.waits(program, since)
 
     def turn_ended(self, program: Program, now: float) -> None:
         """It gives way to those that wait, if it was admitted for long, or its tenant has most."""
@@ -132,15 +142,16 @@ class Gate:
 
     def next(self, now: float) -> Held | None:
         """Admit the next one that finds room, and return it."""
-        taken = self._taken_by_tenant() if len({held.tenant for held in self._waiting}) > 1 else {}
-        self._waiting.sort(key=lambda held: self._order(held, taken, now))
+        taken, most = self._taken_by_tenant(), self._most(now)
+        self._waiting.sort(key=lambda held: self._order(_turn_of(held).program, held.since, taken, now))
         for held in self._waiting:
-            turn = held.asking.turn
-            assert turn is not None
-            if self._is_admissible(turn, now):
+            turn = _turn_of(held)
+            is_free = self._is_free(turn.program, now)
+            if is_free or (turn.num_tokens <= most and self._fits(turn.num_tokens, now)):
                 self.leave(held)
                 self._book.waited(turn, now - held.since)
-                self._book.admit(turn.program, turn.num_tokens, now)
+                if not turn.program.is_crowd:
+                    self._book.admit(turn.program, turn.num_tokens, now)
                 self._note_pace(turn.num_tokens, now)
                 return held
             if now - held.since > UNPASSED_SECONDS:
@@ -153,11 +164,24 @@ class Gate:
         self._pace += num_tokens / PACE_SECONDS
         self._paced_at = now
 
-    def _order(self, held: Held, taken: Mapping[str, float], now: float) -> tuple[float, float]:
-        waited = now - held.since
+    def _order(
+        self, program: Program, since: float, taken: Mapping[str, float], now: float
+    ) -> tuple[float, float]:
+        if self._is_free(program, now):  # another of its turns was admitted meanwhile, or its parent
+            return (-math.inf, -math.inf)
+        waited = now - since
         if waited > LONG_SECONDS:
-            return (-math.inf, held.since)
-        return (taken.get(held.tenant, 0.0), _program_of(held).attained_seconds - AGEING * waited)
+            return (-math.inf, since)
+        return (taken.get(program.tenant, 0.0), program.attained_seconds - AGEING * waited)
+
+    def _would_pass(self, program: Program, now: float) -> bool:
+        """Whether one that comes now would pass one that nobody passes."""
+        old = [held for held in self._waiting if now - held.since > UNPASSED_SECONDS]
+        if not old:
+            return False
+        taken = self._taken_by_tenant()
+        own = self._order(program, now, taken, now)
+        return any(self._order(_turn_of(held).program, held.since, taken, now) <= own for held in old)
 
     def _taken_by_tenant(self) -> dict[str, float]:
         """Tokens of the programs that are admitted, by their tenants' weights."""
@@ -172,48 +196,52 @@ class Gate:
         own = taken[program.tenant] - self._admitted.tokens_of[program] / program.weight
         return any(own > taken.get(held.tenant, 0.0) for held in self._waiting)
 
-    def _is_admissible(self, turn: Turn, now: float) -> bool:
-        """Another router may have admitted its program while it waited here."""
-        program = turn.program
-        return program.admitted_at is not None or self._rides(program) or self._fits(turn.num_tokens, now)
-
-    def _rides(self, program: Program) -> bool:
+    def _is_free(self, program: Program, now: float) -> bool:
+        """Whether its turns need no room of their own."""
+        if program.is_crowd or program.admitted_at is not None:
+            return True
         root = program.root
         if root is None or root.admitted_at is None:
             return False
-        return sum(each.root is root for each in self._admitted.tokens_of) < MAX_CHILDREN
+        children = [each for each in self._admitted.tokens_of if each.root is root]
+        return sum(not _has_paused(each, now) for each in children) < MAX_CHILDREN
+
+    def _most(self, now: float) -> float:
+        """Return the tokens of the largest context that fits, if those give their room back that have paused
+        for long. Where no other one is left, any does."""
+        tokens_of = self._admitted.tokens_of
+        idle = [num_tokens for each, num_tokens in tokens_of.items() if _has_paused(each, now)]
+        if len(idle) == len(tokens_of):
+            return math.inf
+        return self._room(now) - self._admitted.num_tokens + sum(idle)
 
     def _fits(self, num_tokens: int, now: float) -> bool:
-        """Whether it fits, if those give their room back that have paused for long."""
+        """Whether it fits; those give their room back that have paused for long, as far as it is needed."""
         admitted = self._admitted
         lacking = admitted.num_tokens + num_tokens - self._room(now)
         if lacking <= 0:
             return True
-        idle = [each for each in admitted.tokens_of if each.paused_at is not None]
-        if len(idle) == len(admitted.tokens_of):  # nothing runs: one may always
-            lacking = min(lacking, admitted.num_tokens)
-        idle = [each for each in idle if now - (each.paused_at or 0.0) > GRACE_SECONDS]
-        idle.sort(key=lambda each: each.paused_at or 0.0)
-        given: list[Program] = []
-        for each in idle:
+        if num_tokens > self._most(now):
+            return False
+        idle = [each for each in admitted.tokens_of if _has_paused(each, now)]
+        for each in sorted(idle, key=lambda each: each.paused_at or 0.0):
             if lacking <= 0:
                 break
-            given.append(each)
             lacking -= admitted.tokens_of[each]
-        if lacking > 0:
-            return False
-        for each in given:
             self._book.dismiss(each)
         return True
 
     def _room(self, now: float) -> float:
         """Return the tokens that the devices keep for programs.
 
-        They are unbounded where some cache's size is unknown, or where evicted KV is loaded again.
+        They are unbounded where some cache's size is unknown, or where evicted KV is loaded again. While no
+        replica is ready they are what they were: who finds none is not to wait here.
         """
         if now - self._capacity_at >= CAPACITY_SECONDS:
             self._capacity_at = now
-            self._capacity = GATE_SHARE * sum(map(self._capacity_of, self._table.ready_ids(self._model)))
+            found = [self._capacity_of(each) for each in self._table.ready_ids(self._model)]
+            if found:
+                self._capacity = GATE_SHARE * sum(found)
         return self._capacity
 
     def _capacity_of(self, replica_id: ReplicaId) -> float:
@@ -223,7 +251,10 @@ class Gate:
         return num_tokens
 
 
-def _program_of(held: Held) -> Program:
-    turn = held.asking.turn
-    assert turn is not None
-    return turn.program
+def _turn_of(held: Held) -> Turn:
+    assert held.asking.turn is not None
+    return held.asking.turn
+
+
+def _has_paused(program: Program, now: float) -> bool:
+    return program.paused_at is not None and now - program.paused_at > GRACE_SECONDS

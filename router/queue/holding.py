@@ -289,12 +289,12 @@ class Holding:
 
     def absent(self, model: str, replica_id: ReplicaId) -> None:
         """Re-aim the requests waiting for a replica that takes nothing now, a few at a time."""
+        if self.programs is not None:
+            self.programs.forget_replica(replica_id)
         fleet = self._fleets.get(model)
         if fleet is None:
             return
         fleet.served_at.pop(replica_id, None)
-        if self.programs is not None:
-            self.programs.forget_replica(replica_id)
         if fleet.queue.num_in_line(replica_id):
             fleet.orphans.add(replica_id)
 
@@ -304,12 +304,13 @@ class Holding:
             fleet = self._fleet(held.asking.model)
             if held.is_late(now):
                 self._refuse(fleet, held, now)
-            elif held.is_at_gate:
-                assert fleet.gate is not None
-                self._open_gate(fleet, fleet.gate, now)
             elif now - fleet.looked_at.get(held.line, -math.inf) >= ASK_AGAIN_SECONDS:
                 fleet.looked_at[held.line] = now
-                self._serve(fleet, held.line, now)
+                if held.is_at_gate:
+                    assert fleet.gate is not None
+                    self._open_gate(fleet, fleet.gate, now)
+                else:
+                    self._serve(fleet, held.line, now)
 
     def oldest_seconds(self, now: float) -> float:
         since = [fleet.queue.oldest_since() for fleet in self._fleets.values()]
