@@ -29,6 +29,7 @@ from loadtests.simulation.shape import ReplicaShape, TierShape
 from loadtests.simulation.summary import Summary, median, table, tenant_table
 from loadtests.simulation.sweep import SWEEPS, answer, plot
 from loadtests.workloads import GENERATORS, Workload
+from loadtests.workloads.sessions import SessionFile, is_session_file
 from loadtests.workloads.sources import typed_parameters
 from replicas.config import DEFAULT_MAX_RUNNING
 from replicas.kvcache.cache_groups import CacheGroup
@@ -44,11 +45,18 @@ TIMED_HARDWARE = tuple(name for name, hardware in HARDWARE.items() if hardware.c
 MAX_WINDOWS = 10_000
 """For a curve of hits over time."""
 
+NOT_FOR_SESSIONS = (
+    *("qps", "set", "speed", "limit", "tenants", "flood", "without_keys"),
+    *("warm_up", "slo_ttft", "slo_tpot", "slo_share", "deadlines", "sweep", "values", "window"),
+    *("autoscale", "groups", "retention", "route_by_reach"),
+)
+"""Options that choose among arrivals, judge requests one by one, or need other blocks."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Serve a trace or a generated workload on simulated replicas, with the router's real decisions, in "
-        "virtual time: what a policy is worth, and how many replicas it takes."
+        "Serve a trace, recorded sessions or a generated workload on simulated replicas, with the router's "
+        "real decisions, in virtual time: what a policy is worth, and how many replicas it takes."
     )
     _add_workload(parser)
     _add_fleet(parser)
@@ -90,7 +98,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     add(
         "workload",
         metavar="TRACE",
-        help=f"a file in Mooncake's format, of sessions, or one of {', '.join(GENERATORS)}",
+        help=f"a file in Mooncake's format or of sessions, or one of {', '.join(GENERATORS)}",
     )
     add("--qps", type=positive, metavar="X", help="a generator's requests (or sessions) per second")
     add(
@@ -300,6 +308,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Simulate and report. Raises ClusterError."""
     policies = _policies(arguments)
     seeds = arguments.seed or [1]
+    has_sessions = _has_sessions(arguments)
     if arguments.flood > 1 and arguments.tenants is None:
         raise ClusterError("--flood needs --tenants, one of which floods")
     if arguments.autoscale is not None and arguments.sweep == "replicas":
@@ -311,9 +320,13 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
         for seed in seeds
         for value in arguments.values or [None]
         for policy in policies
-        for job in [_job(arguments, policy, seed, value)]
+        for job in [
+            _session_job(arguments, policy, seed) if has_sessions else _job(arguments, policy, seed, value)
+        ]
     ]
-    say(_headline(arguments, jobs[0].source, jobs[0].options, seeds))
+    source = jobs[0].source
+    held = _sessions_line(load_sessions(source.name)) if has_sessions else _workload_line(load(source))
+    say(_headline(arguments, held, jobs[0].options, seeds))
     found: dict[tuple[str, float | None], list[Summary]] = {}
     for job, summary in zip(jobs, run_all(jobs, arguments.jobs), strict=True):
         found.setdefault(job.label, []).append(summary)
@@ -365,22 +378,27 @@ def _curve(arguments: argparse.Namespace, policy: str, summary: Summary) -> list
     return texts
 
 
-def _headline(
-    arguments: argparse.Namespace, source: Source, options: FleetOptions, seeds: Sequence[int]
-) -> str:
-    shape = options.shape
-    if source.is_closed_loop:
-        file = load_sessions(source)
-        what = (
-            f"{file.name}: {len(file.sessions)} sessions of {file.num_turns} turns in {file.num_lanes} lanes"
-        )
-        num_tokens = file.num_input_tokens
-    else:
-        workload = load(source)
-        what = f"{workload.name}: {len(workload.requests)} requests in {workload.duration_seconds:.0f} s"
-        num_tokens = workload.num_input_tokens
+def _workload_line(workload: Workload) -> str:
     return (
-        f"{what}, {num_tokens} prompt tokens; {'' if options.autoscale is None else 'up to '}"
+        f"{workload.name}: {len(workload.requests)} requests in {workload.duration_seconds:.0f} s, "
+        f"{workload.num_input_tokens} prompt tokens"
+    )
+
+
+def _sessions_line(file: SessionFile) -> str:
+    mains = [session for session in file.sessions if session.parent is None]
+    turns = [turn for session in file.sessions for turn in session.turns]
+    return (
+        f"{file.name}: {len(mains)} sessions in {len({session.lane for session in mains})} lanes, "
+        f"{len(file.sessions) - len(mains)} subagents, {len(turns)} turns, "
+        f"{sum(turn.num_input_tokens for turn in turns)} prompt tokens"
+    )
+
+
+def _headline(arguments: argparse.Namespace, held: str, options: FleetOptions, seeds: Sequence[int]) -> str:
+    shape = options.shape
+    return (
+        f"{held}; {'' if options.autoscale is None else 'up to '}"
         f"{options.num_replicas} replicas of {arguments.hardware} "
         f"with {shape.num_blocks} blocks of {shape.block_size} tokens; {options.num_routers} routers; "
         f"{len(seeds)} seeds."
@@ -435,14 +453,51 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
         unscaled = load(base)
         speed = swept["rate"] * unscaled.duration_seconds / len(unscaled.requests)
         source = dataclasses.replace(source, speed=speed)
+    block_size = _within_windows(arguments.window, load(source)).block_tokens
+    options = _options(arguments, policy, block_size, groups, swept)
+    slo = Slo(arguments.slo_ttft, arguments.slo_tpot)
+    return Job((policy, value), source, options, arguments.warm_up, slo, arguments.window)
+
+
+def _session_job(arguments: argparse.Namespace, policy: str, seed: int) -> Job:
+    source = Source(arguments.workload, seed, (), None, 1.0, has_sessions=True)
+    options = _options(arguments, policy, load_sessions(source.name).block_tokens, (), {})
+    return Job((policy, None), source, options, 0.0, Slo())
+
+
+def _has_sessions(arguments: argparse.Namespace) -> bool:
+    """Raises ClusterError for what a closed loop has no use for."""
+    path = Path(arguments.workload)
+    try:
+        if arguments.workload in GENERATORS or not path.is_file() or not is_session_file(path):
+            return False
+    except OSError as error:
+        raise ClusterError(f"{path}: {error.strerror}") from error
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = [
+        "--" + name.replace("_", "-")
+        for name in NOT_FOR_SESSIONS
+        if getattr(arguments, name) != parser.get_default(name)
+    ]
+    if given:
+        raise ClusterError(
+            f"{path} holds sessions, which are all served to the end, each turn after the answer before it:"
+            f" that goes without {', '.join(given)}"
+        )
+    return True
+
+
+def _options(
+    arguments: argparse.Namespace,
+    policy: str,
+    block_size: int,
+    groups: tuple[CacheGroup, ...],
+    swept: Mapping[str, float],
+) -> FleetOptions:
     hardware = HARDWARE[arguments.hardware]
     max_batched_tokens = arguments.max_batched_tokens or hardware.max_batched_tokens
     capacity = int(swept.get("capacity", arguments.capacity or hardware.cache_tokens))
-    if source.is_closed_loop:
-        _check_sessions(arguments)
-        block_size = load_sessions(source).block_tokens
-    else:
-        block_size = _within_windows(arguments.window, load(source)).block_tokens
     if capacity < block_size:
         raise ClusterError(f"a cache of {capacity} tokens holds no block of {block_size}")
     shape = ReplicaShape(
@@ -459,7 +514,7 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
         retention=arguments.retention,
     )
     try:
-        options = FleetOptions(
+        return FleetOptions(
             shape,
             num_replicas=int(swept.get("replicas", _most_replicas(arguments))),
             num_routers=arguments.routers,
@@ -479,17 +534,6 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
         )
     except ValueError as error:
         raise ClusterError(str(error)) from error
-    slo = Slo(arguments.slo_ttft, arguments.slo_tpot)
-    return Job((policy, value), source, options, arguments.warm_up, slo, arguments.window)
-
-
-def _check_sessions(arguments: argparse.Namespace) -> None:
-    """Raises ClusterError for options that are about arrivals, of which a closed loop has none."""
-    for name in ("qps", "limit", "tenants", "window", "sweep", "autoscale", "groups"):
-        if getattr(arguments, name) is not None:
-            raise ClusterError(f"--{name} is about requests that come by themselves: sessions go without it")
-    if arguments.set or arguments.speed != 1.0 or not arguments.queue:
-        raise ClusterError("sessions go without --set, --speed and --no-queue: their pace is recorded")
 
 
 def _within_windows(seconds: float | None, workload: Workload) -> Workload:

@@ -71,6 +71,7 @@ class _Run:
     predicted_tokens: int | None = None
     ttft_seconds: float | None = None
     num_cached_tokens: int | None = None
+    num_device_tokens: int = 0
     num_cross_user_tokens: int = 0
 
 
@@ -116,6 +117,8 @@ class VirtualFleet:
         self._rng = rng
         self._new_meter = new_meter
         self._stopwatch = stopwatch
+        self.on_end: Callable[[HashedRequest, RequestRecord, int], None] | None = None
+        """Called when a request has ended, with the cached tokens that it has found on a device."""
         self._now = 0.0
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._num_planned = 0
@@ -143,8 +146,6 @@ class VirtualFleet:
         self._decision_seconds = 0.0
         self._num_decisions = self._num_retries = self._num_resumes = self._num_preemptions = 0
         self._num_images_taken = self._num_encoded_tokens = 0
-        self.on_end: Callable[[HashedRequest, RequestRecord], None] = _ignore
-        """Called when a request has ended."""
 
     @property
     def now(self) -> float:
@@ -156,10 +157,16 @@ class VirtualFleet:
         return len(self._records)
 
     def serve(self, requests: Sequence[HashedRequest], *, num_warm_up: int = 0) -> FleetResult:
-        """Serve all of them, to the end. Once per fleet."""
-        self._begin()
+        """Serve all of them to the end, and what is submitted meanwhile. Once per fleet."""
+        for host in self.hosts:
+            if host.replica is not None:
+                self._introduce(host)
         if self._autoscaler is not None:
-            self._at(LOOK_SECONDS, lambda: self._scale(requests[-1].trace.arrival_seconds))
+            self.at(LOOK_SECONDS, lambda: self._scale(requests[-1].trace.arrival_seconds))
+        for kill in self._options.kills:
+            self.at(kill.at, lambda kill=kill: self._drain(kill))  # type: ignore[misc]
+        for outage in self._options.outages:
+            self.at(outage.end, self._write_all)
         stride = max(1, (len(requests) - num_warm_up) // NUM_LOOKS)
         looks = {num_warm_up + stride * (look + 1) - 1 for look in range(NUM_LOOKS)}
         for request in requests:
@@ -168,57 +175,13 @@ class VirtualFleet:
             if request.number in looks:
                 self._look_for_copies()
             self.submit(request)
-        self._finish()
-        return self._result([self._records[request.number] for request in requests])
-
-    def work(self, begin: Callable[[], None]) -> FleetResult:
-        """Serve what `begin`, and what happens then, submits, to the end. Once per fleet."""
-        self._begin()
-        begin()
         if any(router.news is not None for router in self.routers):
-            self._at(NEWS_SECONDS, self._exchange)
-        self._finish()
-        return self._result([self._records[number] for number in sorted(self._records)])
-
-    def submit(self, request: HashedRequest) -> None:
-        """A request comes now."""
-        run = _Run(request, self._rng.choice(self.routers))
-        self._runs[request.number] = run
-        self._place(run)
-
-    def _exchange(self) -> None:
-        """Routers tell each other of programs, as often as something happens."""
-        delay = self._options.delays.event
-        for router in self.routers:
-            assert router.news is not None
-            router.news.forget_quiet(self._now)
-            news = router.news.tell(self._now)
-            if news is not None:
-                for other in self.routers:
-                    assert other.news is not None
-                    self._after(delay, partial(other.news.hear, news, self._now))
-        if self._agenda:
-            self._at(self._now + NEWS_SECONDS, self._exchange)
-
-    def after(self, seconds: float, action: Callable[[], None]) -> None:
-        self._at(self._now + seconds, action)
-
-    def _begin(self) -> None:
-        for host in self.hosts:
-            if host.replica is not None:
-                self._introduce(host)
-        for kill in self._options.kills:
-            self._at(kill.at, lambda kill=kill: self._drain(kill))  # type: ignore[misc]
-        for outage in self._options.outages:
-            self._at(outage.end, self._write_all)
-
-    def _finish(self) -> None:
+            self.at(self._now + NEWS_SECONDS, self._exchange)
         self._work_until(None)
         assert not self._runs, "requests are left, and nothing is going to happen"
         for router in self.routers:
             router.catch_up(float("inf"))
-
-    def _result(self, records: list[RequestRecord]) -> FleetResult:
+        records = [self._records[number] for number in sorted(self._records)]
         return FleetResult(
             records=records,
             reasons=self._reasons,
@@ -234,6 +197,26 @@ class VirtualFleet:
             images=self._images(records),
             mean_replicas=sum(self._sizes) / len(self._sizes) if self._sizes else None,
         )
+
+    def _exchange(self) -> None:
+        """Routers tell each other of programs, as long as something is going to happen."""
+        delay = self._options.delays.event
+        for router in self.routers:
+            assert router.news is not None
+            router.news.forget_quiet(self._now)
+            news = router.news.tell(self._now)
+            if news is not None:
+                for other in self.routers:
+                    assert other.news is not None
+                    self._after(delay, partial(other.news.hear, news, self._now))
+        if self._agenda:
+            self.at(self._now + NEWS_SECONDS, self._exchange)
+
+    def submit(self, request: HashedRequest) -> None:
+        """It arrives now."""
+        run = _Run(request, self._rng.choice(self.routers))
+        self._runs[request.number] = run
+        self._place(run)
 
     def _images(self, records: Sequence[RequestRecord]) -> Images | None:
         """Count the images of every computed prompt, and those that replicas received and encoded, in all
@@ -255,13 +238,13 @@ class VirtualFleet:
 
     # Time.
 
-    def _at(self, when: float, action: Callable[[], None]) -> None:
+    def at(self, when: float, action: Callable[[], None]) -> None:
         self._num_planned += 1
         heappush(self._agenda, (when, self._num_planned, action))
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
         if seconds:
-            self._at(self._now + seconds, action)
+            self.at(self._now + seconds, action)
         else:
             action()
 
@@ -278,7 +261,7 @@ class VirtualFleet:
         router = run.router
         router.catch_up(self._now)
         if self._now < run.patience.not_before:
-            self._at(run.patience.not_before, lambda: self._place(run))
+            self.at(run.patience.not_before, lambda: self._place(run))
             return
         if not run.tries.are_left(RETRY):
             self._end(run, "attempts")
@@ -301,7 +284,10 @@ class VirtualFleet:
         """None if it waits in its router. What was routed once goes on without waiting."""
         router, prepared = run.router, run.prepared
         if router.holding is None or run.has_been_placed:
-            return router.route(prepared, run.num_output_tokens, run.patience.excluded)
+            routed = router.route(prepared, run.num_output_tokens, run.patience.excluded)
+            if run.turn is not None and router.holding is not None:
+                router.holding.turn_moves(run.turn, routed, self._now)
+            return routed
         if run.turn is None:
             run.turn = router.begin_turn(prepared, self._now)
         asked = router.ask(prepared, run.patience.excluded, self._now, lambda: self._called(run), run.turn)
@@ -315,9 +301,9 @@ class VirtualFleet:
         """When its time in the router is over; one that waits for its program looks more often."""
         assert run.held is not None and run.held.latest_start is not None
         when = run.held.latest_start
-        self._at(
-            min(when, self._now + PROGRAM_LOOK_SECONDS) if run.turn else when, lambda: self._look_at(run)
-        )
+        if run.turn is not None:
+            when = min(when, self._now + PROGRAM_LOOK_SECONDS)
+        self.at(when, lambda: self._look_at(run))
 
     def _look_at(self, run: _Run) -> None:
         """It looks whether its time is over, if it still waits there."""
@@ -372,10 +358,10 @@ class VirtualFleet:
             seconds = run.patience.wait_in_line(self._now, RETRY.wait_seconds)
             if seconds > 0:
                 self._line.append(run)
-                self._at(self._now + seconds, lambda: self._leave_line(run))
+                self.at(self._now + seconds, lambda: self._leave_line(run))
                 return
         elif run.patience.wait_for_all(self._now, self._rng.random()):
-            self._at(run.patience.not_before, lambda: self._place(run))
+            self.at(run.patience.not_before, lambda: self._place(run))
             return
         self._end(run, "no replica")
 
@@ -418,7 +404,7 @@ class VirtualFleet:
         ends_at = replica.moves_end_at
         if ends_at is not None and (host.planned_moves_end is None or ends_at < host.planned_moves_end):
             host.planned_moves_end = ends_at
-            self._at(ends_at, lambda: self._end_moves(host, replica, ends_at))
+            self.at(ends_at, lambda: self._end_moves(host, replica, ends_at))
 
     def _end_moves(self, host: VirtualHost, replica: VirtualReplica, ends_at: float) -> None:
         if host.replica is not replica or host.planned_moves_end != ends_at:
@@ -435,7 +421,7 @@ class VirtualFleet:
         ends_at = replica.ends_at
         if ends_at is not None and ends_at != host.planned_end:
             host.planned_end = ends_at
-            self._at(ends_at, lambda: self._step(host, replica, ends_at))
+            self.at(ends_at, lambda: self._step(host, replica, ends_at))
 
     def _step(self, host: VirtualHost, replica: VirtualReplica, ends_at: float) -> None:
         if host.replica is not replica or replica.ends_at != ends_at:
@@ -467,6 +453,7 @@ class VirtualFleet:
             if run.charge is not None:
                 run.charge.begins(virtual.num_cached_tokens)
             run.num_cached_tokens = virtual.num_cached_tokens
+            run.num_device_tokens = virtual.num_device_tokens
             run.num_cross_user_tokens = virtual.num_cross_user_tokens
             run.predicted_tokens = run.routed.decision.overlap_tokens
             run.replica_id = run.host.replica_id
@@ -485,9 +472,9 @@ class VirtualFleet:
             run.charge.close(self._now)
         self._give_back(run)
         if run.turn is not None:
-            run.router.end_turn(run.turn, run.prepared.pause, self._now)
+            run.router.end_turn(run.turn, run.prepared, self._now)
         del self._runs[run.prepared.number]
-        record = self._records[run.prepared.number] = RequestRecord(
+        self._records[run.prepared.number] = record = RequestRecord(
             arrival_seconds=trace.arrival_seconds,
             num_input_tokens=trace.num_input_tokens,
             num_output_tokens=run.num_output_tokens,
@@ -502,7 +489,8 @@ class VirtualFleet:
             num_images=len(trace.images),
             num_image_tokens=trace.num_image_tokens,
         )
-        self.on_end(run.prepared, record)
+        if self.on_end is not None:
+            self.on_end(run.prepared, record, run.num_device_tokens)
 
     def _give_back(self, run: _Run) -> None:
         host, router = run.host, run.router
@@ -578,7 +566,7 @@ class VirtualFleet:
             back_at = self._now + kill.back_after
             host.is_coming = True
             ends = [outage.end for outage in self._options.outages if outage.covers(back_at)]
-            self._at(max([back_at, *ends]), lambda: self._bring_back(host))
+            self.at(max([back_at, *ends]), lambda: self._bring_back(host))
 
     def _scale(self, last_arrival: float) -> None:
         """Compare the fleet's size with the load, until nothing arrives any more."""
@@ -593,11 +581,11 @@ class VirtualFleet:
         wanted = self._autoscaler.wanted(self._now, self._num_waiting_tokens(serving), num_replicas)
         for host in absent[: max(0, wanted - num_replicas)]:
             host.is_coming = True
-            self._at(self._now + scale.start_seconds, lambda host=host: self._bring_back(host))  # type: ignore[misc]
+            self.at(self._now + scale.start_seconds, lambda host=host: self._bring_back(host))  # type: ignore[misc]
         if wanted < num_replicas and len(serving) > 1:
             number = self.hosts.index(serving[-1])
             self._drain(Kill(number, self._now, keeps_disk=False, drain_seconds=DRAIN_SECONDS))
-        self._at(self._now + LOOK_SECONDS, lambda: self._scale(last_arrival))
+        self.at(self._now + LOOK_SECONDS, lambda: self._scale(last_arrival))
 
     def _num_waiting_tokens(self, serving: Sequence[VirtualHost]) -> int:
         """Count prompt tokens that are still to be computed, those of requests in routers included."""
@@ -644,7 +632,3 @@ class VirtualFleet:
 
     def _host(self, replica_id: ReplicaId) -> VirtualHost:
         return self.hosts[int(replica_id.rpartition("-")[2])]
-
-
-def _ignore(request: HashedRequest, record: RequestRecord) -> None:
-    """No listener was set."""

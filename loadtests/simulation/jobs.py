@@ -22,9 +22,9 @@ from loadtests.simulation.curve import Window, curve
 from loadtests.simulation.fleet import VirtualFleet
 from loadtests.simulation.options import FleetOptions
 from loadtests.simulation.request import HashedRequest, prepare
+from loadtests.simulation.session_figures import session_figures
 from loadtests.simulation.summary import Summary, summarise
 from loadtests.workloads import (
-    GENERATORS,
     Workload,
     first_requests,
     first_seconds,
@@ -34,7 +34,7 @@ from loadtests.workloads import (
     with_tenants,
     without_keys,
 )
-from loadtests.workloads.sessions import SessionFile, is_session_file, read_sessions
+from loadtests.workloads.sessions import SessionFile, read_sessions
 from loadtests.workloads.sources import open_workload
 from replicas.scheduling.speed_meter import SpeedMeter
 
@@ -56,13 +56,10 @@ class Source:
     """Factor by which one of the tenants exceeds its own share."""
     block_tokens: int | None = None
     """The size of its blocks; None is the workload's own."""
+    has_sessions: bool = False
+    """The file's sessions are served in a closed loop. Then the fields between are the defaults."""
     seconds: float | None = None
     """End of the trace that is simulated, in seconds."""
-
-    @property
-    def is_closed_loop(self) -> bool:
-        """Whether it is a file of sessions, whose turns wait for answers."""
-        return self.name not in GENERATORS and is_session_file(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +94,13 @@ def _run(job: Job, place: str | None = None) -> Summary:
 
     `place` is the job's among others; with it, progress is shown.
     """
+    if job.source.has_sessions:
+        prefix = None if place is None else f"{place}{job.label[0]}"
+        return run_sessions(load_sessions(job.source.name), job.options, job.source.seed, prefix)
     started = time.perf_counter()
-    if job.source.is_closed_loop:
-        return _run_sessions(job, place, started)
     prepared = _prepared(job.source)
     num_warm_up = int(len(prepared) * job.warm_up)
-    fleet = _new_fleet(job, random.Random(job.source.seed))
+    fleet = _new_fleet(job.options, random.Random(job.source.seed))
 
     def line(seconds: float) -> str:
         done = f"{fleet.num_ended} of {len(prepared)} requests done"
@@ -126,44 +124,53 @@ def _run(job: Job, place: str | None = None) -> Summary:
     )
 
 
-def _run_sessions(job: Job, place: str | None, started: float) -> Summary:
-    file, rng = load_sessions(job.source), random.Random(job.source.seed)
-    fleet = _new_fleet(job, rng)
-    loop = ClosedLoop(fleet, file, job.options.shape.cost, rng)
+def run_sessions(file: SessionFile, options: FleetOptions, seed: int, name: str | None = None) -> Summary:
+    """Serve every session to its end. With a `name`, progress is shown. Raises ClusterError."""
+    started = time.perf_counter()
+    capacity = options.shape.capacity_tokens
+    num_turns = sum(len(session.turns) for session in file.sessions)
+    longest = max(
+        turn.num_input_tokens + turn.num_output_tokens for session in file.sessions for turn in session.turns
+    )
+    if longest > capacity:
+        raise ClusterError(f"a turn has {longest} tokens; the cache of a replica holds {capacity}")
+    rng = random.Random(seed)
+    fleet = _new_fleet(options, rng)
+    loop = ClosedLoop(fleet, file, random.Random(rng.getrandbits(64)))
 
     def line(seconds: float) -> str:
-        return f"{seconds:6.0f} s  {place}{job.label[0]}: {loop.num_turns_ended} of {file.num_turns} turns"
+        return f"{seconds:6.0f} s  {name}: {len(loop.result.turns)} of {num_turns} turns done"
 
-    with contextlib.nullcontext() if place is None else showing(line):
-        figures, result = loop.run()
-    found = {
-        **figures,
-        "num_retries": result.num_retries,
-        "num_resumes": result.num_resumes,
-        "num_preemptions": result.num_preemptions,
-        "decision_us": 1e6 * result.decision_seconds / result.num_decisions,
+    with contextlib.nullcontext() if name is None else showing(line):
+        served = loop.serve()
+    figures = session_figures(loop.result, file, options.shape.cost, num_replicas=options.num_replicas)
+    figures |= {
+        "num_retries": served.num_retries,
+        "num_resumes": served.num_resumes,
+        "num_preemptions": served.num_preemptions,
+        "num_rereads": served.num_rereads,
+        "decision_us": 1e6 * served.decision_seconds / served.num_decisions,
         "wall_seconds": time.perf_counter() - started,
     }
-    return Summary(found, dict(result.reasons))
+    return Summary(figures, dict(served.reasons))
 
 
-def _new_fleet(job: Job, rng: random.Random) -> VirtualFleet:
+def _new_fleet(options: FleetOptions, rng: random.Random) -> VirtualFleet:
     return VirtualFleet(
-        job.options,
+        options,
         rng=rng,
         new_rng=lambda: random.Random(rng.getrandbits(64)),
-        new_meter=lambda: SpeedMeter(job.options.shape.capacity_tokens),
+        new_meter=lambda: SpeedMeter(options.shape.capacity_tokens),
         stopwatch=time.perf_counter,
     )
 
 
 @functools.lru_cache(maxsize=2)
-def load_sessions(source: Source) -> SessionFile:
-    """Raises ClusterError."""
+def load_sessions(path: str) -> SessionFile:
     try:
-        return read_sessions(source.name)
-    except (OSError, ValueError) as error:
-        raise ClusterError(f"{source.name}: {error}") from error
+        return read_sessions(path)
+    except (ValueError, OSError, EOFError) as error:
+        raise ClusterError(f"{path}: {error}") from error
 
 
 @functools.lru_cache(maxsize=2)

@@ -325,6 +325,8 @@ class VirtualReplica:
         request.block_ids.extend(cached)
         request.num_stored_blocks = len(cached)
         request.num_computed = len(cached) * self.shape.block_size
+        if request.num_preemptions == 0:
+            request.num_device_tokens = request.num_computed
         self._num_waiting_tokens -= request.num_expected_tokens
         self._num_wanted_tokens -= request.num_tokens
         return True

@@ -15,7 +15,6 @@ from replicas.protocol.blocks import HASH_BYTES, BlockHash, ImageTokens
 from replicas.protocol.frames import NO_USER, UserTag
 from replicas.protocol.images import MEDIA_HASH_BYTES
 from router.programs.name import ProgramName
-from router.programs.pauses import Pause
 from router.routing.bucket import BUCKET_TOKENS, bucket_of
 
 ROOT = BlockHash(b"kvasir-simulated")
@@ -38,34 +37,43 @@ class HashedRequest:
     user: UserTag
     media: tuple[ImageTokens, ...] = ()
     program: ProgramName | None = None
-    pause: Pause = Pause.UNKNOWN
-    """How its program pauses after the answer."""
+    ends_user_turn: bool | None = None
+    """Its answer ends the client's turn; else a tool runs. None where the workload does not say."""
 
 
 def prepare(workload: Workload) -> list[HashedRequest]:
     """The workload with the hashes and buckets that routers would compute; the same for every policy."""
-    hashes: dict[int, BlockHash] = {}
+    known: dict[int, BlockHash] = {}
     return [
-        HashedRequest(
-            number=number,
-            trace=trace,
-            block_hashes=hashes_of(
-                trace.prefix_ids[: trace.num_input_tokens // workload.block_tokens], hashes
-            ),
-            bucket=bucket_of_trace(trace, workload.block_tokens),
-            user=UserTag(trace.user.encode()) if trace.user else NO_USER,
-            media=tuple(
-                ImageTokens(_media_hash(image.content), image.start, image.num_tokens)
-                for image in trace.images
-            ),
-        )
-        for number, trace in enumerate(workload.requests)
+        hashed(number, trace, workload.block_tokens, known) for number, trace in enumerate(workload.requests)
     ]
 
 
-def hashes_of(block_ids: Sequence[int], hashes: dict[int, BlockHash]) -> tuple[BlockHash, ...]:
-    """`hashes` keeps those that were made before."""
-    return tuple([hashes.setdefault(each, BlockHash(each.to_bytes(HASH_BYTES, "big"))) for each in block_ids])
+def hashed(
+    number: int,
+    trace: TraceRequest,
+    block_tokens: int,
+    known: dict[int, BlockHash],
+    *,
+    program: ProgramName | None = None,
+    ends_user_turn: bool | None = None,
+) -> HashedRequest:
+    """`known` are the hashes of earlier requests, by id. This one's are added."""
+    return HashedRequest(
+        number=number,
+        trace=trace,
+        block_hashes=tuple(
+            known.setdefault(block_id, BlockHash(block_id.to_bytes(HASH_BYTES, "big")))
+            for block_id in trace.prefix_ids[: trace.num_input_tokens // block_tokens]
+        ),
+        bucket=_bucket(trace, block_tokens),
+        user=UserTag(trace.user.encode()) if trace.user else NO_USER,
+        media=tuple(
+            ImageTokens(_media_hash(image.content), image.start, image.num_tokens) for image in trace.images
+        ),
+        program=program,
+        ends_user_turn=ends_user_turn,
+    )
 
 
 def _media_hash(content: str) -> bytes:
@@ -77,7 +85,7 @@ def block_id(block_hash: BlockHash) -> int:
     return int.from_bytes(block_hash, "big")
 
 
-def bucket_of_trace(trace: TraceRequest, block_tokens: int) -> bytes:
+def _bucket(trace: TraceRequest, block_tokens: int) -> bytes:
     """By the id of the head's last block, which stands for all of the head's tokens."""
     num_head_blocks = max(1, BUCKET_TOKENS // block_tokens)
     head_id = trace.prefix_ids[min(num_head_blocks, len(trace.prefix_ids)) - 1]
@@ -112,6 +120,7 @@ class VirtualRequest:
         "num_cached_tokens",
         "num_computed",
         "num_cross_user_tokens",
+        "num_device_tokens",
         "num_expected_tokens",
         "num_planned_tokens",
         "num_preemptions",
@@ -165,6 +174,8 @@ class VirtualRequest:
         self.num_computed = 0
         self.num_stored_blocks = 0
         self.num_cached_tokens = 0
+        self.num_device_tokens = 0
+        """Cached tokens that it has found on the device."""
         self.num_cross_user_tokens = 0
         self.num_expected_tokens = 0
         self.num_preemptions = 0

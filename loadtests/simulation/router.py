@@ -132,9 +132,11 @@ class VirtualRouter:
             now,
         )
 
-    def end_turn(self, turn: Turn, pause: Pause, now: float) -> None:
+    def end_turn(self, turn: Turn, request: HashedRequest, now: float) -> None:
+        """A session's last answer is no tool's call, as far as anybody can see."""
         assert self.holding is not None and self.holding.programs is not None
         self.holding.end_turn(turn, now)
+        pause = Pause.TOOL if request.ends_user_turn is False else Pause.USER
         self.holding.programs.paused(turn.program, pause)
 
     def charge(self, request: HashedRequest, routed: RoutedRequest, held: Held | None) -> Charge:

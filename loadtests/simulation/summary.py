@@ -18,7 +18,7 @@ from loadtests.simulation.fleet import FleetResult
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """`unit` is one of %, s, ms, us, x or empty for a plain number."""
+    """`unit` is one of %, s, ms, us, x, M (millions) or empty for a plain number."""
 
     name: str
     label: str
@@ -28,11 +28,9 @@ class Figure:
 FIGURES = (
     Figure("session_mean", "session mean", "s"),
     Figure("session_p90", "session p90", "s"),
-    Figure("slowdown_mean", "  against an idle fleet, mean", "x"),
-    Figure("slowdown_max", "  worst", "x"),
-    Figure("turns_a_minute", "turns a minute"),
-    Figure("repeatable_hit_rate", "repeatable tokens read from cache", "%"),
-    Figure("recomputed_tokens", "  the others, millions"),
+    Figure("slowdown_mean", "session time / on an idle fleet, mean", "x"),
+    Figure("slowdown_max", "  most", "x"),
+    Figure("turns_per_minute", "turns a minute, minutes 5 to 25"),
     Figure("token_hit_rate", "token hit rate", "%"),
     Figure("share_of_ideal", "of the ideal", "%"),
     Figure("cross_user_hit_rate", "cross-user hit rate", "%"),
@@ -42,7 +40,11 @@ FIGURES = (
     Figure("ttft_p50", "TTFT p50", "s"),
     Figure("ttft_p90", "TTFT p90", "s"),
     Figure("ttft_p99", "TTFT p99", "s"),
-    Figure("ttft_max", "TTFT longest", "s"),
+    Figure("ttft_max", "longest wait for a first token", "s"),
+    Figure("repeatable_cached", "repeatable tokens that were cached", "%"),
+    Figure("repeatable_device", "  on the device", "%"),
+    Figure("num_recomputed_tokens", "  computed again", "M"),
+    Figure("num_refusals", "turns refused, and sent again"),
     Figure("tpot_mean", "TPOT mean", "ms"),
     Figure("tpot_p90", "TPOT p90", "ms"),
     Figure("good_share", "within the SLO", "%"),
@@ -61,7 +63,6 @@ FIGURES = (
     Figure("prediction_exact", "  exact", "%"),
     Figure("mean_replicas", "replicas, mean"),
     Figure("num_failed", "failed requests"),
-    Figure("num_refused", "refusals, sent again"),
     Figure("num_retries", "retries"),
     Figure("num_resumes", "resumes"),
     Figure("num_preemptions", "preemptions"),
@@ -69,8 +70,8 @@ FIGURES = (
     Figure("decision_us", "decision, real time", "us"),
     Figure("wall_seconds", "simulation, real time", "s"),
 )
-"""All over the requests after the warm-up, except images and the counts from `num_retries` on. Those of
-sessions, which a closed loop has, are over all."""
+"""All over the requests after the warm-up, except images and the counts from `num_retries` on. A closed loop
+of sessions has no warm-up; the first five and those of repeatable tokens and refusals are its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,8 @@ def summarise(
         "cross_user_hit_rate": report.cross_user_hit_rate,
         "image_hit_rate": result.images.cached_share if result.images else None,
         "images_taken": result.images.taken_share if result.images else None,
-        **_distribution("ttft", report.ttft),
-        **_distribution("tpot", report.tpot),
+        **distribution_figures("ttft", report.ttft),
+        **distribution_figures("tpot", report.tpot),
         "good_share": report.good_share,
         "goodput": report.goodput,
         **_by_arrivals(report, result.records[-report.num_requests :], both),
@@ -188,6 +189,8 @@ def in_units(value: float | None, unit: str) -> str:
             return f"{1e3 * value:.1f} ms"
         case "us":
             return f"{value:.0f} us"
+        case "M":
+            return f"{value / 1e6:.2f} M"
         case "x":
             return f"{value:.2f}"
     return f"{value:.0f}" if value == int(value) else f"{value:.2f}"
@@ -217,7 +220,7 @@ def _fairness(found: Fairness | None) -> dict[str, float | None]:
     }
 
 
-def _distribution(name: str, found: Distribution | None) -> dict[str, float | None]:
+def distribution_figures(name: str, found: Distribution | None) -> dict[str, float | None]:
     if found is None:
         return dict.fromkeys((f"{name}_mean", f"{name}_p50", f"{name}_p90", f"{name}_p99"))
     return {

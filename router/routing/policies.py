@@ -104,13 +104,11 @@ def minimum_ttft(
 
 
 def sticky(request: RoutingRequest, candidates: tuple[Candidate, ...], rng: "random.Random") -> Candidate:
-    """A program stays where it began; a new one goes where fewest requests are."""
+    """A program stays where its last turn ran, whatever is cached or waits there. One without a home, or
+    whose home is no candidate, goes where fewest requests are; ties go by chance."""
     home = None if request.claim is None else request.claim.home
-    if home is not None:
-        there = next((each for each in candidates if each.replica_id == home), None)
-        if there is not None:
-            return there
-    return _least(candidates, lambda candidate: candidate.load.num_requests, rng)
+    at_home = tuple(candidate for candidate in candidates if candidate.replica_id == home)
+    return _least(at_home or candidates, lambda candidate: candidate.load.num_requests, rng)
 
 
 def _least(

@@ -195,3 +195,56 @@ def test_a_workload_in_blocks_of_another_size_has_the_same_prompts() -> None:
             assert (shared[0] - 1) * 32 // size - 1 <= shared[1] <= -(-shared[0] * 32 // size)
     with pytest.raises(ValueError, match="neither divide"):
         with_block_tokens(workload, 48)
+
+
+def test_a_file_of_sessions_is_served_in_a_closed_loop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, figures = tmp_path / "few.jsonl", tmp_path / "figures.json"
+    turns = [
+        {"in": 600 * (number + 1), "out": 5, "think": 3.0, "blocks": [[0, 600 * (number + 1) // 512]]}
+        for number in range(4)
+    ]
+    lines = [
+        {"format": "kvasir-sessions", "version": 1, "block_tokens": 512},
+        {"id": "a", "lane": 0, "after": 1.0, "agent": "main", "turns": turns},
+        {"id": "a.0", "lane": 0, "after": 0, "agent": "x", "parent": "a", "turn": 1, "turns": turns[:1]},
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["--policy", "kvasir,sticky,perfect", "--kill", "0@2", "--queue-seconds", "600", "--jobs", "2"]
+    assert main(["simulate", str(file), *words, "--json", str(figures)]) == 0
+    headline, columns, first, *_ = capsys.readouterr().out.splitlines()
+    assert headline.startswith(
+        "few: 1 sessions in 1 lanes, 1 subagents, 5 turns, 6600 prompt tokens; 8 replicas"
+    )
+    assert columns.split() == ["kvasir", "sticky", "perfect"]
+    assert first.split()[:2] == ["session", "mean"]
+    for result in json.loads(figures.read_text())["results"]:
+        assert result["figures"]["session_mean"] > 9 and result["figures"]["slowdown_mean"] >= 0.9
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--qps", "2", "--speed", "3"], "goes without --qps, --speed"),
+        (["--sweep", "replicas", "--values", "1,2"], "goes without --sweep, --values"),
+        (["--window", "5", "--warm-up", "0", "--autoscale", "1:2:30"], "--warm-up, --window, --autoscale"),
+        (["--tenants", "2", "--limit", "5", "--without-keys", "--groups", "gpt-oss"], "--limit, --tenants"),
+        (["--capacity", "100"], "holds no block of 512"),
+        (["--capacity", "600"], "a turn has 605 tokens; the cache of a replica holds 512"),
+    ],
+)
+def test_what_a_closed_loop_has_no_use_for_is_refused(
+    words: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "few.jsonl"
+    turn = {"in": 600, "out": 5, "think": 0, "blocks": [[0, 1]]}
+    head = {"format": "kvasir-sessions", "version": 1, "block_tokens": 512}
+    session = {"id": "a", "lane": 0, "after": 0, "agent": "main", "turns": [turn]}
+    file.write_text(json.dumps(head) + "\n" + json.dumps(session) + "\n")
+    assert main(["simulate", str(file), *words]) == 2
+    assert complaint in capsys.readouterr().err
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(json.dumps(head) + "\n{}\n")
+    assert main(["simulate", str(broken)]) == 2
+    assert f"{broken}: line 2 of the sessions" in capsys.readouterr().err

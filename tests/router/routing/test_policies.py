@@ -5,11 +5,12 @@ from collections import Counter
 from collections.abc import Mapping
 
 import pytest
+from msgspec import structs
 
 from replicas.protocol.status import ReplicaId
 from router.routing.baselines import BOUNDED_LOAD_FACTOR, BOUNDED_LOAD_SLACK
 from router.routing.cost import CostParameters
-from router.routing.decision import Decision, DecisionReason, RoutingRequest
+from router.routing.decision import Claim, Decision, DecisionReason, RoutingRequest
 from router.routing.load import ReplicaLoad
 from router.routing.policies import POLICIES
 from tests.router.routing.fleets import fleet, overlapping, ranked, ready, request
@@ -155,6 +156,25 @@ def test_lmetric_counts_the_tokens_that_wait_for_prefill() -> None:
     # (6,000 + 8,000) * 2 against (1,000 + 8,000) * 3; with 2,400 tokens at r0 11,600 * 2 is less.
     assert decided("lmetric", waiting).replica_id == "r1"
     assert decided("lmetric", waiting, {"r0": 150}).replica_id == "r0"
+
+
+def test_sticky_keeps_a_program_where_it_ran_whatever_waits_or_is_cached_there() -> None:
+    def at(home: str | None, *queue: int) -> set[ReplicaId]:
+        claim = Claim(None if home is None else ReplicaId(home))
+        return {
+            decided(
+                "sticky",
+                queues(*queue),
+                {"r0": 400},
+                asked=structs.replace(request(), claim=claim),
+                seed=seed,
+            ).replica_id
+            for seed in range(30)
+        }
+
+    assert at("r1", 0, 900, 0) == {"r1"}
+    # A new program, one whose home is gone or takes nothing, and a request of none: by load, then by chance.
+    assert at(None, 4, 2, 2) == at("gone", 4, 2, 2) == set(choices("sticky", queues(4, 2, 2))) == {"r1", "r2"}
 
 
 def test_radix_and_lmetric_leave_a_tie_to_chance_and_minimum_ttft_to_the_affinity_order() -> None:
