@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 
 from loadtests.ratchet.loads import H100, LOADS, ROOM_LOADS, TIER_LOADS, WAYS, Load
 from loadtests.reports.report import Slo
-from loadtests.simulation.jobs import Job, Source, load, run_all
+from loadtests.simulation.jobs import Job, Source, load, load_sessions, run_all
 from loadtests.simulation.options import FleetOptions
 from loadtests.simulation.shape import ReplicaShape, TierShape
+from loadtests.workloads.sessions import SESSIONS
 from replicas.config import DEFAULT_MAX_RUNNING
+from replicas.simulated_engine.hardware import HARDWARE
 from router.queue.held import QueueRules
 
 SEEDS = (1, 2)
@@ -33,6 +35,20 @@ FIGURES = {
 """Names of the file, and of a summary. Goodput is per second of arrivals, because the last answers take
 longer or shorter by chance.
 """
+
+SESSION_SEEDS = (1, 2, 3)
+SESSION_FIGURES = {
+    "session": "session_mean",
+    "hits": "repeatable_cached",
+    "p50": "ttft_p50",
+    "p90": "ttft_p90",
+    "p99": "ttft_p99",
+    "failed": "num_refusals",
+}
+H100X4 = HARDWARE["h100x4-70b"]
+SESSION_TIERS = TierShape(
+    H100X4.bytes_per_token, host_bytes=1e12, disk_bytes=8e12, pull_bytes_per_second=10e9
+)
 
 OVERLOADED = ("conversations", "documents", "tool agents")
 OVERLOAD_FIGURES = ("hits", "goodput")
@@ -82,9 +98,53 @@ def _rows() -> Iterator[tuple[str, Row]]:
             yield f"{name}, {way}", Row(each, tiers=tiers)
 
 
-ROWS = dict(_rows())
-CARRIED = {name: row for name, row in ROWS.items() if not row.is_overload and row.tiers is None}
+@dataclass(frozen=True, slots=True)
+class SessionRow:
+    """Sessions of coding agents in a closed loop, in so many lanes: on the devices alone, or with tiers."""
+
+    num_lanes: int
+    tiers: TierShape | None = None
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        return _session_figures(self)
+
+
+SESSION_ROWS = {
+    f"sessions in {num_lanes} lanes, {way}": SessionRow(num_lanes, tiers)
+    for num_lanes in (32, 48)
+    for way, tiers in (("device alone", None), ("host memory, disk and pulls", SESSION_TIERS))
+}
+
+ROWS: Mapping[str, Row | SessionRow] = {**dict(_rows()), **SESSION_ROWS}
+CARRIED = {name: row for name, row in _rows() if not row.is_overload and row.tiers is None}
 """Rows whose load the fleet carries: the queue must not change these."""
+
+
+@functools.cache
+def _session_figures(row: SessionRow) -> Mapping[str, float]:
+    jobs = [_session_job(row, seed) for seed in SESSION_SEEDS]
+    summaries = run_all(jobs, num_processes=1)
+    found = {}
+    for name, figure in SESSION_FIGURES.items():
+        values = [summary.figures[figure] for summary in summaries]
+        found[name] = statistics.fmean(value for value in values if value is not None)
+    return found
+
+
+def _session_job(row: SessionRow, seed: int) -> Job:
+    name = str(SESSIONS / f"sessions-{row.num_lanes}-s{seed}.jsonl.gz")
+    source = Source(name, seed, (), None, 1.0, has_sessions=True)
+    block_size = load_sessions(name).block_tokens
+    shape = ReplicaShape(
+        H100X4.cost,
+        H100X4.cache_tokens // block_size,
+        block_size,
+        max_batched_tokens=H100X4.max_batched_tokens,
+        max_running=DEFAULT_MAX_RUNNING,
+        tiers=row.tiers,
+    )
+    return Job(("kvasir", None), source, FleetOptions(shape, queue=QueueRules()), 0.0, Slo())
 
 
 @functools.cache

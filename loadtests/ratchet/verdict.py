@@ -31,6 +31,7 @@ class Tolerance:
 
 TOLERANCES: Mapping[str, Tolerance] = {
     "hits": Tolerance(0.01, more_is_better=True),
+    "session": Tolerance(0.02),
     "p50": Tolerance(0.05, 0.01),
     "p90": Tolerance(0.05, 0.01),
     "p99": Tolerance(0.10, 0.01),

@@ -12,6 +12,9 @@ from typing import Annotated, BinaryIO
 
 import msgspec
 
+SESSIONS = Path(__file__).parent / "data"
+"""Files for 32, 48 and 64 lanes, with three seeds each."""
+
 FORMAT, VERSION = "kvasir-sessions", 1
 
 MAX_HEAD_BYTES = 65_536

@@ -17,7 +17,12 @@ from tests.tools import needed_tool
 WRITE = "python -m loadtests.ratchet --write"
 AT_ONCE = {
     *(row for row in ROWS if row.endswith(", 1 router") and "one batch" not in row and " x" not in row),
-    *("conversations, 4 routers", "tool agents x2, 1 router", "Zipf, host memory, disk and pulls"),
+    *(
+        "sessions in 32 lanes, device alone",
+        "conversations, 4 routers",
+        "tool agents x2, 1 router",
+        "Zipf, host memory, disk and pulls",
+    ),
 }
 """A workload each; the others are slow."""
 
