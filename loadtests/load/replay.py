@@ -1,12 +1,13 @@
 """Sends a workload to a running cluster at its own pace and records what became of every request.
 
 Owns the open loop: a request is sent at its time, however slow the answers to earlier ones are, and what this
-client is late by is recorded. The command line is in `replay_command.py`.
+client is late by is recorded. And how requests of both loops are sent: `closed_loop.py` has the other. The
+command line is in `replay_command.py`.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -32,18 +33,48 @@ class Endpoint:
     path: str = "/v1/completions"
 
 
-class Replay:
-    """One run. `records` grows while it is under way; `num_sent` counts what has been started."""
+class Sender:
+    """What every run sends with. `records` grows while one is under way, `num_sent` counts what has begun."""
+
+    def __init__(self, target: Endpoint, timeout_seconds: float) -> None:
+        self.records: dict[int, RequestRecord] = {}
+        self.num_sent = 0
+        self._timeout_seconds = timeout_seconds
+        self._connections = _Connections(target)
+        self._path = target.path
+
+    async def post(
+        self, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> tuple[Answer | None, str | None]:
+        """Return what came of an answer, and the error, if it is not whole."""
+        answer: Answer | None = None
+        error: str | None = None
+        try:
+            async with asyncio.timeout(self._timeout_seconds), self._connections.take() as connection:
+                answer = await connection.post(self._path, body, headers)
+            error = _error_of(answer)
+        except TimeoutError:
+            error = "timed out"
+        except StreamCut as cut:
+            answer, error = cut.answer, "truncated"
+        except (OSError, EOFError):
+            error = "connection lost"
+        except (ValueError, KeyError):
+            error = "unreadable answer"
+        return answer, error
+
+    def abort(self) -> None:
+        self._connections.abort()
+
+
+class Replay(Sender):
+    """One run of an open loop."""
 
     def __init__(
         self, target: Endpoint, workload: Workload, prompts: Prompts, *, timeout_seconds: float
     ) -> None:
-        self.records: dict[int, RequestRecord] = {}
-        self.num_sent = 0
+        super().__init__(target, timeout_seconds)
         self._workload, self._prompts = workload, prompts
-        self._timeout_seconds = timeout_seconds
-        self._connections = _Connections(target)
-        self._path = target.path
 
     async def run(self) -> None:
         """Until the last answer has come or failed."""
@@ -57,38 +88,25 @@ class Replay:
                     self.num_sent += 1
                     tasks.create_task(self._send(number, request, body, due))
         finally:
-            self._connections.abort()
+            self.abort()
 
     async def _send(self, number: int, request: TraceRequest, body: bytes, due: float) -> None:
         began = time.perf_counter()
-        answer: Answer | None = None
-        error: str | None = None
-        try:
-            async with asyncio.timeout(self._timeout_seconds), self._connections.take() as connection:
-                answer = await connection.post(self._path, body)
-            error = _error_of(answer)
-        except TimeoutError:
-            error = "timed out"
-        except StreamCut as cut:
-            answer, error = cut.answer, "truncated"
-        except (OSError, EOFError):
-            error = "connection lost"
-        except (ValueError, KeyError):
-            error = "unreadable answer"
-        ended = time.perf_counter()
-        if answer is None:
-            self.records[number] = unanswered(
-                request,
-                error or "no answer",
-                arrival_seconds=request.arrival_seconds,
-                waited_seconds=ended - began,
-                lateness_seconds=began - due,
-            )
-        else:
-            self.records[number] = record_of(request, answer, error, answer.sent_seconds - due)
+        answer, error = await self.post(body)
+        self.records[number] = record_of(request, answer, error, began=began, due=due)
 
 
-def record_of(request: TraceRequest, answer: Answer, error: str | None, lateness: float) -> RequestRecord:
+def record_of(
+    request: TraceRequest, answer: Answer | None, error: str | None, *, began: float, due: float
+) -> RequestRecord:
+    if answer is None:
+        return unanswered(
+            request,
+            error or "no answer",
+            arrival_seconds=request.arrival_seconds,
+            waited_seconds=time.perf_counter() - began,
+            lateness_seconds=began - due,
+        )
     try:
         usage = msgspec.convert(answer.usage, Usage)
     except msgspec.ValidationError:
@@ -99,7 +117,7 @@ def record_of(request: TraceRequest, answer: Answer, error: str | None, lateness
         usage,
         answer.headers,
         arrival_seconds=request.arrival_seconds,
-        lateness_seconds=lateness,
+        lateness_seconds=answer.sent_seconds - due,
         ttft_seconds=answer.ttft if is_good else None,
         e2e_seconds=answer.e2e,
         itl_seconds=answer.itl_seconds if is_good else (),

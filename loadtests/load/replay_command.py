@@ -10,6 +10,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,10 +21,12 @@ import uvloop
 from cluster.commands.refusals import KEY_HINT
 from cluster.errors import ClusterError
 from loadtests.arguments import count, positive, share
+from loadtests.load.closed_loop import ClosedLoop, num_turns, programs_of, within
 from loadtests.load.replay import Endpoint, Replay
 from loadtests.progress import showing
 from loadtests.reports.report import RequestRecord, Slo, make_report
 from loadtests.reports.run_file import Run, RunFileError, RunInfo, Surroundings, surroundings, write_run
+from loadtests.reports.sessions import SessionFigures, render_sessions, session_figures
 from loadtests.reports.table import render
 from loadtests.workloads import (
     GENERATORS,
@@ -35,6 +38,7 @@ from loadtests.workloads import (
     without_longer_than,
 )
 from loadtests.workloads.prompts import SAMPLE_WORDS, Prompts, token_alphabet
+from loadtests.workloads.sessions import SessionFile, is_session_file, read_sessions
 from loadtests.workloads.sources import open_workload, typed_parameters
 
 INTERRUPTED = 130
@@ -50,17 +54,28 @@ class ReplayError(ClusterError):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
-        "Send a trace or a generated workload to a running cluster, every request at its time, and say "
-        "what the cache and the router made of it."
+        "Send a trace or a generated workload to a running cluster, every request at its time, or recorded "
+        "sessions of agents, every turn after the answer before it, and say what the cache and the router "
+        "made of it."
     )
     parser.epilog = "generators, and their parameters for --set:\n" + "\n".join(map(_describe, GENERATORS))
     add = parser.add_argument
-    add("workload", metavar="TRACE", help="a .jsonl or .jsonl.gz in Mooncake's format, or a generator's name")
+    add(
+        "workload",
+        metavar="TRACE",
+        help="a .jsonl or .jsonl.gz in Mooncake's format or of sessions, or a generator's name",
+    )
     add("--url", help="a router (default: the cluster that runs here)")
     add("--model", metavar="NAME", help="model name (default: the first model)")
     add("--api-key", metavar="KEY", help="the requests' bearer token")
     add("--seed", type=int, default=1, metavar="N", help="another seed, other prompts (default: %(default)s)")
-    add("--speed", type=positive, default=1.0, metavar="X", help="speed up arrivals by this factor")
+    add(
+        "--speed",
+        type=positive,
+        default=1.0,
+        metavar="X",
+        help="speed up arrivals, or the pauses of sessions, by this factor",
+    )
     add("--qps", type=positive, metavar="X", help="a generator's requests (or sessions) per second")
     add(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a generator's parameter; repeatable"
@@ -68,7 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--limit",
         metavar="N|Ns",
-        help="only the first N requests, or with 60s, only those sent in the first 60 s",
+        help="only the first N requests, or with 60s, only those sent in the first 60 s; only the first N "
+        "sessions of agents",
     )
     add("--scale-tokens", type=positive, default=1.0, metavar="F", help="shrink prompts and answers (0.1)")
     add("--text", action="store_true", help="send words instead of token ids")
@@ -101,6 +117,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, url: str, say: Callable[[str], None]) -> int:
     """Replay and report. Returns the exit status. Raises ReplayError."""
+    file = _session_file(arguments)
+    if file is None:
+        return _run_open_loop(arguments, url, say)
+    return _run_closed_loop(arguments, file, url, say)
+
+
+def _run_open_loop(arguments: argparse.Namespace, url: str, say: Callable[[str], None]) -> int:
     workload = scale(_workload(arguments), arguments.speed)
     if workload.has_images:
         raise ReplayError(
@@ -111,37 +134,105 @@ def run(arguments: argparse.Namespace, url: str, say: Callable[[str], None]) -> 
         cluster = _Cluster(client, arguments.model)
         num_all = len(workload.requests)
         workload = without_longer_than(workload, cluster.context_length)
-        if num_left_out := num_all - len(workload.requests):
-            say(
-                f"{num_left_out} of {num_all} requests exceed the context of {cluster.context_length} tokens."
-            )
+        _say_left_out(num_all - len(workload.requests), num_all, cluster, say)
         workload = _limited(workload, arguments.limit)
-        if not workload.requests:
-            raise ReplayError("nothing is left to send; --scale-tokens makes prompts smaller")
-        alphabet = list(SAMPLE_WORDS) if arguments.text else cluster.alphabet()
-        num_replicas, block_size = cluster.num_replicas(), arguments.block_size or cluster.block_size
-    prompts = Prompts(cluster.model, workload.block_tokens, arguments.seed, alphabet)
+        facts = _facts(arguments, cluster, len(workload.requests))
+    prompts = Prompts(cluster.model, workload.block_tokens, arguments.seed, facts.alphabet)
     replay = Replay(_target(url, arguments.api_key), workload, prompts, timeout_seconds=arguments.timeout)
-    kind = "words" if arguments.text else "token ids"
     say(
         f"{workload.name} to {cluster.model} at {url}: {len(workload.requests)} requests in "
-        f"{workload.duration_seconds:.0f} s, {workload.num_input_tokens} prompt tokens as {kind}."
+        f"{workload.duration_seconds:.0f} s, {workload.num_input_tokens} prompt tokens as {_kind(arguments)}."
     )
     origin = surroundings()
     was_interrupted = _run(replay, len(workload.requests))
     if was_interrupted:
         workload = first_requests(workload, replay.num_sent)
+    return _finish(arguments, workload, replay.records, facts, origin, say, was_interrupted=was_interrupted)
+
+
+def _run_closed_loop(
+    arguments: argparse.Namespace, file: SessionFile, url: str, say: Callable[[str], None]
+) -> int:
+    try:
+        typed_parameters(arguments.workload, arguments.qps, arguments.set)
+        limit = _number_of_sessions(arguments.limit)
+        block_tokens, programs = programs_of(file, scale_tokens=arguments.scale_tokens, limit=limit)
+    except ValueError as error:
+        raise ReplayError(f"{arguments.workload}: {error}") from error
+    with _client(url, arguments.api_key) as client:
+        cluster = _Cluster(client, arguments.model)
+        num_all = num_turns(programs)
+        programs = within(programs, cluster.context_length)
+        num_sent = num_turns(programs)
+        _say_left_out(num_all - num_sent, num_all, cluster, say)
+        facts = _facts(arguments, cluster, num_sent)
+    prompts = Prompts(cluster.model, block_tokens, arguments.seed, facts.alphabet)
+    loop = ClosedLoop(
+        _target(url, arguments.api_key),
+        programs,
+        prompts,
+        speed=arguments.speed,
+        timeout_seconds=arguments.timeout,
+    )
+    main_turns = {each.session.id: len(each.requests) for each in programs if each.session.parent is None}
+    say(
+        f"{file.name} to {cluster.model} at {url}: {loop.num_lanes} lanes with {len(main_turns)} sessions "
+        f"and {len(programs) - len(main_turns)} subagents, {num_sent} turns as {_kind(arguments)}, each sent "
+        "when the answer before it has ended."
+    )
+    origin = surroundings()
+    was_interrupted = _run(loop, num_sent)
+    sent = Workload(file.name, block_tokens, tuple(loop.sent))
+    in_order = [record for _, record in sorted(loop.records.items())]
+    figures = session_figures(in_order, main_turns)
+    return _finish(
+        arguments, sent, loop.records, facts, origin, say, was_interrupted=was_interrupted, sessions=figures
+    )
+
+
+def _say_left_out(num_left_out: int, num_all: int, cluster: "_Cluster", say: Callable[[str], None]) -> None:
+    if num_left_out:
+        say(f"{num_left_out} of {num_all} requests exceed the context of {cluster.context_length} tokens.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What the cluster says before a run."""
+
+    alphabet: list[int] | list[str]
+    num_replicas: int | None
+    block_size: int
+
+
+def _facts(arguments: argparse.Namespace, cluster: "_Cluster", num_requests: int) -> _Facts:
+    """Raises ReplayError without a request to send."""
+    if not num_requests:
+        raise ReplayError("nothing is left to send; --scale-tokens makes prompts smaller")
+    alphabet = list(SAMPLE_WORDS) if arguments.text else cluster.alphabet()
+    return _Facts(alphabet, cluster.num_replicas(), arguments.block_size or cluster.block_size)
+
+
+def _kind(arguments: argparse.Namespace) -> str:
+    return "words" if arguments.text else "token ids"
+
+
+def _finish(
+    arguments: argparse.Namespace,
+    workload: Workload,
+    records: dict[int, RequestRecord],
+    facts: _Facts,
+    origin: Surroundings,
+    say: Callable[[str], None],
+    *,
+    was_interrupted: bool,
+    sessions: SessionFigures | None = None,
+) -> int:
+    """Report and keep what was sent. Returns the exit status."""
     status = _report(
-        arguments,
-        workload,
-        replay.records,
-        num_replicas,
-        block_size,
-        say,
-        was_interrupted=was_interrupted,
+        arguments, workload, records, facts, say, was_interrupted=was_interrupted, sessions=sessions
     )
     if arguments.run_file is not None:
-        _write_run_file(arguments, workload, replay.records, num_replicas, origin)
+        _write_run_file(arguments, workload, records, facts.num_replicas, origin)
     return status
 
 
@@ -198,18 +289,20 @@ def _report(
     arguments: argparse.Namespace,
     workload: Workload,
     records: dict[int, RequestRecord],
-    num_replicas: int | None,
-    block_size: int,
+    facts: _Facts,
     say: Callable[[str], None],
     *,
     was_interrupted: bool,
+    sessions: SessionFigures | None,
 ) -> int:
     num_warm_up = int(len(workload.requests) * arguments.warm_up)
     counted = [record for number, record in sorted(records.items()) if number >= num_warm_up]
     slo = Slo(arguments.slo_ttft, arguments.slo_tpot, arguments.slo_e2e)
-    report = make_report(counted, slo, num_replicas=num_replicas)
-    ideal = ideal_hits(workload, hit_tokens=block_size, warm_up=num_warm_up)
+    report = make_report(counted, slo, num_replicas=facts.num_replicas)
+    ideal = ideal_hits(workload, hit_tokens=facts.block_size, warm_up=num_warm_up)
     say(render(report, ideal))
+    if sessions is not None:
+        say(render_sessions(sessions))
     if arguments.json is not None:
         settings = {
             name: str(value) if isinstance(value, Path) else value
@@ -219,10 +312,11 @@ def _report(
         content = {
             "workload": workload.name,
             "settings": settings,
-            "block_size": block_size,
+            "block_size": facts.block_size,
             "ideal_token_hit_rate": ideal.token_hit_rate,
             "ideal_cross_user_hit_rate": ideal.cross_user_hit_rate,
             "report": report.as_json(),
+            **({} if sessions is None else {"sessions": asdict(sessions)}),
         }
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if was_interrupted:
@@ -234,7 +328,7 @@ def _report(
     return 0 if report.num_answered else 1
 
 
-def _run(replay: Replay, total: int) -> bool:
+def _run(replay: Replay | ClosedLoop, total: int) -> bool:
     """Whether it was interrupted."""
 
     def line(seconds: float) -> str:
@@ -330,6 +424,24 @@ def _workload(arguments: argparse.Namespace) -> Workload:
         return open_workload(name, arguments.seed, parameters, scale_tokens=arguments.scale_tokens)
     except ValueError as error:
         raise ReplayError(str(error)) from error
+
+
+def _session_file(arguments: argparse.Namespace) -> SessionFile | None:
+    """None where the workload is something else."""
+    name = arguments.workload
+    if name in GENERATORS or not Path(name).is_file():
+        return None
+    try:
+        return read_sessions(name) if is_session_file(name) else None
+    except (ValueError, OSError, EOFError) as error:
+        raise ReplayError(f"{name}: {error}") from error
+
+
+def _number_of_sessions(limit: str | None) -> int | None:
+    """Raises ValueError."""
+    if limit is None or limit.isdecimal():
+        return None if limit is None else int(limit)
+    raise ValueError(f"--limit takes a number of sessions here, not {limit}; ctrl-C ends a run at any time")
 
 
 def _limited(workload: Workload, limit: str | None) -> Workload:

@@ -62,7 +62,7 @@ class Connection:
     ) -> None:
         self._host, self._port = host, port
         self._keeps_events = keeps_events
-        self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        self._headers = _lines(headers)
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
@@ -78,27 +78,27 @@ class Connection:
         headers = _headers(await reader.readuntil(b"\r\n\r\n"))
         return await reader.readexactly(int(headers["content-length"]))
 
-    async def post(self, path: str, body: bytes) -> Answer:
-        """Send `body` (JSON) and read the whole answer, streamed or not.
+    async def post(self, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> Answer:
+        """Send `body` (JSON) and read the whole answer, streamed or not. `headers` are of this request alone.
 
         Raises OSError or EOFError where none came, StreamCut where it ended early.
         """
         reader, writer = await self._open()
         head = (
             f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
-            f"{self._headers}content-length: {len(body)}\r\n\r\n"
+            f"{self._headers}{_lines(headers)}content-length: {len(body)}\r\n\r\n"
         )
         sent = time.perf_counter()
         writer.write(head.encode() + body)
         raw = await reader.readuntil(b"\r\n\r\n")
         status = int(raw[9:12])
-        headers = _headers(raw)
-        if headers.get("transfer-encoding") == "chunked":
-            return await self._streamed(status, headers, sent)
-        text = await reader.readexactly(int(headers["content-length"]))
+        received = _headers(raw)
+        if received.get("transfer-encoding") == "chunked":
+            return await self._streamed(status, received, sent)
+        text = await reader.readexactly(int(received["content-length"]))
         done = time.perf_counter()
         usage = json.loads(text).get("usage") or {}
-        return Answer(status, sent, done, done, usage, headers, 1, True)
+        return Answer(status, sent, done, done, usage, received, 1, True)
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._reader is None or self._writer is None:
@@ -153,6 +153,10 @@ def _carries_text(event: bytes) -> bool:
     return (b'"content":"' in event and b'"content":""' not in event) or (
         b'"text":"' in event and b'"text":""' not in event
     )
+
+
+def _lines(headers: Mapping[str, str] | None) -> str:
+    return "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
 
 
 def _headers(raw: bytes) -> dict[str, str]:

@@ -65,6 +65,8 @@ class RequestRecord:
     """Images in the prompt of an answered request."""
     num_image_tokens: int = 0
     """Tokens that stand for images, to the client's knowledge."""
+    num_retries: int = 0
+    """Refusals before this answer; the times count from the first of them."""
 
     @property
     def tpot_seconds(self) -> float | None:

@@ -30,8 +30,8 @@ async def whole(_body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
 
 
 @contextlib.asynccontextmanager
-async def scripted_server(reply: Reply) -> AsyncIterator[int]:
-    """Yields the port."""
+async def scripted_server(reply: Reply, heads: dict[int, str] | None = None) -> AsyncIterator[int]:
+    """Yields the port. `heads` gets each request's head by its `max_tokens`."""
     writers: list[asyncio.StreamWriter] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -40,7 +40,10 @@ async def scripted_server(reply: Reply) -> AsyncIterator[int]:
             while not writer.is_closing():
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
-                await reply(json.loads(await reader.readexactly(length)), writer)
+                body = json.loads(await reader.readexactly(length))
+                if heads is not None:
+                    heads[body["max_tokens"]] = head
+                await reply(body, writer)
                 await writer.drain()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)

@@ -1,5 +1,6 @@
 """`kvasir replay` against a router and a simulated replica, all of them real processes."""
 
+import gzip
 import json
 import re
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,74 @@ def test_words_in_place_of_token_ids_share_prefixes_too(stack: LocalStack, tmp_p
     _, content = replayed(tmp_path, words)
     assert content["report"]["num_answered"] == 4
     assert content["report"]["token_hit_rate"] > 0.4
+
+
+def write_sessions(path: Path, *, num_lanes: int, think: float) -> Path:
+    """Each lane has a session of three turns, which begins a subagent, and then another session."""
+    lines: list[dict[str, Any]] = [{"format": "kvasir-sessions", "version": 1, "block_tokens": 512}]
+    for lane in range(num_lanes):
+        sizes = (1100, 1700, 2100)
+        turns = [
+            {"in": size, "out": 4, "think": think, "blocks": [[lane * 100, size // 512]]} for size in sizes
+        ]
+        agent = [{"in": 600, "out": 2, "think": 0, "blocks": [[lane * 100 + 50, 1]]}]
+        common = {"lane": lane, "after": 0.1}
+        lines += [
+            {"id": f"{lane}.0", "agent": "main", "turns": turns, **common},
+            {"id": f"{lane}.0.0", "agent": "explore", "parent": f"{lane}.0", "turn": 1, "turns": agent}
+            | common,
+            {"id": f"{lane}.1", "agent": "main", "turns": turns[:1], **common},
+        ]
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+    return path
+
+
+def test_sessions_of_agents_are_served_turn_by_turn_and_have_figures_of_their_own(
+    stack: LocalStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_sessions(tmp_path / "few.jsonl.gz", num_lanes=2, think=1.0)
+    words = [str(file), "--url", stack.url, "--seed", "21", "--speed", "4", "--scale-tokens", "0.5"]
+    status, content = replayed(tmp_path, [*words, "--run-file", str(tmp_path / "run.json")])
+    report, sessions = content["report"], content["sessions"]
+    assert (status, report["num_answered"], report["errors"]) == (0, 10, {})
+    tokens = (550, 850, 1050, 550)  # a lane's turns; of them 512, 768 and 512 were there before
+    assert content["ideal_token_hit_rate"] == pytest.approx((512 + 768 + 512) / (sum(tokens) + 300), rel=0.01)
+    assert report["token_hit_rate"] == pytest.approx(content["ideal_token_hit_rate"])
+    assert (sessions["num_sessions"], sessions["num_ended"], sessions["failed"]) == (4, 4, [])
+    assert 0 < sessions["mean_seconds"] < sessions["p90_seconds"]
+    assert sessions["p90_seconds"] > 0.5, "two pauses"
+    said = capsys.readouterr().out
+    assert "2 lanes with 4 sessions and 2 subagents, 10 turns as token ids" in said
+    assert "sessions            4 of 4 ended, mean " in said
+    run = read_run(tmp_path / "run.json")
+    assert Counter(record.session for record in run.records)["0.0"] == 3
+    assert {record.user for record in run.records} == {"0.0", "0.1", "1.0", "1.1"}
+    assert figures_of(run, Slo()).report.num_answered == 10
+    assert replayed(tmp_path, [*words, "--limit", "1"])[1]["report"]["num_answered"] == 4
+    assert main(["replay", *words, "--limit", "5s"]) == 2
+    assert "--limit takes a number of sessions here, not 5s" in capsys.readouterr().err
+    assert main(["replay", str(file), "--url", stack.url, "--qps", "5"]) == 2
+    assert "--qps and --set are for generators" in capsys.readouterr().err
+
+
+def test_interrupted_sessions_are_reported_as_far_as_they_came(stack: LocalStack, tmp_path: Path) -> None:
+    file, report = (
+        write_sessions(tmp_path / "few.jsonl.gz", num_lanes=1, think=60.0),
+        tmp_path / "report.json",
+    )
+    num_before = num_answered(stack)
+    words = [str(file), "--url", stack.url, "--seed", "22", "--json", str(report)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cluster.cli", "replay", *words], stdout=subprocess.PIPE, text=True
+    )
+    while num_answered(stack) < num_before + 1:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "sessions            0 of 2 ended\n" in said
+    assert "Interrupted after 1 requests" in said
+    assert json.loads(report.read_text(encoding="utf-8"))["report"]["num_requests"] <= 1
 
 
 def test_requests_that_the_router_refuses_miss_the_slo(stack: LocalStack, tmp_path: Path) -> None:
