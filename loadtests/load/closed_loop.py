@@ -20,14 +20,14 @@ from loadtests.workloads.prompts import Prompts
 from loadtests.workloads.sessions import Session, SessionFile
 
 MOST_RETRIES = 10
-"""As often as patient clients of agents try again."""
+"""Patient clients of agents try again as often."""
 FIRST_BACKOFF_SECONDS, MOST_BACKOFF_SECONDS = 0.5, 8.0
 MOST_TOLD_SECONDS = 60.0
 """A server that tells a client to stay away longer is not believed."""
 
 PROGRAM, AGENT, PARENT_AGENT = "x-kvasir-program", "x-kvasir-agent", "x-kvasir-parent-agent"
 _ID = re.compile(r"[!-~]{1,256}")
-"""What a header can carry."""
+"""Text that a header can carry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class ClosedLoop(Sender):
 
 
 def _wait_of(refusal: Answer, num_retries: int) -> float:
-    """As long as the server says, else twice as long each time."""
+    """Return the time that the server says, else one twice as long each time."""
     backoff = min(MOST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0**num_retries)
     try:
         told = float(refusal.headers["retry-after"])

@@ -34,7 +34,7 @@ class Endpoint:
 
 
 class Sender:
-    """What every run sends with. `records` grows while one is under way, `num_sent` counts what has begun."""
+    """Sends for one run. `records` grows while it is under way; `num_sent` counts what has been started."""
 
     def __init__(self, target: Endpoint, timeout_seconds: float) -> None:
         self.records: dict[int, RequestRecord] = {}

@@ -54,9 +54,8 @@ class ReplayError(ClusterError):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
-        "Send a trace or a generated workload to a running cluster, every request at its time, or recorded "
-        "sessions of agents, every turn after the answer before it, and say what the cache and the router "
-        "made of it."
+        "Send a trace or a generated workload to a running cluster, every request at its time, or sessions "
+        "of agents, turn by turn, and say what the cache and the router made of it."
     )
     parser.epilog = "generators, and their parameters for --set:\n" + "\n".join(map(_describe, GENERATORS))
     add = parser.add_argument
@@ -83,8 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--limit",
         metavar="N|Ns",
-        help="only the first N requests, or with 60s, only those sent in the first 60 s; only the first N "
-        "sessions of agents",
+        help="only the first N requests (or sessions of agents), or with 60s, only those sent in 60 s",
     )
     add("--scale-tokens", type=positive, default=1.0, metavar="F", help="shrink prompts and answers (0.1)")
     add("--text", action="store_true", help="send words instead of token ids")
@@ -164,7 +162,7 @@ def _run_closed_loop(
         num_all = num_turns(programs)
         programs = within(programs, cluster.context_length)
         num_sent = num_turns(programs)
-        _say_left_out(num_all - num_sent, num_all, cluster, say)
+        _say_left_out(num_all - num_sent, num_all, cluster, say, rest=", or come after one that does")
         facts = _facts(arguments, cluster, num_sent)
     prompts = Prompts(cluster.model, block_tokens, arguments.seed, facts.alphabet)
     loop = ClosedLoop(
@@ -190,14 +188,17 @@ def _run_closed_loop(
     )
 
 
-def _say_left_out(num_left_out: int, num_all: int, cluster: "_Cluster", say: Callable[[str], None]) -> None:
+def _say_left_out(
+    num_left_out: int, num_all: int, cluster: "_Cluster", say: Callable[[str], None], *, rest: str = ""
+) -> None:
     if num_left_out:
-        say(f"{num_left_out} of {num_all} requests exceed the context of {cluster.context_length} tokens.")
+        length = cluster.context_length
+        say(f"{num_left_out} of {num_all} requests exceed the context of {length} tokens{rest}.")
 
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What the cluster says before a run."""
+    """The cluster's answers before a run."""
 
     alphabet: list[int] | list[str]
     num_replicas: int | None

@@ -230,7 +230,7 @@ def test_requests_longer_than_the_context_are_left_out_and_that_is_said(
     words = ["agentic", "--url", stack.url, "--set", "num_sessions=1", "--limit", "1"]
     assert main(["replay", *words]) == 2
     captured = capsys.readouterr()
-    assert "exceed the context of " in captured.out
+    assert re.search(r"exceed the context of \d+ tokens\.\n", captured.out)
     assert captured.err == "kvasir: nothing is left to send; --scale-tokens makes prompts smaller\n"
 
 
