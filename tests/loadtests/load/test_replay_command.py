@@ -194,6 +194,18 @@ def test_sessions_of_agents_are_served_turn_by_turn_and_have_figures_of_their_ow
     assert "--qps and --set are for generators" in capsys.readouterr().err
 
 
+def test_sessions_outlast_a_router_that_refuses_some_of_their_turns(
+    stack: LocalStack, tmp_path: Path
+) -> None:
+    file = write_sessions(tmp_path / "many.jsonl.gz", num_lanes=3 * MAX_IN_FLIGHT, think=0.01)
+    _, content = replayed(tmp_path, [str(file), "--url", stack.url, "--seed", "23"])
+    report, sessions = content["report"], content["sessions"]
+    assert (report["num_answered"], report["errors"]) == (5 * 3 * MAX_IN_FLIGHT, {})
+    assert (sessions["num_ended"], sessions["num_failed"]) == (2 * 3 * MAX_IN_FLIGHT, 0)
+    assert sessions["num_retries"] > 0
+    assert sessions["longest_wait_seconds"] >= report["ttft"]["p99"]
+
+
 def test_interrupted_sessions_are_reported_as_far_as_they_came(stack: LocalStack, tmp_path: Path) -> None:
     file, report = (
         write_sessions(tmp_path / "few.jsonl.gz", num_lanes=1, think=60.0),
