@@ -1,0 +1,338 @@
+"""What a book knows of programs: where they run, what they need, and how much of it is kept."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.status import ReplicaId
+from router.programs.book import (
+    FORGOTTEN_SECONDS,
+    MAX_PARALLEL,
+    MAX_TENANTS,
+    ROOM_SHARE,
+    STRANGE_IN_A_ROW,
+    SUM_SECONDS,
+    Program,
+    ProgramBook,
+    Turn,
+)
+from router.programs.name import ProgramName
+from router.programs.pauses import Pause, Pauses
+
+A, B, C = (ReplicaId(name) for name in "abc")
+
+
+def blocks(*numbers: int) -> list[BlockHash]:
+    return [BlockHash(number.to_bytes(16, "big")) for number in numbers]
+
+
+def name_of(session: str, agent: str = "", parent: str | None = None) -> ProgramName:
+    return ProgramName("client", "x-session", session, agent=agent, parent=parent)
+
+
+def begin(
+    book: ProgramBook,
+    session: str = "s",
+    now: float = 0.0,
+    num_tokens: int = 100,
+    tenant: str = "red",
+    hashes: Sequence[BlockHash] = (),
+) -> Turn:
+    turn = book.begin("m", tenant, name_of(session), num_tokens, hashes, now)
+    book.admit(turn.program, num_tokens, now)
+    return turn
+
+
+def run(book: ProgramBook, session: str, now: float, home: ReplicaId = A, **more: object) -> Program:
+    """A turn of a second."""
+    turn = begin(book, session, now, **more)  # type: ignore[arg-type]
+    book.routed(turn, home, now)
+    book.end(turn, now + 1.0)
+    return turn.program
+
+
+def beyond(
+    book: ProgramBook, turn: Turn, capacity: int | None = 1000, now: float = 0.0
+) -> dict[ReplicaId, int]:
+    return book.beyond(turn, lambda replica_id: capacity, now)
+
+
+def weight(book: ProgramBook, program: Program, now: float) -> float:
+    if program.admitted_at is None:
+        return 0.0
+    if program.paused_at is None:
+        return 1.0
+    pauses = book._pauses.get(program.tenant) or Pauses()
+    return pauses.return_probability(program.pause, now - program.paused_at)
+
+
+def assert_empty(book: ProgramBook) -> None:
+    assert len(book) == 0 and list(book.programs()) == []
+    assert not book._of and not book._homes
+    assert all(not each.tokens_of and not each.num_tokens for each in book._admitted.values())
+    assert len(book._pauses) <= MAX_TENANTS
+
+
+def test_a_turn_makes_its_replica_the_home_and_what_it_took_is_attained() -> None:
+    book = ProgramBook()
+    turn = begin(book, now=5.0)
+    program = turn.program
+    assert (program.state, program.home, program.num_turns, program.seen_at) == ("active", None, 1, 5.0)
+    book.routed(turn, A, 6.0)
+    book.end(turn, 10.0)
+    assert (program.state, program.home, program.attained_seconds) == ("paused", A, 4.0)
+    assert (program.paused_at, program.pause) == (10.0, Pause.UNKNOWN)
+    run(book, "s", 20.0, B)
+    assert (program.home, book.num_moved, book.num_begun) == (B, 1, 1)
+    assert set(book._homes) == {B}
+    assert book.known("m", "red", name_of("s")) is program
+    assert book.known("m", "green", name_of("s")) is book.known("n", "red", name_of("s")) is None
+
+
+def test_a_turn_that_went_nowhere_attains_nothing_and_a_clock_that_jumps_back_harms_nothing() -> None:
+    book = ProgramBook()
+    book.end(begin(book, now=5.0), 9.0)
+    turn = begin(book, now=3.0)
+    book.routed(turn, A, 3.0)
+    assert beyond(book, turn, now=-50.0) == {}
+    book.end(turn, 1.0)
+    assert turn.program.attained_seconds == 0.0
+    book.forget_old(-1e9)
+    book.forget_old(1.0 + FORGOTTEN_SECONDS)
+    assert_empty(book)
+
+
+def test_subagents_attain_for_the_program_that_began_them_all() -> None:
+    book = ProgramBook()
+    run(book, "s", 0.0)
+    main = book.known("m", "red", name_of("s"))
+    assert main is not None and main.root is None
+    turns = [
+        book.begin("m", tenant, name, 10, (), 1.0)
+        for tenant, name in [
+            ("red", name_of("s", "child", "")),
+            ("red", name_of("s", "grandchild", "child")),
+            ("green", name_of("s", "child", "")),
+            ("red", name_of("s", "self", "self")),
+            ("red", name_of("s", "orphan", "unknown")),
+        ]
+    ]
+    assert [turn.program.root for turn in turns] == [main, main, None, None, None]
+    book.routed(turns[1], B, 1.0)
+    book.end(turns[1], 8.0)
+    assert main.attained_seconds == 1.0 + 7.0
+
+
+def test_turns_at_once_or_prompts_that_share_nothing_are_a_crowd() -> None:
+    book = ProgramBook()
+    turns = [begin(book) for _ in range(MAX_PARALLEL)]
+    assert not turns[0].program.is_crowd
+    turns.append(begin(book))
+    assert turns[0].program.is_crowd
+    for turn in turns:
+        book.end(turn, 1.0)
+    assert not turns[0].program.is_crowd, "they are one agent's again"
+
+    grown = [blocks(*range(length)) for length in range(1, 60, 3)]
+    for hashes in grown:
+        program = run(book, "grows", 0.0, hashes=hashes)
+        assert program.num_strange == 0
+    for number in range(STRANGE_IN_A_ROW):
+        assert not program.is_crowd
+        run(book, "grows", 0.0, hashes=blocks(*range(1000 * (number + 1), 1000 * (number + 1) + 10)))
+    assert program.is_crowd
+    run(book, "grows", 0.0, hashes=blocks(*range(4000, 4012)))
+    assert not program.is_crowd, "a compacted conversation is none"
+
+
+def test_what_its_programs_need_beyond_a_replicas_room_is_told_with_the_one_that_asks() -> None:
+    book = ProgramBook()
+    for session in ("s1", "s2"):
+        turn = begin(book, session, num_tokens=400)
+        book.routed(turn, A, 0.0)
+    other = begin(book, "s3", num_tokens=300)
+    assert beyond(book, other) == {A: 800 + 300 - 900}
+    book.routed(other, B, 0.0)
+    assert beyond(book, other) == {A: 200}, "alone at B it fits"
+    longer = begin(book, "s1", num_tokens=700)
+    assert beyond(book, longer) == {A: 400 + 700 - 900, B: 300 + 700 - 900}, "not counted twice"
+
+
+@pytest.mark.parametrize("capacity", [None, 10**9])
+def test_where_there_is_room_or_nobody_knows_nothing_is_beyond(capacity: int | None) -> None:
+    book = ProgramBook()
+    run(book, "s1", 0.0, num_tokens=10**6)
+    assert beyond(book, begin(book, "s2"), capacity) == {}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sums_are_those_of_a_twin_that_adds_up_all_programs(seed: int) -> None:
+    """Weights are at most as old as the interval of sums; the rest is exact at any time."""
+    rng, book, now = random.Random(seed), ProgramBook(max_programs=30), 0.0
+    open_turns: list[Turn] = []
+    capacity = {A: 500, B: 3000, C: None}
+    for _ in range(600):
+        step = rng.choice([0.0, 0.3, 2.0, 30.0])
+        now += step
+        match rng.randrange(8):
+            case 0 | 1 | 2:
+                turn = begin(book, f"s{rng.randrange(50)}", now, rng.randrange(1, 900), rng.choice("rg"))
+                open_turns.append(turn)
+            case 3 | 4 if open_turns:
+                book.routed(rng.choice(open_turns), rng.choice([A, B, C]), now)
+            case 5 | 6 if open_turns:
+                turn = open_turns.pop(rng.randrange(len(open_turns)))
+                book.end(turn, now)
+                book.paused(turn.program, rng.choice(list(Pause)))
+            case 7:
+                idle = [each for each in book.programs() if not each.num_open]
+                if idle:
+                    rng.choice([book.dismiss, book.forget])(rng.choice(idle))
+                if rng.random() < 0.1:
+                    book.forget_replica(rng.choice([A, B, C]))
+        if not open_turns:
+            continue
+        asks = rng.choice(open_turns)
+        found = book.beyond(asks, capacity.get, now)
+        for home in book._homes.values():
+            assert home.tokens == pytest.approx(sum(each.counted for each in home.programs), abs=1e-6)
+        for replica_id, room in capacity.items():
+            homed = [each for each in book.programs() if each.home == replica_id]
+            if room is None or not homed:
+                assert replica_id not in found
+            elif step >= SUM_SECONDS:
+                needed = sum(
+                    weight(book, each, now) * each.num_tokens for each in homed if each is not asks.program
+                )
+                if asks.program in homed and asks.program.admitted_at is None:
+                    needed += weight(book, asks.program, now) * asks.program.num_tokens
+                over = needed + asks.num_tokens - ROOM_SHARE * room
+                assert found.get(replica_id, 0) == pytest.approx(max(0.0, over), abs=1.01)
+        assert len(book) <= 30 + len(open_turns)
+        for model in ("m",):
+            admitted = book.admitted(model)
+            assert set(admitted.tokens_of) == {
+                each for each in book.programs() if each.admitted_at is not None
+            }
+            assert admitted.num_tokens == sum(admitted.tokens_of.values()) >= 0
+    for turn in open_turns:
+        book.end(turn, now)
+    book.forget_old(now + FORGOTTEN_SECONDS)
+    assert_empty(book)
+
+
+def test_a_paused_program_counts_ever_less_and_one_that_may_not_run_not_at_all() -> None:
+    book = ProgramBook()
+    program = run(book, "s1", -1.0, num_tokens=1000)
+    found = []
+    for now in (0.0, 60.0, 600.0, 3000.0):
+        turn = begin(book, "s2", now)
+        found.append(beyond(book, turn, now=now).get(A, 0))
+        book.end(turn, now)
+    assert 170 < found[0] <= 200 and sorted(found, reverse=True) == found and found[-1] == 0
+    turn = begin(book, "s2", 0.0)
+    book.end(begin(book, "s1", 0.0, num_tokens=1000), 0.0)
+    assert beyond(book, turn)
+    book.dismiss(program)
+    assert beyond(book, turn) == {}
+
+
+def test_a_tool_that_runs_for_long_is_less_awaited_than_a_user() -> None:
+    found = {}
+    for pause in (Pause.TOOL, Pause.USER):
+        book = ProgramBook()
+        book.paused(run(book, "s1", -1.0, num_tokens=10_000), pause)
+        found[pause] = beyond(book, begin(book, "s2", 200.0), now=200.0)[A]
+    assert found[Pause.TOOL] < found[Pause.USER]
+
+
+def test_a_replica_that_is_gone_is_nobodys_home() -> None:
+    book = ProgramBook()
+    program = run(book, "s1", 0.0, num_tokens=2000)
+    book.forget_replica(A)
+    book.forget_replica(B)
+    assert program.home is None and not book._homes
+    assert beyond(book, begin(book, "s2")) == {}
+    run(book, "s1", 5.0, A, num_tokens=2000)
+    assert book.num_moved == 0 and program.home == A
+    assert beyond(book, begin(book, "s2")) != {}
+
+
+def test_a_flood_of_one_tenants_programs_leaves_those_of_others() -> None:
+    book = ProgramBook(max_programs=500)
+    mine = run(book, "mine", 0.0, tenant="green")
+    busy = begin(book, "busy", 0.0)
+    for number in range(10_000):
+        run(book, f"s{number}", 1.0 + number)
+        assert len(book) <= 500
+    assert book.known("m", "green", name_of("mine")) is mine
+    assert book.known("m", "red", name_of("busy")) is busy.program, "it runs"
+    assert book.known("m", "red", name_of("s9999")) is not None
+    assert book.num_forgotten == 10_002 - 500
+    book.end(busy, 2.0)
+    book.forget_old(1e6)
+    assert_empty(book)
+
+
+def test_many_tenants_leave_no_trace_and_cost_no_more_than_few() -> None:
+    book = ProgramBook()
+    for number in range(3 * MAX_TENANTS):
+        run(book, "s", 0.0, tenant=f"tenant-{number}")
+        run(book, "s", 10.0, tenant=f"tenant-{number}")
+        assert len(book._pauses) <= MAX_TENANTS
+    known = list(book._pauses)
+    book.paused(run(book, "s", 20.0, tenant=known[0]), Pause.TOOL)
+    run(book, "new", 0.0, tenant="another")
+    run(book, "new", 10.0, tenant="another")
+    assert known[0] in book._pauses and known[1] not in book._pauses, "the one that learned least recently"
+    beyond(book, begin(book, "s2", 500.0), now=500.0)
+    assert "red" not in book._pauses, "to look makes nothing"
+
+
+def test_what_has_paused_for_long_is_forgotten_wherever_it_stands() -> None:
+    book = ProgramBook()
+    long = begin(book, "long", 0.0)
+    run(book, "short", 1.0)
+    begun = begin(book, "open", 2.0)
+    book.end(long, 3000.0)
+    book.forget_old(2.0 + FORGOTTEN_SECONDS)
+    assert {each.name.session for each in book.programs()} == {"long", "open"}
+    book.forget_old(3000.0 + FORGOTTEN_SECONDS)
+    assert {each.name.session for each in book.programs()} == {"open"}
+    book.end(begun, 9000.0)
+
+
+def test_a_program_with_an_open_turn_is_kept_and_one_of_the_same_name_is_another() -> None:
+    book = ProgramBook()
+    turn = begin(book)
+    book.routed(turn, A, 0.0)
+    book.forget(turn.program)
+    assert len(book) == 1 and turn.program.home == A
+    book.end(turn, 1.0)
+    book.forget(turn.program)
+    assert_empty(book)
+    again = run(book, "s", 2.0)
+    assert again is not turn.program
+    book.forget(turn.program)
+    assert len(book) == 1 and book.num_forgotten == 1 and again.home == A
+
+
+def test_the_room_of_a_program_is_counted_once_and_given_back_whole() -> None:
+    book = ProgramBook()
+    program, admitted = run(book, "s", 0.0, num_tokens=100), book.admitted("m")
+    book.admit(program, 250, 5.0)
+    assert (admitted.num_tokens, program.admitted_at) == (250, 0.0)
+    book.dismiss(program)
+    book.dismiss(program)
+    assert (admitted.num_tokens, program.admitted_at) == (0, None)
+
+
+def test_other_routers_are_told_of_what_they_should_know() -> None:
+    book, told = ProgramBook(), []
+    book.on_change = lambda program: told.append((program.home, program.admitted_at is not None))
+    program = run(book, "s", 0.0)
+    assert told == [(None, True), (A, True), (A, True)]
+    book.dismiss(program)
+    assert told[-1] == (A, False)
