@@ -256,7 +256,7 @@ class ProgramBook:
         """It may run, and needs so much room. Admitting it again says how much it needs now."""
         self.admitted(program.model).take(program, num_tokens)
         if program.admitted_at is None:
-            program.admitted_at, program.waits_since = now, None
+            program.admitted_at = now
             program.num_admissions += 1
             self.renewed(program, now)
             self.on_change(program)

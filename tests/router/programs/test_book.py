@@ -330,6 +330,6 @@ def test_other_routers_are_told_of_what_they_should_know() -> None:
     book, told = ProgramBook(), []
     book.on_change = lambda program: told.append((program.home, program.admitted_at is not None))
     program = run(book, "s", 0.0)
-    assert told == [(None, True), (A, True), (A, True)]
+    assert told == [(None, False), (None, True), (A, True), (A, True)]
     book.dismiss(program)
     assert told[-1] == (A, False)

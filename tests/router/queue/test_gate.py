@@ -495,7 +495,7 @@ def test_side_calls_and_what_names_no_program_are_decided_as_without_a_book() ->
                 asked.found = scene.holding.ask(asked.asking, float(number), lambda: None)
             assert isinstance(asked.found, RoutedRequest)
             decision = asked.found.decision
-            found.append((decision.replica_id, decision.reason, decision.rank, decision.program_home))
+            found.append((decision.replica_id, decision.reason, decision.rank, decision.claim))
         return found
 
     plain = decisions(Scene(4, has_book=False), is_side=False)

@@ -37,7 +37,7 @@ def test_an_overbooked_home_is_left_where_another_has_room() -> None:
     home, overlaps = holding_home(3)
     assert decided(fleet(3), overlaps, asked=asked(home)).replica_id == home
     moved = decided(fleet(3), overlaps, asked=asked(home, **{home: 1_000_000}))
-    assert moved.replica_id != home and moved.program_home == home
+    assert moved.replica_id != home and moved.claim is not None and moved.claim.home == home
     stays = decided(fleet(3), overlaps, asked=asked(home, **{home: 3_000}))
     assert stays.replica_id == home, "to compute the prompt elsewhere would cost more"
 
@@ -79,7 +79,7 @@ def test_without_a_claim_or_with_one_that_says_nothing_all_costs_are_the_same() 
     plain = decided(loads, {"r1": 300, "r2": 100})
     empty = decided(loads, {"r1": 300, "r2": 100}, asked=asked(ReplicaId("r2")))
     assert [each.cost for each in plain.candidates] == [each.cost for each in empty.candidates]
-    assert plain.program_home is None and empty.program_home == "r2"
+    assert plain.claim is None and empty.claim is not None and empty.claim.home == "r2"
 
 
 def route(table: RoutingTable, claim: Claim | None, *, by_load: bool = False) -> Decision:
