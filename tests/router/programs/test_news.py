@@ -224,7 +224,8 @@ def test_what_was_lost_is_told_again() -> None:
     here, there = Router(0), Router(1)
     turn = here.turn(named("s"), 0.0)
     turn.program.weight = 3.0
-    exchange([here, there], 0.0)
+    [old] = told(here, 0.0)
+    there.news.hear(old, 0.0)
     here.book.end(turn, 1.0)
     assert told(here, 1.0)
     exchange([here, there], 2.0)
@@ -232,7 +233,9 @@ def test_what_was_lost_is_told_again() -> None:
     exchange([here, there], 1.0 + REFRESH_SECONDS)
     program = there.program(named("s"))
     assert (program.num_running, program.version, program.weight) == (0, turn.program.version, 3.0)
-    there.turn(named("s"), 100.0)
+    there.turn(named("s"), 100.0, home=R1)
+    there.news.hear(old, 100.0)  # late, or once more
+    assert (program.home, program.num_turns, program.num_tokens) == (R1, 2, 100)
     assert told(there, 100.0)
     here.book.forget_replica(R0)
     exchange([there, here], 100.0 + HEARTBEAT_SECONDS)
@@ -241,12 +244,14 @@ def test_what_was_lost_is_told_again() -> None:
 
 
 def test_a_turn_that_ends_leaves_those_of_other_routers_open() -> None:
-    here, there = routers = Router(0), Router(1)
-    turns = [router.turn(named("s"), 0.0) for router in routers]
+    here, there, third = routers = Router(0), Router(1), Router(2)
+    turns = [router.turn(named("s"), 0.0) for router in (here, there)]
     exchange(routers, 0.0)
+    assert third.program(named("s")).num_running == 2
     here.book.end(turns[0], 1.0)
     assert (turns[0].program.state, turns[0].program.paused_at) == ("active", None)
     exchange(routers, 1.0)
+    assert third.program(named("s")).num_running == 1
     there.book.end(turns[1], 2.0)
     exchange(routers, 2.0)
     assert (turns[0].program.state, turns[0].program.paused_at) == ("paused", 2.0)
