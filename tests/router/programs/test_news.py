@@ -455,12 +455,12 @@ def test_programs_of_all_routers_share_one_room_and_give_way_to_each_other() -> 
     while now < QUANTUM_SECONDS - 50:  # it runs on at its own router, and has the room
         exchange(routers, now)
         there.holding.look_at(held, now)
-        assert held.routed is None
+        assert not held.is_out
         now += 1.0
     here.holding.end_turn(first, now)
     exchange(routers, now)
     there.holding.look_at(held, now)
-    assert held.routed is None
+    assert not held.is_out
     first, routed = here.ask("first", num_tokens, now)
     assert isinstance(routed, RoutedRequest)
     now += 51.0
@@ -469,14 +469,14 @@ def test_programs_of_all_routers_share_one_room_and_give_way_to_each_other() -> 
     assert first.program.admitted_at is None
     exchange(routers, now)
     there.holding.look_at(held, now)
-    assert held.routed is not None
+    assert held.is_out
     exchange(routers, now)
     first, held = here.ask("first", num_tokens, now)
     assert isinstance(held, Held)
     there.holding.end_turn(second, now)
     exchange(routers, now + GRACE_SECONDS)
     here.holding.look_at(held, now + GRACE_SECONDS + 1)
-    assert held.routed is not None
+    assert held.is_out
     exchange(routers, now + GRACE_SECONDS + 1)
     assert set(here.book.admitted(CARD.name).tokens_of.values()) == {num_tokens}
     for router in routers:
