@@ -455,28 +455,28 @@ def test_programs_of_all_routers_share_one_room_and_give_way_to_each_other() -> 
     while now < QUANTUM_SECONDS - 50:  # it runs on at its own router, and has the room
         exchange(routers, now)
         there.holding.look_at(held, now)
-        assert not held.is_out
+        assert held in there.holding.at_gate()
         now += 1.0
     here.holding.end_turn(first, now)
     exchange(routers, now)
     there.holding.look_at(held, now)
-    assert not held.is_out
+    assert held in there.holding.at_gate()
     first, routed = here.ask("first", num_tokens, now)
     assert isinstance(routed, RoutedRequest)
     now += 51.0
     exchange(routers, now)
     here.holding.end_turn(first, now)  # nobody waits here, and it gives way all the same
-    assert first.program.admitted_at is None
+    assert first.program not in here.book.admitted(CARD.name).tokens_of
     exchange(routers, now)
     there.holding.look_at(held, now)
-    assert held.is_out
+    assert not [*there.holding.at_gate(), *here.holding.at_gate()]
     exchange(routers, now)
     first, held = here.ask("first", num_tokens, now)
     assert isinstance(held, Held)
     there.holding.end_turn(second, now)
     exchange(routers, now + GRACE_SECONDS)
     here.holding.look_at(held, now + GRACE_SECONDS + 1)
-    assert held.is_out
+    assert not [*there.holding.at_gate(), *here.holding.at_gate()]
     exchange(routers, now + GRACE_SECONDS + 1)
     assert set(here.book.admitted(CARD.name).tokens_of.values()) == {num_tokens}
     for router in routers:
