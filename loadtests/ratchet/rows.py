@@ -100,7 +100,7 @@ def _rows() -> Iterator[tuple[str, Row]]:
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
-    """Sessions of coding agents in a closed loop, in so many lanes: on the devices alone, or with tiers."""
+    """Sessions of coding agents in a closed loop, on the devices alone or with tiers."""
 
     num_lanes: int
     tiers: TierShape | None = None

@@ -40,7 +40,7 @@ RETRY = RetryPolicy()
 """The router's own."""
 
 NEWS_SECONDS = 0.2
-"""As `router/features/programs/exchange.py` writes them."""
+"""Interval of `router/features/programs/exchange.py`."""
 
 PROGRAM_LOOK_SECONDS = 1.0
 """Interval at which a held turn looks whether it may go."""
@@ -298,7 +298,7 @@ class VirtualFleet:
         return asked
 
     def _plan_look(self, run: _Run) -> None:
-        """When its time in the router is over; one that waits for its program looks more often."""
+        """Look when its time in the router is over; a turn looks more often."""
         assert run.held is not None and run.held.latest_start is not None
         when = run.held.latest_start
         if run.turn is not None:

@@ -133,7 +133,7 @@ class VirtualRouter:
         )
 
     def end_turn(self, turn: Turn, request: HashedRequest, now: float) -> None:
-        """A session's last answer is no tool's call, as far as anybody can see."""
+        """A session's last answer looks like any that asks its user."""
         assert self.holding is not None and self.holding.programs is not None
         self.holding.end_turn(turn, now)
         pause = Pause.TOOL if request.ends_user_turn is False else Pause.USER

@@ -31,13 +31,13 @@ MAX_PARALLEL = 4
 """More turns at once are not those of one agent."""
 
 STRANGE_IN_A_ROW = 4
-"""So are prompts that have not even half of the one before in common with it."""
+"""A prompt is strange that has less than half of the one before in common with it."""
 
 SUM_SECONDS = 1.0
 """Interval at which a replica's sum is renewed though nothing has happened: weights fall with time."""
 
 _PRIOR = Pauses()
-"""Of tenants whose own are not known."""
+"""Stands in for tenants whose own pauses are not known."""
 
 
 class Program:
@@ -145,7 +145,7 @@ class ProgramBook:
         self._pauses: OrderedDict[str, Pauses] = OrderedDict()
         self.num_begun = self.num_forgotten = self.num_moved = self.num_turns_ended = self.num_waited = 0
         self.attained_seconds = self.waited_seconds = 0.0
-        """Of all turns."""
+        """Sums over all turns."""
         self.on_change: Callable[[Program], None] = _ignore
         """Called when another router should know."""
 

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 
 
 class Pause(enum.IntEnum):
-    """How a turn ended: a tool runs, its user is asked, or nobody knows."""
+    """How a turn ended: a tool runs, its user is asked, or it is not known."""
 
     TOOL = 0
     USER = 1
@@ -62,7 +62,7 @@ class Pauses:
         self._counted(pause)
 
     def gone(self, pause: Pause) -> None:
-        """One that paused was forgotten."""
+        """A program that paused was forgotten."""
         self._gone[pause] += 1.0
         self._counted(pause)
 

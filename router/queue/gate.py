@@ -32,13 +32,13 @@ GATE_SHARE = 1.0
 """Part of the devices' KV that admitted programs may need. Those that share a beginning count it each."""
 
 QUANTUM_SECONDS = 400.0
-"""One that was admitted for so long gives way after a turn if somebody waits."""
+"""A program that was admitted for longer gives way after a turn if others wait."""
 
 LONG_SECONDS = 200.0
-"""Those that have waited for longer go first, in the order of their coming."""
+"""Programs that have waited for longer go first, in the order of their coming."""
 
 UNPASSED_SECONDS = 60.0
-"""Nobody passes one that has waited for longer and finds no room."""
+"""No program passes another that has waited for longer and finds no room."""
 
 AGEING = 0.33
 """Seconds of attained service that a second of waiting is worth."""
@@ -175,7 +175,7 @@ class Gate:
         return (taken.get(program.tenant, 0.0), program.attained_seconds - AGEING * waited)
 
     def _would_pass(self, program: Program, now: float) -> bool:
-        """Whether one that comes now would pass one that nobody passes."""
+        """Whether a program that comes now would pass another that none may pass."""
         old = [held for held in self._waiting if now - held.since > UNPASSED_SECONDS]
         if not old:
             return False
@@ -216,7 +216,7 @@ class Gate:
         return self._room(now) - self._admitted.num_tokens + sum(idle)
 
     def _fits(self, num_tokens: int, now: float) -> bool:
-        """Whether it fits; those give their room back that have paused for long, as far as it is needed."""
+        """Whether it fits; programs that have paused for long give back what it needs."""
         admitted = self._admitted
         lacking = admitted.num_tokens + num_tokens - self._room(now)
         if lacking <= 0:

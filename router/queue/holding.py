@@ -215,7 +215,7 @@ class Holding:
         block_hashes: Sequence[BlockHash],
         now: float,
     ) -> Turn | None:
-        """Return a turn that is to be ended; None for a side call, or where nobody keeps a book."""
+        """Return a turn that is to be ended; None for a side call, or without a book."""
         if self.programs is None or name.is_side:
             return None
         turn = self.programs.begin(model, tenant.name, name, num_tokens, block_hashes, now)
@@ -389,7 +389,7 @@ class Holding:
         return found
 
     def at_gate(self) -> Iterator[Held]:
-        """Those whose programs may not run yet."""
+        """Return the requests whose programs may not run yet."""
         for fleet in self._fleets.values():
             if fleet.gate is not None:
                 yield from fleet.gate.waiting

@@ -55,7 +55,7 @@ class DecisionReason(enum.StrEnum):
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """Where a request's program was, and which replicas lack room for it. Its last turn ran at its `home`.
+    """A program's last place and its future room. Its last turn ran at its `home`.
 
     `beyond` are, by replica, the tokens of live programs, with this one's, that exceed the room there. Those
     that are missing have room for all. It is the program's turn `num_turns`, and has waited for

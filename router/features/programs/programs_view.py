@@ -15,7 +15,7 @@ STATES = ("waiting", "active", "paused")
 
 
 def programs_data(book: ProgramBook, now: float) -> dict[str, Any]:
-    """Those that wait come first, the longest wait before others; then those that run, then the paused."""
+    """List programs that wait first, the longest wait before others, then active ones, then paused ones."""
     by_tenant: dict[str, Counter[str]] = {}
     for program in book.programs():
         by_tenant.setdefault(program.tenant, Counter())[program.state] += 1

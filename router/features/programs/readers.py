@@ -31,7 +31,7 @@ class Reader:
     agent: str | None = None
     parent_agent: str | None = None
     parent_session: str | None = None
-    """Of agents whose subagents have sessions of their own."""
+    """Set for agents whose subagents have sessions of their own."""
     is_side: Callable[[Values], bool] = lambda values: False
     side_field: str | None = None
     always_has_tools: bool = False
@@ -140,7 +140,7 @@ class Readers:
         return None
 
     def _readable(self, found: Iterable[tuple[str, bytes]]) -> Values:
-        """Of a header that comes twice, the first counts."""
+        """Return the values. The first counts of a header that comes twice."""
         values: dict[str, str] = {}
         for name, value in found:
             text = value.decode("latin-1")
