@@ -4,6 +4,7 @@ The cluster has a router and two simulated replicas whose model says what `words
 beside the project's own: `./kvasir test --all` makes them.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -33,9 +34,17 @@ Seen = Mapping[str, Any]
 
 @pytest.fixture(scope="session")
 def talking_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    folder = tmp_path_factory.mktemp("talking")
+    with talking_stack(tmp_path_factory.mktemp("talking"), RULES) as stack:
+        yield stack
+
+
+@contextlib.contextmanager
+def talking_stack(
+    folder: Path, rules: Mapping[str, str], router_settings: Mapping[str, object] | None = None
+) -> Iterator[LocalStack]:
+    """Two replicas whose model, in `folder/talking`, answers by the rules."""
     script = folder / "words.json"
-    script.write_text(json.dumps([{"when": when, "say": say} for when, say in RULES.items()]), "utf-8")
+    script.write_text(json.dumps([{"when": when, "say": say} for when, say in rules.items()]), "utf-8")
     settings = {
         "engine": "simulated",
         "simulated_hardware": "instant",
@@ -43,7 +52,7 @@ def talking_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalS
         "model": make_talking_model(folder / "talking"),
         "num_blocks": 16_384,
     }
-    with local_stack(num_replicas=2, replica_settings=settings) as stack:
+    with local_stack(num_replicas=2, replica_settings=settings, router_settings=router_settings) as stack:
         yield stack
 
 

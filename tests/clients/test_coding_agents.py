@@ -2,10 +2,8 @@
 
 import itertools
 import json
-import os
-import subprocess
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,10 @@ import pytest
 
 from loadtests.stacks.local_stack import LocalStack
 from replicas.media.probes import probe_png
-from tests.clients.conftest import client_environment
+from tests.clients.agents import claude_at, codex_at, run
 from tests.clients.words import NOTES
-from tests.tools import needed_tool
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
-
-TURN_SECONDS = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +33,6 @@ def notes_in(folder: Path) -> Path:
     return folder
 
 
-def run(command: Sequence[str], folder: Path, more: Mapping[str, str]) -> str:
-    """What the agent printed, at home in a folder of its own and with none of this machine's settings."""
-    needed_tool("node")
-    (folder / "home").mkdir(exist_ok=True)
-    home = {"HOME": str(folder / "home"), "PATH": os.environ["PATH"], "NO_PROXY": "*"}
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**home, **more},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TURN_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
-
-
 def conversation(ask: Callable[[int], Turn]) -> list[Turn]:
     turns = [ask(number) for number, _ in enumerate(NOTES, 1)]
     assert [turn.text for turn in turns] == [f"The note says {word}." for word in NOTES]
@@ -68,28 +44,6 @@ def check_caching(turns: Sequence[Turn]) -> None:
     for before, turn in itertools.pairwise(turns):
         assert turn.num_cached_tokens >= 0.98 * turn.num_prompt_tokens, turns
         assert turn.num_prompt_tokens > before.num_prompt_tokens
-
-
-def codex_at(cluster: LocalStack, folder: Path) -> tuple[str, Mapping[str, str]]:
-    """The command, and its environment."""
-    settings = folder / "home" / ".codex" / "config.toml"
-    settings.parent.mkdir(parents=True)
-    settings.write_text(
-        'model = "talking"\nmodel_provider = "kvasir"\nsandbox_mode = "danger-full-access"\n'
-        f'[model_providers.kvasir]\nname = "Kvasir"\nbase_url = "{cluster.url}/v1"\n'
-        'wire_api = "responses"\nenv_key = "KVASIR_KEY"\n',
-        "utf-8",
-    )
-    return str(client_environment("node") / "node_modules/.bin/codex"), {"KVASIR_KEY": "none"}
-
-
-def claude_at(cluster: LocalStack) -> tuple[str, Mapping[str, str]]:
-    environment = {
-        "ANTHROPIC_BASE_URL": cluster.url,
-        "ANTHROPIC_API_KEY": "none",
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-    }
-    return str(client_environment("node") / "node_modules/.bin/claude"), environment
 
 
 def test_codex_reads_five_notes_and_its_later_turns_are_cached(

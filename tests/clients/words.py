@@ -43,3 +43,32 @@ RULES: Mapping[str, str] = {
     "an image, which cannot be read here": "It cannot be seen.",
     **{f"the word is {word}": f"The note says {word}." for word in NOTES},
 }
+
+
+NUM_STEPS, HELPER_AT, SHORTENED_AT, HELPER_STEPS = 20, 5, 10, (21, 23)
+"""Of a task whose steps an agent reads one after the other: step 5 asks a helper, who reads steps 21 to 23,
+and the conversation is shortened after step 10."""
+
+
+def following_steps(
+    agent: str, tool: tuple[str, str], helper: tuple[str, str, dict[str, str]], started: str, shorten: str
+) -> dict[str, str]:
+    """What an agent's model says on that task.
+
+    `helper` is the tool that starts one, its argument for the prompt and the others; `started` is in that
+    tool's result, and `shorten` in the agent's own request for a summary.
+    """
+    looks = {
+        number: "<think>\nI have to look.\n</think>\n\n" + call(tool[0], **{tool[1]: f"cat step-{number}"})
+        for number in range(1, HELPER_STEPS[1] + 1)
+    }
+    start, argument, others = helper
+    begin = f"{agent}, go to step {HELPER_STEPS[0]}."
+    return {
+        **{f"{agent}, go to step {number}.": look for number, look in looks.items()},
+        f"{agent}, ask a helper.": call(start, **others, **{argument: begin}),
+        started: looks[HELPER_AT + 1],
+        f"{agent}, all helping is done.": f"{agent}'s helper has seen it.",
+        f"{agent}, all is done.": "I have read all steps.",
+        shorten: f"<summary>\nHalf is done. {agent}, go to step {SHORTENED_AT + 1}.\n</summary>",
+    }
