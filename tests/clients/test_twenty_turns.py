@@ -6,7 +6,8 @@ What could be read from cache at best is reckoned by `kvasir lint` from the bodi
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,16 @@ def test_an_agent_reads_what_it_repeats_and_each_lost_token_has_a_field(agent: s
     sys.stdout.write(f"{agent}: {num_cached} cached, {num_missed} missed, {at_best} at best; lost: {lost}\n")
     assert num_cached >= 0.99 * max(at_best, num_cached + num_missed)
     assert lost and all(place and place["path"] for _, place in lost), lost
+    check_programs(agent, [prompt["program"] for prompt in prompts])
+
+
+def check_programs(agent: str, programs: Sequence[Mapping[str, Any]]) -> None:
+    """Each is recognised as a turn of the main agent or of its subagent, or as a call of the main one's."""
+    assert all(program["source"].startswith(agent.lower()) for program in programs), programs
+    turns, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for program in programs:
+        counted = calls if program["is_side_call"] else turns
+        counted[program["session"], program["agent"]] += 1
+    [(main, num_turns), (_, num_helping)] = turns.most_common()
+    assert num_turns > NUM_STEPS and num_helping == HELPER_STEPS[1] - HELPER_STEPS[0] + 2, turns
+    assert calls.keys() == {main}, calls
