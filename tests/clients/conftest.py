@@ -40,7 +40,10 @@ def talking_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalS
 
 @contextlib.contextmanager
 def talking_stack(
-    folder: Path, rules: Mapping[str, str], router_settings: Mapping[str, object] | None = None
+    folder: Path,
+    rules: Mapping[str, str],
+    replica_settings: Mapping[str, object] | None = None,
+    router_settings: Mapping[str, object] | None = None,
 ) -> Iterator[LocalStack]:
     """Two replicas whose model, in `folder/talking`, answers by the rules."""
     script = folder / "words.json"
@@ -51,6 +54,7 @@ def talking_stack(
         "simulated_script": script,
         "model": make_talking_model(folder / "talking"),
         "num_blocks": 16_384,
+        **(replica_settings or {}),
     }
     with local_stack(num_replicas=2, replica_settings=settings, router_settings=router_settings) as stack:
         yield stack

@@ -26,6 +26,9 @@ LONG = "This line says nothing of use. " * 1_200
 
 NUM_TOKENS_TO_SHORTEN_AT = 20_000
 
+HARDWARE = {"simulated_hardware": "h100-8b", "simulated_speed": 2}
+"""Computing a prompt again takes some time: where it takes none a turn may as well go elsewhere."""
+
 NOT_REPEATED = ("never_cached", "below_a_block", "prefix_changed")
 """Causes of tokens that no earlier prompt begins with."""
 
@@ -123,7 +126,7 @@ def test_an_agent_reads_what_it_repeats_and_each_lost_token_has_a_field(agent: s
     bodies = tmp_path / "bodies.jsonl"
     (tmp_path / "work").mkdir()
     settings = {"record_bodies": bodies, "log_requests": True}
-    with talking_stack(tmp_path, RULES[agent], settings) as cluster:
+    with talking_stack(tmp_path, RULES[agent], HARDWARE, settings) as cluster:
         work(agent, cluster, tmp_path / "work")
         prompts = list(explained(cluster))
     asked = bodies.read_text("utf-8")
