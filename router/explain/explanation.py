@@ -181,6 +181,13 @@ def placed(explanation: PromptExplanation, place: Place | None) -> PromptExplana
     )
 
 
+def in_tools(place: Place | None, facts: PromptFacts, nearest: Nearest | None) -> Place | None:
+    """Return the place: the list of tools, if leaving those out is all that changed."""
+    if place is None or nearest is None or facts.outline.tools or changes(facts, nearest) != ["tools"]:
+        return place
+    return Place("tools", PlaceKind.VALUE, is_certain=True)
+
+
 def header_of(prompts: Sequence[tuple[PromptUsage, Misses]]) -> bytes:
     """Write `x-kvasir-cache` for a request's prompts. The cause is the one that lost most; if there are
     several, each follows with its tokens."""

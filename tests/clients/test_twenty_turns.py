@@ -29,6 +29,13 @@ NUM_TOKENS_TO_SHORTEN_AT = 20_000
 HARDWARE = {"simulated_hardware": "h100-8b", "simulated_speed": 2}
 """Computing a prompt again takes some time: where it takes none a turn may as well go elsewhere."""
 
+CHANGED = {
+    "Claude": {"system[2].text", "messages[0].content"},
+    "Codex": {"tools[4].name", "tools", "input[2].content[0].text"},
+    "OpenCode": {"tools[6].function.name", "messages[1].content"},
+}
+"""Fields at which prompts leave earlier ones: those of the subagent, of the summary, and behind it."""
+
 NOT_REPEATED = ("never_cached", "below_a_block", "prefix_changed")
 """Causes of tokens that no earlier prompt begins with."""
 
@@ -139,7 +146,7 @@ def test_an_agent_reads_what_it_repeats_and_each_lost_token_has_a_field(agent: s
     lost = [(prompt["lost_tokens"], prompt["place"]) for prompt in prompts if prompt["lost_tokens"]]
     sys.stdout.write(f"{agent}: {num_cached} cached, {num_missed} missed, {at_best} at best; lost: {lost}\n")
     assert num_cached >= 0.99 * max(at_best, num_cached + num_missed)
-    assert lost and all(place and place["path"] for _, place in lost), lost
+    assert lost and {place and place["path"] for _, place in lost} <= CHANGED[agent], lost
     check_programs(agent, [prompt["program"] for prompt in prompts])
 
 

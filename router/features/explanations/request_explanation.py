@@ -17,7 +17,7 @@ from router.api.api_request import ApiRequest, Prompt
 from router.caller import Caller, Right
 from router.edge.http import Header
 from router.explain.diagnosis import NOT_FOUND, Diagnosis, diagnosis
-from router.explain.explanation import Explanation, header_of, placed, prompt_explanation
+from router.explain.explanation import Explanation, header_of, in_tools, placed, prompt_explanation
 from router.explain.image_places import image_differs
 from router.explain.miss_explainer import MissExplainer, beginning_of
 from router.explain.nearest import Digests, Nearest, PromptFacts, RememberedPrompt
@@ -218,7 +218,8 @@ class RequestExplanation:
             decision, nearest = known.prompt.decision, known.nearest
             program = known.prompt.generation.program
             made = prompt_explanation(known.facts, known.usage, decision, known.misses, nearest, program)
-            prompts.append(placed(made, place if known is self._placed else None))
+            found = in_tools(place, known.facts, nearest) if known is self._placed else None
+            prompts.append(placed(made, found))
         explanation = Explanation(
             request.request_id,
             request.writer.answer_id,

@@ -195,6 +195,20 @@ async def test_header_story_metric_and_lint_say_the_same_of_what_a_change_has_co
     assert float(metrics.split(f"\n{name} ")[1].split()[0]) == lost
 
 
+async def test_tools_that_are_left_out_are_the_place_that_is_told() -> None:
+    """Coding agents do so where they ask for a summary."""
+    made = broken("compacted", "chat", Random(1), num_tools=2, num_turns=4).before
+    summarised = {"messages": [*made["messages"], {"role": "user", "content": "Sum it up."}]}
+    async with http_server(catalog=large_model()) as server, httpx.AsyncClient(base_url=server.url) as http:
+        server.dispatcher.script = says([20], num_cached_tokens=PROMISED)
+        for body in (made, summarised):
+            answer = await http.post("/v1/chat/completions", json={**body, "model": MODEL, "max_tokens": 1})
+            assert answer.status_code == 200, answer.text
+        (told,) = (await http.get(f"/v1/cache/explain/{answer.json()['id']}")).json()["prompts"]
+    assert told["lost_tokens"] and told["nearest"]["changed"] == ["tools"]
+    assert (told["place"]["path"], told["place"]["is_certain"]) == ("tools", True)
+
+
 async def test_a_loss_is_divided_over_the_causes_of_its_parts() -> None:
     """What was known of it is not there any more, and behind that something has changed."""
     made = broken("trimmed_result", "chat", Random(1), num_tools=2, num_turns=4)
