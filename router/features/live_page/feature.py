@@ -169,6 +169,7 @@ class LivePage(Feature):
                 "since": self._started_at,
                 "policy": self._context.config.policy,
                 "in_flight": self._context.in_flight.num,
+                "knows_programs": "programs" not in self._context.config.off,
             },
             "index": [
                 {

@@ -5,6 +5,7 @@ import { forgetDecisions, newestNumber, showDecisions } from "./decisions.js";
 import { clock, setAttribute, setText } from "./dom.js";
 import { showFleet } from "./fleet.js";
 import { forgetPrefixes, showPrefixes } from "./prefixes.js";
+import { showPrograms } from "./programs.js";
 
 const STATE_SECONDS = 1;
 const PREFIXES_EVERY = 2;
@@ -40,7 +41,10 @@ async function turn() {
     if (since !== null && since !== state.router.since) startAnew();
     since = state.router.since;
     showState(state);
-    if (numTurns++ % PREFIXES_EVERY === 0) await showPrefixTree();
+    if (numTurns++ % PREFIXES_EVERY === 0) {
+      await showPrefixTree();
+      if (state.router.knows_programs) showPrograms(await ask("/live/programs"));
+    }
     if (state.num_decisions > newestNumber()) showDecisions(await ask(`/live/decisions?after=${newestNumber()}`));
     heard();
   } catch (error) {
