@@ -585,3 +585,15 @@ def test_whatever_happens_the_books_are_right_and_nobody_waits_for_ever(seed: in
     scene.book.forget_old(now + 1e6)
     assert len(scene.book) == 0 and not scene.book._homes
     assert not scene.book.admitted("m").tokens_of and scene.book.admitted("m").num_tokens == 0
+    assert not scene.book.admitted("m").tokens_of and scene.book.admitted("m").num_tokens == 0
+
+
+def test_one_that_nobody_passes_does_not_keep_a_subagent_from_its_parent(scene: Scene) -> None:
+    first = scene.ask("first", ROOM)
+    huge, parent = scene.ask("huge", ROOM), scene.ask("s1", 10)
+    child = scene.ask("s1", HALF, agent="a")
+    huge.program.attained_seconds, child.program.attained_seconds = 500.0, 1000.0
+    scene.end(first, UNPASSED_SECONDS - GRACE_SECONDS)
+    scene.look(child, UNPASSED_SECONDS + 1.0)
+    assert parent.has_gone and child.has_gone and huge.waits
+    scene.assert_consistent()
