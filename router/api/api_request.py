@@ -24,6 +24,7 @@ from router.api.sampling import GenerationFields, stop_strings
 from router.caller import Caller, caller_of
 from router.edge.connections import address_of
 from router.edge.http_error import HttpError
+from router.encoded import EncodedHistory
 from router.errors import ErrorKind
 from router.explain.diagnosis import Diagnosis
 from router.explain.miss_explainer import salt_tag
@@ -153,8 +154,8 @@ class ApiRequest:
     end_user: str | None = None
     """Whom its client asks for."""
     offers_tools: bool = False
-    conversation: str | None = None
-    """Names the messages before its first answer, if it offers tools."""
+    history: EncodedHistory | None = None
+    """By what its conversation is known again, if it is one."""
     state: dict[Feature, Any] = field(default_factory=dict)
     """Notes of features, each under the feature itself."""
     status: int = 200

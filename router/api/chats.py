@@ -4,7 +4,6 @@ Owns what is done beside the event loop and what in a process of its own. Knows 
 and an answer is written is given.
 """
 
-import hashlib
 from collections.abc import Callable
 
 from replicas.protocol.frames import BodyForm
@@ -18,7 +17,7 @@ from router.api.prepare_in_worker import received_chat
 from router.api.prepare_on_loop import OnLoop
 from router.api.relayed import relay
 from router.api.sampling import TokenRules, sampling_params
-from router.encoded import EncodedHistory, EncodedPrompt
+from router.encoded import EncodedPrompt
 from router.errors import about_model
 from router.large_bodies.body_weight import is_light_chat
 from router.large_bodies.jobs import PreparedRequest
@@ -99,14 +98,7 @@ def _fill(
     asked.model, asked.asked_model = model, request.model
     asked.prompts, asked.stream = [prompt], bool(request.stream)
     asked.end_user, asked.offers_tools = request.end_user, bool(request.tools)
-    if asked.offers_tools and encoded.history is not None:
-        asked.conversation = _beginning(encoded.history)
-
-
-def _beginning(history: EncodedHistory) -> str:
-    """Name all that comes before the first answer: as the conversation goes on, it stays the same."""
-    num_before = history.answers[0] + 1 if history.answers else len(history.digests)
-    return hashlib.sha256(b"".join(history.digests[:num_before])).hexdigest()[:32]
+    asked.history = encoded.history
 
 
 def _max_tokens(request: ChatRequest, room: int) -> int | None:

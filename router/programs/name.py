@@ -26,16 +26,18 @@ class ProgramName(msgspec.Struct, frozen=True):
     parent_session: str | None = None
     is_side: bool = False
     """A call beside the turns: a title, a compaction, a count of tokens."""
+    salt: str = ""
+    """A digest of the client's cache_salt: what it keeps apart shares no KV."""
 
     def key(self, model: str, tenant: str) -> bytes:
         """Name the program in books: never across tenants or models."""
-        return _key(model, tenant, self.source, self.session, self.agent)
+        return _key(model, tenant, self.source, self.salt, self.session, self.agent)
 
     def parent_key(self, model: str, tenant: str) -> bytes | None:
         if self.parent is None:
             return None
         session = self.session if self.parent_session is None else self.parent_session
-        return _key(model, tenant, self.source, session, self.parent)
+        return _key(model, tenant, self.source, self.salt, session, self.parent)
 
 
 def _key(*parts: str) -> bytes:

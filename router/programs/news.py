@@ -58,6 +58,7 @@ class Entry(Struct, frozen=True, array_like=True):
     agent: _Text
     parent: _Text | None
     parent_session: _Text | None
+    salt: _Text
     weight: Annotated[float, Meta(gt=0.0, le=1e9)]
     version: _Count
     home: _Text | None
@@ -74,7 +75,13 @@ class Entry(Struct, frozen=True, array_like=True):
     @property
     def name(self) -> ProgramName:
         return ProgramName(
-            self.source, self.field, self.session, self.agent, self.parent, self.parent_session
+            self.source,
+            self.field,
+            self.session,
+            self.agent,
+            self.parent,
+            self.parent_session,
+            salt=self.salt,
         )
 
 
@@ -267,6 +274,7 @@ def _told(program: Program, now: float) -> Entry:
         name.agent,
         name.parent,
         name.parent_session,
+        name.salt,
         min(1e9, max(1e-9, program.weight)),
         program.version,
         program.home,
@@ -285,7 +293,7 @@ def _told(program: Program, now: float) -> Entry:
 def _length(program: Program) -> int | None:
     """Return the characters of its names, None if they cannot be sent."""
     name = program.name
-    texts = (program.model, program.tenant, name.source, name.field, name.session, name.agent)
+    texts = (program.model, program.tenant, name.source, name.field, name.session, name.agent, name.salt)
     length = 0
     for text in (*texts, name.parent or "", name.parent_session or "", program.home or ""):
         if len(text) > MAX_CHARACTERS or not text.isprintable():

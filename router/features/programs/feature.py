@@ -7,6 +7,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
+from msgspec import structs
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,7 +22,7 @@ from router.api.json_body import encode_json
 from router.feature import Feature
 from router.features.programs.exchange import ProgramExchange
 from router.features.programs.programs_view import STATES, programs_data
-from router.features.programs.readers import Readers
+from router.features.programs.readers import Readers, conversation_name
 from router.generation import Generation
 from router.programs.book import ProgramBook
 from router.programs.pauses import Pause
@@ -70,11 +71,14 @@ class Programs(Feature):
             offers_tools=request.offers_tools,
             end_user=request.end_user,
             prompt_cache_key=prompt.generation.prompt_cache_key,
-            conversation=request.conversation,
         )
+        if name is None and request.offers_tools and request.history is not None:
+            name = conversation_name(request.history)
         if name is None:
             self._num_unnamed += 1
             return
+        if prompt.generation.salt_tag:
+            name = structs.replace(name, salt=prompt.generation.salt_tag.hex())
         self._num_named[name.source] += 1
         prompt.generation = prompt.generation.of_program(name)
 

@@ -8,17 +8,19 @@ trusted beyond its tenant: a lie only misplaces its own requests.
     else the body's prompt_cache_key; else the beginning of a conversation that is offered tools
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from router.programs.name import ProgramName
+from router.encoded import EncodedHistory
+from router.programs.name import KEY_BYTES, ProgramName
 
 MAX_VALUE_BYTES = 256
 MAX_JSON_BYTES = 4096
 
 Values = Mapping[str, str]
-"""Readable values of headers that some reader knows."""
+"""Values of headers that some reader knows; empty are those that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +36,18 @@ class Reader:
     """Set for agents whose subagents have sessions of their own."""
     is_side: Callable[[Values], bool] = lambda values: False
     side_field: str | None = None
-    always_has_tools: bool = False
-    """Then a request without is a call beside the turns, such as for a title."""
+    signs: tuple[str, ...] = ()
+    """Headers by which the agent itself is known. It always offers tools: a request without is a call beside
+    the turns, such as for a title."""
 
     @property
     def fields(self) -> Iterable[str]:
         others = (self.agent, self.parent_agent, self.parent_session, self.side_field)
-        return [*self.sessions, *(field for field in others if field is not None)]
+        return [*self.sessions, *self.signs, *(field for field in others if field is not None)]
 
     def read(self, values: Values, *, offers_tools: bool) -> ProgramName | None:
-        field = next((each for each in self.sessions if each in values), None)
-        if field is None:
+        field = next((each for each in self.sessions if values.get(each)), None)
+        if field is None or "" in (values.get(self.agent or ""), values.get(self.parent_agent or "")):
             return None
         session = values[field]
         agent = values.get(self.agent or "", "")
@@ -54,9 +57,9 @@ class Reader:
         if agent:
             parent = values.get(self.parent_agent or "", "")
             parent = "" if parent == session else parent
-        elif self.parent_session is not None and values.get(self.parent_session, session) != session:
+        elif self.parent_session is not None and (values.get(self.parent_session) or session) != session:
             parent, parent_session = "", values[self.parent_session]
-        is_side = self.is_side(values) or (self.always_has_tools and not offers_tools)
+        is_side = self.is_side(values) or (not offers_tools and any(sign in values for sign in self.signs))
         return ProgramName(self.source, field, session, agent, parent, parent_session, is_side)
 
 
@@ -79,13 +82,13 @@ CLAUDE_CODE = Reader(
     "x-claude-code-parent-agent-id",
     is_side=_is_claude_side,
     side_field="x-claude-code-request-class",
-    always_has_tools=True,
+    signs=("x-claude-code-session-id",),
 )
 OPENCODE = Reader(
     "opencode",
     ("x-opencode-session", "x-session-affinity", "x-session-id"),
     parent_session="x-parent-session-id",
-    always_has_tools=True,
+    signs=("x-opencode-session", "x-session-affinity"),
 )
 CODEX = Reader(
     "codex",
@@ -94,7 +97,7 @@ CODEX = Reader(
     "x-codex-parent-thread-id",
     is_side=_is_codex_side,
     side_field="x-codex-turn-metadata",
-    always_has_tools=True,
+    signs=("thread-id", "x-codex-turn-metadata"),
 )
 READERS = (OWN, CLAUDE_CODE, OPENCODE, CODEX)
 
@@ -118,7 +121,6 @@ class Readers:
         offers_tools: bool = False,
         end_user: str | None = None,
         prompt_cache_key: str | None = None,
-        conversation: str | None = None,
     ) -> ProgramName | None:
         """Name the program of a request by its headers and by what its body says."""
         names = self._names
@@ -135,20 +137,26 @@ class Readers:
                 return ProgramName("claude-code", "metadata.user_id", session, is_side=not offers_tools)
         if prompt_cache_key is not None and _is_readable(prompt_cache_key):
             return ProgramName("prompt_cache_key", "prompt_cache_key", prompt_cache_key)
-        if conversation is not None and offers_tools:
-            return ProgramName("conversation", "messages", conversation)
         return None
 
     def _readable(self, found: Iterable[tuple[str, bytes]]) -> Values:
         """Return the values. The first counts of a header that comes twice."""
         values: dict[str, str] = {}
         for name, value in found:
+            if name in values:
+                continue
             text = value.decode("latin-1")
-            if _is_readable(text, MAX_JSON_BYTES if name in JSON_FIELDS else MAX_VALUE_BYTES):
-                values.setdefault(name, text)
-            else:
-                self.num_unreadable += 1
+            is_readable = _is_readable(text, MAX_JSON_BYTES if name in JSON_FIELDS else MAX_VALUE_BYTES)
+            values[name] = text if is_readable else ""
+            self.num_unreadable += not is_readable
         return values
+
+
+def conversation_name(history: EncodedHistory) -> ProgramName:
+    """Name a program by all that comes before the first answer: as it goes on, that stays the same."""
+    num_before = history.answers[0] + 1 if history.answers else len(history.digests)
+    beginning = hashlib.sha256(b"".join(history.digests[:num_before])).hexdigest()
+    return ProgramName("conversation", "messages", beginning[: 2 * KEY_BYTES])
 
 
 def _is_readable(text: str, max_bytes: int = MAX_VALUE_BYTES) -> bool:

@@ -8,7 +8,7 @@ NAME = ProgramName("claude-code", "x-claude-code-session-id", "s1", agent="a1", 
 
 
 def test_a_key_is_the_same_in_all_routers_and_releases() -> None:
-    assert NAME.key("m", "red").hex() == "d5a9884bf1975257ea31aa7188f47b18"
+    assert NAME.key("m", "red").hex() == "4ac8ca8d00d8a5497ec4595ba7b9d37d"
     assert NAME.parent_key("m", "red") == ProgramName("claude-code", "other", "s1").key("m", "red")
 
 

@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from msgspec import structs
 
-from router.features.programs.readers import MAX_JSON_BYTES, MAX_VALUE_BYTES, Readers
+from router.encoded import EncodedHistory
+from router.features.programs.readers import MAX_JSON_BYTES, MAX_VALUE_BYTES, Readers, conversation_name
 from router.programs.name import ProgramName
 
 SESSION = "0b5f7f0e-3c5e-4a59-9a0a-8f5a3a1f2b1c"
@@ -104,26 +106,49 @@ def test_the_operators_headers_come_first_and_the_bodys_fields_last() -> None:
         "header", "x-our-chat", "c7"
     )
     user = json.dumps({"device_id": "d", "account_uuid": "", "session_id": SESSION})
-    body = {"end_user": user, "prompt_cache_key": "k", "conversation": "c" * 32}
+    body = {"end_user": user, "prompt_cache_key": "k"}
     assert read(claude, **body) == ProgramName("claude-code", "x-claude-code-session-id", SESSION)
     assert read(**body) == ProgramName("claude-code", "metadata.user_id", SESSION)
     assert read(**{**body, "end_user": "somebody"}) == ProgramName(
         "prompt_cache_key", "prompt_cache_key", "k"
     )
-    assert read(conversation="c" * 32) == ProgramName("conversation", "messages", "c" * 32)
-    assert read(conversation="c" * 32, offers_tools=False) is None
     assert read() is None
 
 
+def test_a_conversation_has_one_name_as_it_goes_on_and_another_beginning_another() -> None:
+    head, question, answer, more = (bytes([number]) * 32 for number in range(4))
+    first = conversation_name(EncodedHistory([head, question]))
+    later = conversation_name(EncodedHistory([head, question, answer, more], last_answer=1, answers=[1]))
+    assert first == later and first.source == "conversation"
+    assert conversation_name(EncodedHistory([head, more])) != first
+
+
 @pytest.mark.parametrize(
-    "header", ["x-claude-code-session-id", "session-id", "x-session-affinity", "x-opencode-session"]
+    "headers",
+    [
+        ["x-claude-code-session-id"],
+        ["session-id", "thread-id"],
+        ["x-session-affinity", "x-session-id"],
+        ["x-opencode-session"],
+    ],
 )
-def test_an_agents_request_without_tools_is_a_call_beside_its_turns(header: str) -> None:
-    titled, turn = read((header, SESSION), offers_tools=False), read((header, SESSION))
+def test_an_agents_request_without_tools_is_a_call_beside_its_turns(headers: list[str]) -> None:
+    sent = [(header, SESSION) for header in headers]
+    titled, turn = read(*sent, offers_tools=False), read(*sent)
     assert titled is not None and titled.is_side
     assert turn is not None and not turn.is_side
-    own = read(("x-kvasir-program", SESSION), offers_tools=False)
-    assert own is not None and not own.is_side
+
+
+@pytest.mark.parametrize("header", ["x-kvasir-program", "x-session-id", "session-id"])
+def test_a_header_that_other_clients_send_as_well_names_turns_without_tools(header: str) -> None:
+    found = read((header, SESSION), offers_tools=False)
+    assert found is not None and not found.is_side
+
+
+def test_a_subagent_whose_id_cannot_be_read_is_not_taken_for_its_parent() -> None:
+    session, agent = ("x-claude-code-session-id", SESSION), ("x-claude-code-agent-id", "a" * 300)
+    assert read(session, agent) is None
+    assert read(session, ("x-claude-code-agent-id", "a"), ("x-claude-code-parent-agent-id", "")) is None
 
 
 @pytest.mark.parametrize("value", ["", " ", "x" * (MAX_VALUE_BYTES + 1), "a\x00b", "a\nb", "a\x7f"])
@@ -147,11 +172,12 @@ def test_json_that_names_nothing_or_never_ends_does_no_harm(text: str) -> None:
 def test_of_a_header_that_comes_twice_the_first_counts() -> None:
     found = read(("x-session-id", "first"), ("x-session-id", "second"))
     assert found is not None and found.session == "first"
+    assert read(("x-session-id", ""), ("x-session-id", "second")) is None
 
 
 def test_tenants_and_models_never_share_a_key() -> None:
     name = ProgramName("codex", "session-id", SESSION, "a")
     keys = {name.key(model, tenant) for model in ("m", "n") for tenant in ("s", "t")}
-    assert len(keys) == 4
+    assert len(keys | {structs.replace(name, salt="s").key("m", "t")}) == 5
     assert ProgramName("c", "f", "ab", "c").key("m", "t") != ProgramName("c", "f", "a", "bc").key("m", "t")
     assert name.key("m", "t").hex() == ProgramName("codex", "other field", SESSION, "a").key("m", "t").hex()
