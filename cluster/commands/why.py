@@ -103,7 +103,8 @@ def _program(program: Mapping[str, Any], replica: str | None) -> Iterator[str]:
         why = f": live programs need {beyond:,} tokens more than it has room for" if beyond else ""
         yield f"  it left its program's home, {home}{why}"
     if program["waited_seconds"]:
-        others = f"{program['programs_admitted']:,} programs had all the room"
+        number = program["programs_admitted"]
+        others = f"{number:,} program{'s' * (number != 1)} had all the room"
         yield f"  waited {program['waited_seconds']:,.1f} s until its program might run: {others}"
 
 

@@ -100,7 +100,7 @@ class Turn:
         self.num_tokens = num_tokens
         self.routed_at: float | None = None
         self.gate_seconds = 0.0
-        """Its wait until its program might run, and how many others might then."""
+        """Its wait until its program might run, and how many others might when it came."""
         self.num_admitted = 0
 
 
@@ -248,7 +248,7 @@ class ProgramBook:
 
     def waited(self, turn: Turn, seconds: float) -> None:
         """The turn has waited for so long until its program might run."""
-        turn.gate_seconds, turn.num_admitted = seconds, len(self.admitted(turn.program.model).tokens_of)
+        turn.gate_seconds = seconds
         self.num_waited += 1
         self.waited_seconds += seconds
 

@@ -22,6 +22,7 @@ from collections.abc import Collection, Mapping
 
 from replicas.protocol.status import ReplicaId
 from router.programs.book import Program, ProgramBook, Turn
+from router.programs.pauses import Pause
 from router.queue.held import Held
 from router.routing.table import RoutingTable
 
@@ -97,7 +98,8 @@ class Gate:
         if not self._waiting:
             self._pace, self._paced_at, self._busy_since = 0.0, held.since, held.since
         self._waiting.append(held)
-        program = _turn_of(held).program
+        turn = _turn_of(held)
+        program, turn.num_admitted = turn.program, len(self._admitted.tokens_of)
         if program.waits_since is None:
             self._book.waits(program, held.since)
         return True
@@ -257,4 +259,8 @@ def _turn_of(held: Held) -> Turn:
 
 
 def _has_paused(program: Program, now: float) -> bool:
-    return program.paused_at is not None and now - program.paused_at > GRACE_SECONDS
+    """Whether it has paused for long. A subagent that calls no tool has told its parent all, and ended."""
+    if program.paused_at is None:
+        return False
+    has_ended = program.root is not None and program.pause is Pause.USER
+    return has_ended or now - program.paused_at > GRACE_SECONDS

@@ -134,7 +134,7 @@ def _nearest(earlier: Earlier, at: float) -> NearestPrompt:
     return NearestPrompt(
         request_id,
         answer_id,
-        round(at - earlier.at, 3),
+        round(max(0.0, at - earlier.at), 3),
         earlier.num_tokens,
         earlier.num_common_tokens,
         earlier.diverges_at,

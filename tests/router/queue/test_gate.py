@@ -13,6 +13,7 @@ from router.caller import Tenant
 from router.errors import NoReplicaAvailable, Overloaded, RouterError, TooLate
 from router.programs.book import MAX_PARALLEL, Program, ProgramBook, Turn
 from router.programs.name import ProgramName
+from router.programs.pauses import Pause
 from router.queue.gate import (
     GRACE_SECONDS,
     LEAST_PACED_SECONDS,
@@ -161,13 +162,26 @@ def test_programs_run_while_their_contexts_fit_and_the_next_one_waits(scene: Sce
     scene.assert_consistent()
 
 
+@pytest.mark.parametrize(("agent", "pause"), [("a", Pause.USER), ("a", Pause.TOOL), ("", Pause.USER)])
+def test_a_subagent_that_has_ended_gives_its_room_back_at_once(
+    scene: Scene, agent: str, pause: Pause
+) -> None:
+    parent = scene.run("s1", 10)
+    ends = scene.ask("s1" if agent else "s2", ROOM - 20, agent=agent)
+    waits = scene.ask("s3", 100)
+    scene.end(ends, 1.0)
+    scene.book.paused(ends.program, pause)
+    assert scene.look(waits, 2.0) == (agent == "a" and pause is Pause.USER)
+    assert parent.program.admitted_at is not None
+
+
 def test_one_that_pauses_for_longer_than_the_grace_gives_its_room_to_who_waits(scene: Scene) -> None:
     running = [scene.ask("s1"), scene.ask("s2")]
     third = scene.ask("s3", 10)
     scene.end(running[0], 1.0)
     assert not scene.look(third, 1.0 + GRACE_SECONDS)
     assert scene.look(third, 1.2 + GRACE_SECONDS)
-    assert (len(third.calls), third.turn and third.turn.num_admitted) == (1, 1)
+    assert (len(third.calls), third.turn and third.turn.num_admitted) == (1, 2)
     assert third.turn and third.turn.gate_seconds == pytest.approx(1.2 + GRACE_SECONDS)
     assert running[0].program.admitted_at is None, "its room is given back"
     assert scene.ask("s1", HALF, 30.0).waits, "and it is admitted anew"
