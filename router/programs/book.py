@@ -11,6 +11,7 @@ the probability that it returns, and only programs that may run count: the other
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.status import ReplicaId
@@ -40,6 +41,15 @@ _PRIOR = Pauses()
 """Stands in for tenants whose own pauses are not known."""
 
 
+@dataclass(slots=True)
+class Used:
+    """Tokens of a program's turns through this router, side calls included."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+
 class Program:
     """`num_tokens` is the length of its last prompt; `attained_seconds` have its turns, and those of its
     subagents, been served. `root` is the program that began it, if that is known. While `admitted_at` is
@@ -52,7 +62,7 @@ class Program:
     __slots__ = (
         *("admitted_at", "attained_seconds", "began_at", "counted", "home", "key", "middle", "model"),
         *("name", "num_admissions", "num_elsewhere", "num_open", "num_strange", "num_tokens", "num_turns"),
-        *("pause", "paused_at", "root", "seen_at", "tenant", "version", "waits_since", "weight"),
+        *("pause", "paused_at", "root", "seen_at", "tenant", "used", "version", "waits_since", "weight"),
     )
 
     def __init__(self, key: bytes, name: ProgramName, model: str, tenant: str, now: float) -> None:
@@ -63,6 +73,7 @@ class Program:
         self.num_elsewhere = self.version = self.num_admissions = 0
         self.weight = 1.0
         self.attained_seconds = 0.0
+        self.used = Used()
         self.began_at = self.seen_at = now
         self.paused_at: float | None = None
         self.pause = Pause.UNKNOWN

@@ -83,12 +83,18 @@ class Programs(Feature):
         prompt.generation = prompt.generation.of_program(name)
 
     def ended(self, request: ApiRequest, served: ServedRequest) -> None:
-        for prompt in request.prompts:
+        for prompt, own in zip(request.prompts, served.prompts, strict=True):
             generation: Generation = prompt.generation
-            if generation.program is None or generation.program.is_side:
+            if generation.program is None:
                 continue
             program = self._book.known(generation.model, generation.caller.tenant.name, generation.program)
-            if program is not None:
+            if program is None:
+                continue
+            if own.usage is not None:
+                program.used.num_prompt_tokens += own.usage.num_prompt_tokens
+                program.used.num_cached_tokens += own.usage.num_cached_tokens or 0
+            program.used.num_output_tokens += own.num_output_tokens
+            if not generation.program.is_side:
                 calls = prompt.outputs and prompt.outputs[0].finish_reason == TOOL_CALLS
                 self._book.paused(program, Pause.TOOL if calls else Pause.USER)
 

@@ -53,4 +53,7 @@ def _data(program: Program, now: float) -> dict[str, Any]:
         "waits_seconds": None if waits_since is None else round(max(0.0, now - waits_since), 3),
         "paused_seconds": None if paused_at is None else round(max(0.0, now - paused_at), 3),
         "is_shared_name": program.is_crowd,
+        "prompt_tokens": program.used.num_prompt_tokens,
+        "cached_tokens": program.used.num_cached_tokens,
+        "output_tokens": program.used.num_output_tokens,
     }
