@@ -25,6 +25,7 @@ from router.features.history.history_sync import HistorySync
 from router.features.live_page.feature import LiveFleet, LivePage
 from router.features.named_caches.feature import NamedCacheFeature
 from router.features.named_caches.named_caches import NamedCaches
+from router.features.programs.feature import Programs
 from router.features.published.feature import Published
 from router.features.published.store import PublishedStore
 from router.features.rate_limits.feature import RequestRates
@@ -34,6 +35,7 @@ from router.features.usage.feature import Usage
 from router.features.usage.store import UsageStore
 from router.large_bodies.jobs import Bounds
 from router.observation.metrics import RouterMetrics
+from router.programs.book import ProgramBook
 from router.prompt.catalog import ModelCatalog
 from tests.router import tiny_model
 from tests.router.scripted_dispatch import ScriptedDispatcher
@@ -99,6 +101,8 @@ async def http_server(
     )
     rates = RequestRates(context)
     context.add(rates)
+    if "programs" not in context.config.off:
+        context.add(Programs(context, ProgramBook(), context.clock, None))
     chat_history = ChatHistory(context, history)
     context.add(chat_history)
     context.add(Usage(context, usage))

@@ -20,9 +20,11 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.retries import RetryPolicy
 from router.features.explanations.feature import Explanations
 from router.features.history.feature import ChatHistory
+from router.features.programs.feature import Programs
 from router.observation.metrics import RouterMetrics
 from router.picker.endpoint import picked_endpoints
 from router.picker.server import Picker
+from router.programs.book import ProgramBook
 from router.prompt.catalog import ModelCatalog
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
@@ -99,6 +101,7 @@ async def picking_fleet(
         index_of=table.index,
         keys=keys,
     )
+    context.add(Programs(context, ProgramBook(), context.clock, None))
     context.add(ChatHistory(context))
     ended = Ended(context)
     context.add(ended)
