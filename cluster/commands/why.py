@@ -87,7 +87,7 @@ def render(found: Mapping[str, Any]) -> Iterator[str]:
         yield from _prompt(prompt)
 
 
-def _program(program: Mapping[str, Any], replica: str | None) -> Iterator[str]:
+def program_lines(program: Mapping[str, Any], replica: str | None) -> Iterator[str]:
     agent = f', agent "{program["agent"]}"' if program["agent"] else ""
     name = f'program "{program["session"]}" of {program["source"]}, by {program["field"]}{agent}'
     if program["is_side_call"]:
@@ -110,7 +110,7 @@ def _program(program: Mapping[str, Any], replica: str | None) -> Iterator[str]:
 
 def _prompt(prompt: Mapping[str, Any]) -> Iterator[str]:
     if prompt.get("program") is not None:
-        yield from _program(prompt["program"], prompt["replica"])
+        yield from program_lines(prompt["program"], prompt["replica"])
     cached, length = prompt["cached_tokens"], prompt["prompt_tokens"]
     at = f" at {prompt['replica']}" if prompt["replica"] else ""
     if cached is None:

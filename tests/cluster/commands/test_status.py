@@ -1,12 +1,15 @@
 import json
 import re
+import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import redis
 
-from cluster.commands.status import as_plain, render
+from cluster.commands import status
+from cluster.commands.status import as_plain, program_lines, render
 from cluster.local.local_cluster import summary
 from cluster.local.run_directory import ClusterState, ReplicaEntry, RunDirectory
 from cluster.registry import Registry, read_registry
@@ -147,3 +150,40 @@ def test_what_to_try_names_the_run_directory_and_the_port(keys_file: str | None,
     said = summary(running, "toy", RunDirectory(Path("/tmp/my run")), ReplicaConfig())
     assert f"  ./kvasir {chat} --run-dir '/tmp/my run'\n" in said
     assert "curl http://127.0.0.1:8123/v1/" in said
+
+
+def program(session: str, **more: object) -> dict[str, object]:
+    told: dict[str, object] = {
+        **{"tenant": "red", "model": "toy", "source": "codex", "session": session, "agent": None},
+        **{"state": "paused", "home": "replica-0", "tokens": 12_345, "turns": 7},
+        **{"attained_seconds": 8.25, "waits_seconds": None},
+    }
+    return told | more
+
+
+def test_programs_are_told_by_tenant_and_each_once_however_many_routers_know_it() -> None:
+    waits = program("s-2", state="waiting", waits_seconds=12.3, home=None, tenant="green", agent="a")
+    answers = [
+        {"programs": [waits, program("s-1", turns=6, home="replica-1")]},
+        {"programs": [program("s-1"), program("s" * 40, state="active")]},
+    ]
+    lines = program_lines(answers)
+    assert lines[1:3] == [
+        "programs of green: 0 active, 0 paused, 1 waiting",
+        "programs of red: 1 active, 1 paused, 0 waiting",
+    ]
+    rows = [line.split() for line in lines[4:]]
+    assert rows[0] == ["codex", "s-2", "a", "waiting", "12", "s", "-", "12,345", "7", "8.2", "s"]
+    assert rows[1] == ["codex", "s-1", "-", "paused", "replica-0", "12,345", "7", "8.2", "s"]
+    assert rows[2][1] == "s" * 23 + "…" and len(rows) == 3
+    assert program_lines([{"programs": []}]) == program_lines([]) == []
+    assert program_lines([{"programs": [program(f"s-{n}") for n in range(25)]}])[-1] == "and 5 more"
+
+
+def test_a_router_that_hangs_or_answers_nonsense_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "ASK_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        started = time.monotonic()
+        pages = [f"http://127.0.0.1:{silent.getsockname()[1]}", "http://127.0.0.1:1"]
+        assert status.ask_programs(pages) == []
+        assert time.monotonic() - started < 5

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.cli import main
 from cluster.commands.explain import IN_BYTES
-from cluster.commands.why import render
+from cluster.commands.why import program_lines, render
 from tests.router.features.api_keys.some_keys import ACME, BETA, OPERATOR, bearer, some_keys
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says
@@ -72,3 +72,57 @@ def test_the_size_of_large_blocks_and_the_unit_are_told() -> None:
     said = "\n".join(render({**found, "prompts": [prompt]}))
     assert "tokens 1 to 300 do not fill a block of 1,056 tokens" in said and IN_BYTES not in said
     assert [*render({**found, "prompts": [prompt], "unit": "bytes"})][1] == f"  {IN_BYTES}"
+
+
+PROGRAM = {
+    **{"source": "codex", "field": "session-id", "session": "s-1", "agent": "reader"},
+    **{"is_side_call": False, "turn": 1200, "home": "replica-1", "tokens_beyond_room": 0},
+    **{"waited_seconds": 0.0, "programs_admitted": 0},
+}
+
+
+@pytest.mark.parametrize(
+    ("told", "lines"),
+    [
+        (
+            {},
+            [
+                'turn 1,200 of program "s-1" of codex, by session-id, agent "reader"',
+                "at its program's home, replica-1",
+            ],
+        ),
+        (
+            {"agent": None, "home": None, "waited_seconds": 12.34, "programs_admitted": 31},
+            [
+                'turn 1,200 of program "s-1" of codex, by session-id',
+                "it had no home yet",
+                "waited 12.3 s until its program might run: 31 programs had all the room",
+            ],
+        ),
+        (
+            {"home": "replica-0", "tokens_beyond_room": 12_345},
+            [
+                'turn 1,200 of program "s-1" of codex, by session-id, agent "reader"',
+                (
+                    "it left its program's home, replica-0: live programs need 12,345 tokens more than it has"
+                    " room for"
+                ),
+            ],
+        ),
+        ({"home": "replica-0"}, [..., "it left its program's home, replica-0"]),
+        (
+            {"waited_seconds": 1.0, "programs_admitted": 1},
+            [..., ..., "waited 1.0 s until its program might run: 1 program had all the room"],
+        ),
+        (
+            {"is_side_call": True},
+            ['a call beside the turns of program "s-1" of codex, by session-id, agent "reader"'],
+        ),
+    ],
+)
+def test_the_program_of_a_request_is_told_with_its_home_and_its_wait(
+    told: dict[str, object], lines: list[object]
+) -> None:
+    found = [line.strip() for line in program_lines(PROGRAM | told, "replica-1")]
+    assert len(found) == len(lines)
+    assert all(expected in (..., line) for line, expected in zip(found, lines, strict=True)), found

@@ -10,7 +10,7 @@ import pytest
 import redis.asyncio
 
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
-from router.explain.explanation import Earlier, Explanation, PromptExplanation
+from router.explain.explanation import Earlier, Explanation, ProgramTurn, PromptExplanation
 from router.features.explanations import exchange as exchanges
 from router.features.explanations.exchange import (
     MAX_ASKED,
@@ -38,6 +38,16 @@ PROMPT = PromptExplanation(
     place_kind="tools",
     is_certain=True,
     sentence="image 2 of message 4 differs",
+    block_size=16,
+    program=ProgramTurn(
+        *("codex", "session-id", "s-1", "agent-1"),
+        is_side=True,
+        num_turns=7,
+        home="replica-2",
+        num_beyond=1234,
+        waited_seconds=5.5,
+        num_admitted=31,
+    ),
 )
 EXPLANATION = Explanation(
     "req-1", "cmpl-1", 1234.5, "toy", "/v1/chat/completions", "ReplicaLost", (PROMPT, PROMPT)
