@@ -132,8 +132,8 @@ class VirtualFleet:
             host.start(new_replica(options.shape, new_meter()))
         by_id = {host.replica_id: host for host in self.hosts}
         self.routers = [
-            VirtualRouter(options, by_id, self._feed, new_rng(), lambda: self._now)
-            for _ in range(options.num_routers)
+            VirtualRouter(options, by_id, self._feed, new_rng(), lambda: self._now, f"router-{number}")
+            for number in range(options.num_routers)
         ]
         self._runs: dict[int, _Run] = {}
         self._line: list[_Run] = []

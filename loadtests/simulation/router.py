@@ -43,6 +43,7 @@ class VirtualRouter:
         feed: Feed,
         rng: "random.Random",
         clock: Callable[[], float],
+        name: str = "router",
     ) -> None:
         self._options = options
         self._hosts = hosts
@@ -68,7 +69,7 @@ class VirtualRouter:
             is_own = options.policy in ("kvasir", PERFECT) and options.has_programs
             book = ProgramBook() if is_own or options.policy == STICKY else None
             if book is not None and options.num_routers > 1:
-                self.news = ProgramNews(book, f"{rng.getrandbits(64):x}")
+                self.news = ProgramNews(book, name)
             self.holding = holding = Holding(self.table, options.queue, programs=book, has_gate=is_own)
             self.table.on_change = lambda model, replica_id: holding.changed(model, replica_id, clock())
             self.table.on_absence = holding.absent
