@@ -44,6 +44,9 @@ UNPASSED_SECONDS = 60.0
 AGEING = 0.33
 """Seconds of attained service that a second of waiting is worth."""
 
+CHEAP_SECONDS = 1.0
+"""A context that is computed again sooner than this is not worth a wait, but in an overload."""
+
 MAX_CHILDREN = 16
 """Subagents that run on one program's admission at once; others wait like programs."""
 
@@ -77,10 +80,16 @@ class Gate:
     def waiting(self) -> Collection[Held]:
         return self._waiting
 
-    def passes(self, turn: Turn, now: float) -> bool:
-        """Whether the turn goes on at once; its program is admitted then."""
+    def passes(self, turn: Turn, now: float, *, is_overload: bool) -> bool:
+        """Whether the turn goes on at once; its program is admitted then.
+
+        Outside an overload a context that is soon computed again does not wait for room.
+        """
         program = turn.program
         if program.is_crowd:
+            return True
+        if not is_overload and turn.num_tokens * self._token_seconds() < CHEAP_SECONDS:
+            self._book.admit(program, turn.num_tokens, now)
             return True
         if not self._is_free(program, now) and (
             self._would_pass(program, now) or not self._fits(turn.num_tokens, now)
@@ -245,6 +254,11 @@ class Gate:
             if found:
                 self._capacity = GATE_SHARE * sum(found)
         return self._capacity
+
+    def _token_seconds(self) -> float:
+        """Seconds per prompt token at some replica; most take about as long."""
+        some = next(iter(self._table.ready_ids(self._model)), None)
+        return 0.0 if some is None else self._table.load(some).prefill_seconds_per_token or 0.0
 
     def _capacity_of(self, replica_id: ReplicaId) -> float:
         num_tokens = self._table.capacity(replica_id)

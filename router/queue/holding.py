@@ -129,7 +129,7 @@ class Holding:
         if turn is not None and self.programs is not None:
             if fleet.gate is None:
                 self.programs.admit(turn.program, turn.num_tokens, now)
-            elif not fleet.gate.passes(turn, now):
+            elif not fleet.gate.passes(turn, now, is_overload=fleet.delay.is_overload(now)):
                 held = self._held(AT_GATE, asking, call, 0.0, now)
                 return self._wait_at_gate(fleet.gate, held, exclude)
         return self._go_or_hold(fleet, asking, call, exclude, now)
