@@ -18,6 +18,7 @@ Least attained service and quanta: "Autellix: An Efficient Serving Engine for LL
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 from replicas.protocol.status import ReplicaId
@@ -91,10 +92,12 @@ class Gate:
         if not is_overload and turn.num_tokens * self._token_seconds() < CHEAP_SECONDS:
             self._book.admit(program, turn.num_tokens, now)
             return True
-        if not self._is_free(program, now) and (
-            self._would_pass(program, now) or not self._fits(turn.num_tokens, now)
-        ):
-            return False
+        if program.admitted_at is None:
+            children = self._children(now)
+            if not self._is_free(program, children) and (
+                self._would_pass(program, children, now) or not self._fits(turn.num_tokens, now)
+            ):
+                return False
         self._book.admit(program, turn.num_tokens, now)
         return True
 
@@ -153,11 +156,13 @@ class Gate:
 
     def next(self, now: float) -> Held | None:
         """Admit the next one that finds room, and return it."""
-        taken, most = self._taken_by_tenant(), self._most(now)
-        self._waiting.sort(key=lambda held: self._order(_turn_of(held).program, held.since, taken, now))
+        taken, children, most = self._taken_by_tenant(), self._children(now), self._most(now)
+        self._waiting.sort(
+            key=lambda held: self._order(_turn_of(held).program, held.since, taken, children, now)
+        )
         for held in self._waiting:
             turn = _turn_of(held)
-            is_free = self._is_free(turn.program, now)
+            is_free = self._is_free(turn.program, children)
             if is_free or (turn.num_tokens <= most and self._fits(turn.num_tokens, now)):
                 self.leave(held)
                 self._book.waited(turn, now - held.since)
@@ -176,23 +181,30 @@ class Gate:
         self._paced_at = now
 
     def _order(
-        self, program: Program, since: float, taken: Mapping[str, float], now: float
+        self,
+        program: Program,
+        since: float,
+        taken: Mapping[str, float],
+        children: Mapping[Program, int],
+        now: float,
     ) -> tuple[float, float]:
-        if self._is_free(program, now):  # another of its turns was admitted meanwhile, or its parent
+        if self._is_free(program, children):  # another of its turns was admitted meanwhile, or its parent
             return (-math.inf, -math.inf)
         waited = now - since
         if waited > LONG_SECONDS:
             return (-math.inf, since)
         return (taken.get(program.tenant, 0.0), program.attained_seconds - AGEING * waited)
 
-    def _would_pass(self, program: Program, now: float) -> bool:
+    def _would_pass(self, program: Program, children: Mapping[Program, int], now: float) -> bool:
         """Whether a program that comes now would pass another that none may pass."""
         old = [held for held in self._waiting if now - held.since > UNPASSED_SECONDS]
         if not old:
             return False
         taken = self._taken_by_tenant()
-        own = self._order(program, now, taken, now)
-        return any(self._order(_turn_of(held).program, held.since, taken, now) <= own for held in old)
+        own = self._order(program, now, taken, children, now)
+        return any(
+            self._order(_turn_of(held).program, held.since, taken, children, now) <= own for held in old
+        )
 
     def _taken_by_tenant(self) -> dict[str, float]:
         """Tokens of the programs that are admitted, by their tenants' weights."""
@@ -207,15 +219,17 @@ class Gate:
         own = taken[program.tenant] - self._admitted.tokens_of[program] / program.weight
         return any(own > taken.get(held.tenant, 0.0) for held in self._waiting)
 
-    def _is_free(self, program: Program, now: float) -> bool:
+    def _children(self, now: float) -> Counter[Program]:
+        """Count the subagents that run, by the program that began them."""
+        roots = [(each, each.root) for each in self._admitted.tokens_of if each.root is not None]
+        return Counter(root for each, root in roots if not _has_paused(each, now))
+
+    def _is_free(self, program: Program, children: Mapping[Program, int]) -> bool:
         """Whether its turns need no room of their own."""
         if program.is_crowd or program.admitted_at is not None:
             return True
         root = program.root
-        if root is None or root.admitted_at is None:
-            return False
-        children = [each for each in self._admitted.tokens_of if each.root is root]
-        return sum(not _has_paused(each, now) for each in children) < MAX_CHILDREN
+        return root is not None and root.admitted_at is not None and children.get(root, 0) < MAX_CHILDREN
 
     def _most(self, now: float) -> float:
         """Return the tokens of the largest context that fits, if those give their room back that have paused

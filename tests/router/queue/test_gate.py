@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -227,6 +227,30 @@ def test_subagents_ride_on_their_parent_up_to_a_bound_of_those_that_run(scene: S
     assert not scene.look(late, 2.0 + GRACE_SECONDS), "it may go on"
     assert scene.look(late, 2.2 + GRACE_SECONDS)
     scene.assert_consistent()
+
+
+def test_who_may_run_is_looked_through_as_often_however_many_subagents_wait(scene: Scene) -> None:
+    class Looked(dict[Program, int]):
+        num_looks = 0
+
+        def __iter__(self) -> Iterator[Program]:
+            self.num_looks += 1
+            return super().__iter__()
+
+    scene.ask("a")
+    tokens_of = scene.book.admitted("m").tokens_of = Looked(scene.book.admitted("m").tokens_of)
+
+    def num_looks() -> int:
+        before = tokens_of.num_looks
+        scene.look(waiting[0], now=float(len(waiting)))
+        return tokens_of.num_looks - before
+
+    asked = [scene.ask("a", agent=f"sub {number}") for number in range(2 * MAX_CHILDREN)]
+    waiting = [each for each in asked if each.waits]
+    assert len(waiting) == MAX_CHILDREN
+    few = num_looks()
+    waiting += [scene.ask("a", agent=f"late {number}") for number in range(200)]
+    assert num_looks() == few
 
 
 def test_a_waiting_subagent_goes_with_its_parent_whoever_waits_before_it(scene: Scene) -> None:
