@@ -243,8 +243,7 @@ class Holding:
         held.exclude = exclude
         held.latest_start = now + GATE_SECONDS
         if asking.deadline is not None:
-            seconds = asking.request.num_tokens * self._room.token_seconds(AT_GATE)
-            held.latest_start = min(held.latest_start, asking.deadline - seconds)
+            held.latest_start = min(held.latest_start, asking.deadline)  # how much is cached is not known yet
         expected = gate.expected_seconds(held, now)
         if now + expected > held.latest_start:
             self.counts.num_refused_at_once += 1

@@ -406,18 +406,19 @@ def test_who_is_routed_and_leaves_before_it_learns_of_that_gives_all_back(scene:
     scene.assert_consistent()
 
 
-def test_one_that_would_be_too_late_is_refused_at_once_and_one_that_is_when_it_is(scene: Scene) -> None:
-    scene.ask("s1", ROOM)
-    with pytest.raises(TooLate):
-        scene.ask("s2", 1000, 10.0, deadline=10.01)
-    assert scene.holding.counts.num_refused_at_once == 1
-    waiting = scene.ask("s3", 1000, 10.0, deadline=15.0)
-    scene.holding.look_at(waiting.held, 14.8)
-    assert waiting.waits
+def test_one_that_is_due_soon_goes_in_time_or_is_refused_when_it_is_late(scene: Scene) -> None:
+    first = scene.ask("s1", ROOM)
+    due = scene.ask("s2", ROOM, 10.0, deadline=11.0)
+    scene.end(first, 10.1)
+    scene.book.dismiss(first.program)
+    assert scene.look(due, 10.5)
+    waiting = scene.ask("s3", 1000, 10.6, deadline=15.0)
     scene.holding.look_at(waiting.held, 14.95)
+    assert waiting.waits
+    scene.holding.look_at(waiting.held, 15.05)
     assert isinstance(waiting.held.error, TooLate) and len(waiting.calls) == 1
-    patient = scene.ask("s4", 1000, 10.0)
-    scene.holding.look_at(patient.held, 10.1 + GATE_SECONDS)
+    patient = scene.ask("s4", 1000, 15.1)
+    scene.holding.look_at(patient.held, 15.2 + GATE_SECONDS)
     assert isinstance(patient.held.error, Overloaded) and patient.held.error.retry_after_seconds
     assert scene.holding.counts.num_refused_late == 2 and scene.num_at_gate == 0
     scene.assert_consistent()
