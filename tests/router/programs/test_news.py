@@ -22,6 +22,7 @@ from router.programs.news import (
     encode_news,
 )
 from router.programs.pauses import Pause
+from router.queue import gate
 from router.queue.gate import GRACE_SECONDS, QUANTUM_SECONDS
 from router.queue.held import Asking, Held, QueueRules
 from router.queue.holding import Holding
@@ -441,7 +442,10 @@ class Gated(Router):
         return turn, self.holding.ask(Asking(CARD.name, TENANT, request, (), turn=turn), now, lambda: None)
 
 
-def test_programs_of_all_routers_share_one_room_and_give_way_to_each_other() -> None:
+def test_programs_of_all_routers_share_one_room_and_give_way_to_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gate, "CHEAP_SECONDS", 0.0)
     here, there = routers = Gated(0), Gated(1)
     num_tokens = int(0.6 * CARD.num_blocks * BLOCK_SIZE)
     now = 0.0

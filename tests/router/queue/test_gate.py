@@ -14,6 +14,7 @@ from router.errors import NoReplicaAvailable, Overloaded, RouterError, TooLate
 from router.programs.book import MAX_PARALLEL, Program, ProgramBook, Turn
 from router.programs.name import ProgramName
 from router.programs.pauses import Pause
+from router.queue import gate
 from router.queue.gate import (
     GRACE_SECONDS,
     LEAST_PACED_SECONDS,
@@ -144,9 +145,27 @@ class Scene:
         assert {each for each in self.book.programs() if each.waits_since is not None} == waiting
 
 
+@pytest.fixture(autouse=True)
+def no_context_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "CHEAP_SECONDS", 0.0)
+
+
 @pytest.fixture
 def scene() -> Scene:
     return Scene()
+
+
+def test_a_context_that_is_soon_computed_again_waits_for_room_only_in_an_overload(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gate, "CHEAP_SECONDS", HALF * 1e-9)
+    scene = Scene()
+    assert scene.ask("s1", ROOM).has_gone
+    assert scene.ask("s2", HALF - 1).has_gone, "it is computed again at once"
+    assert scene.ask("s3", HALF).waits
+    scene.holding._fleet("m").delay.holds(0.0)
+    assert scene.ask("s4", HALF - 1).waits
+    scene.assert_consistent()
 
 
 def test_programs_run_while_their_contexts_fit_and_the_next_one_waits(scene: Scene) -> None:
