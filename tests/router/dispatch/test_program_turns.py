@@ -16,6 +16,7 @@ from router.errors import NoReplicaAvailable, Overloaded, TooLate
 from router.observation.trace_points import NO_TRACE
 from router.programs.book import ProgramBook, Turn
 from router.programs.name import ProgramName
+from router.queue import gate
 from router.queue.held import QueueRules
 from router.queue.holding import Holding
 from tests.router.dispatched_fleet import (
@@ -130,8 +131,9 @@ async def test_a_turn_is_ended_once(
 
 
 async def test_one_of_a_program_that_waits_at_the_gate_leaves_it_when_it_is_cancelled_and_goes_in_its_turn(
-    fleet: DispatchedFleet,
+    fleet: DispatchedFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(gate, "CHEAP_SECONDS", 0.0)
     book, replica = use(fleet), await fleet.add("r0")
     full = book.begin("toy", "red", structs.replace(NAME, session="full"), 10**9, (), 0.0)
     book.admit(full.program, 10**9, 0.0)
