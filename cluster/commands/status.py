@@ -26,6 +26,7 @@ SILENT = "silent"
 
 HEADER = ("REPLICA", "STATE", "EPOCH", "PID", "ADDRESS", "REQUESTS", "BLOCKS", "CACHED TOKENS")
 PROGRAM_HEADER = ("PROGRAM", "AGENT", "STATE", "HOME", "TOKENS", "TURNS", "SERVED")
+STATES = ("paused", "active", "waiting")
 MAX_PROGRAMS = 20
 MAX_NAME = 24
 ASK_SECONDS = 1.0
@@ -100,21 +101,29 @@ def program_lines(answers: Sequence[Mapping[str, Any]]) -> list[str]:
     """Format them by tenant, then one by one. A program that several routers know is told of once."""
     programs: dict[tuple[str, ...], Mapping[str, Any]] = {}
     for program in (each for answer in answers for each in answer["programs"]):
-        key = tuple(str(program[name]) for name in ("tenant", "model", "source", "session", "agent"))
+        key = tuple(str(program[name]) for name in ("tenant", "model", "source", "session", "agent", "salt"))
         if key not in programs or program["turns"] > programs[key]["turns"]:
             programs[key] = program
     if not programs:
         return []
-    counts = Counter((program["tenant"], program["state"]) for program in programs.values())
-    tenants = sorted({tenant for tenant, _ in counts})
+    counts: Counter[tuple[str, str]] = Counter()
+    for each in (tenant for answer in answers for tenant in answer["tenants"]):
+        for name in STATES:
+            key = each["tenant"], name
+            counts[key] = max(counts[key], each[name])  # each router knows most of the others', too
     lines = [
-        f"programs of {tenant}: "
-        + ", ".join(f"{counts[tenant, name]} {name}" for name in ("active", "paused", "waiting"))
-        for tenant in tenants
+        f"programs of {tenant}: " + ", ".join(f"{counts[tenant, name]} {name}" for name in STATES)
+        for tenant in sorted({tenant for tenant, _ in counts})
     ]
-    rows = [PROGRAM_HEADER, *(_program_cells(each) for each in [*programs.values()][:MAX_PROGRAMS])]
-    more = len(programs) - MAX_PROGRAMS
+    listed = sorted(programs.values(), key=_place)
+    rows = [PROGRAM_HEADER, *(_program_cells(each) for each in listed[:MAX_PROGRAMS])]
+    more = max(len(programs), *(answer["num_programs"] for answer in answers)) - MAX_PROGRAMS
     return ["", *lines, *align(rows), *([f"and {more} more"] if more > 0 else [])]
+
+
+def _place(program: Mapping[str, Any]) -> tuple[int, float]:
+    """Sort key: the longest wait first, then active programs, then paused ones."""
+    return -STATES.index(program["state"]), -(program["waits_seconds"] or 0.0)
 
 
 def _program_cells(program: Mapping[str, Any]) -> tuple[str, ...]:

@@ -43,10 +43,10 @@ _PRIOR = Pauses()
 
 @dataclass(slots=True)
 class Used:
-    """Tokens of a program's turns through this router, side calls included."""
+    """Tokens of a program through this router, with its side calls. None: an engine does not say."""
 
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
+    num_cached_tokens: int | None = 0
     num_output_tokens: int = 0
 
 

@@ -90,10 +90,12 @@ class Programs(Feature):
             program = self._book.known(generation.model, generation.caller.tenant.name, generation.program)
             if program is None:
                 continue
-            if own.usage is not None:
-                program.used.num_prompt_tokens += own.usage.num_prompt_tokens
-                program.used.num_cached_tokens += own.usage.num_cached_tokens or 0
-            program.used.num_output_tokens += own.num_output_tokens
+            used, usage = program.used, own.usage
+            if usage is not None:
+                used.num_prompt_tokens += usage.num_prompt_tokens
+                known, more = used.num_cached_tokens, usage.num_cached_tokens
+                used.num_cached_tokens = None if known is None or more is None else known + more
+            used.num_output_tokens += own.num_output_tokens
             if not generation.program.is_side:
                 calls = prompt.outputs and prompt.outputs[0].finish_reason == TOOL_CALLS
                 self._book.paused(program, Pause.TOOL if calls else Pause.USER)

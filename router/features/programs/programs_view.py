@@ -44,6 +44,7 @@ def _data(program: Program, now: float) -> dict[str, Any]:
         "source": program.name.source,
         "session": program.name.session,
         "agent": program.name.agent or None,
+        "salt": program.name.salt or None,
         "state": program.state,
         "may_run": program.admitted_at is not None,
         "home": program.home,

@@ -2,6 +2,7 @@ import json
 import re
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,29 +156,41 @@ def test_what_to_try_names_the_run_directory_and_the_port(keys_file: str | None,
 def program(session: str, **more: object) -> dict[str, object]:
     told: dict[str, object] = {
         **{"tenant": "red", "model": "toy", "source": "codex", "session": session, "agent": None},
+        "salt": None,
         **{"state": "paused", "home": "replica-0", "tokens": 12_345, "turns": 7},
         **{"attained_seconds": 8.25, "waits_seconds": None},
     }
     return told | more
 
 
+def told(
+    programs: Sequence[object], tenants: Sequence[object], num_programs: int | None = None
+) -> dict[str, object]:
+    number = len(programs) if num_programs is None else num_programs
+    return {"programs": programs, "tenants": tenants, "num_programs": number}
+
+
 def test_programs_are_told_by_tenant_and_each_once_however_many_routers_know_it() -> None:
     waits = program("s-2", state="waiting", waits_seconds=12.3, home=None, tenant="green", agent="a")
+    red, green = ({"tenant": name, "active": 1, "paused": 1, "waiting": 0} for name in ("red", "green"))
+    late = green | {"active": 0, "paused": 0, "waiting": 1}
     answers = [
-        {"programs": [waits, program("s-1", turns=6, home="replica-1")]},
-        {"programs": [program("s-1"), program("s" * 40, state="active")]},
+        told([program("s-1", turns=6, home="replica-1"), waits], [red | {"active": 0}, late]),
+        told([program("s-1"), program("s" * 40, state="active")], [red]),
     ]
     lines = program_lines(answers)
     assert lines[1:3] == [
-        "programs of green: 0 active, 0 paused, 1 waiting",
-        "programs of red: 1 active, 1 paused, 0 waiting",
+        "programs of green: 0 paused, 0 active, 1 waiting",
+        "programs of red: 1 paused, 1 active, 0 waiting",
     ]
     rows = [line.split() for line in lines[4:]]
     assert rows[0] == ["codex", "s-2", "a", "waiting", "12", "s", "-", "12,345", "7", "8.2", "s"]
-    assert rows[1] == ["codex", "s-1", "-", "paused", "replica-0", "12,345", "7", "8.2", "s"]
-    assert rows[2][1] == "s" * 23 + "…" and len(rows) == 3
-    assert program_lines([{"programs": []}]) == program_lines([]) == []
-    assert program_lines([{"programs": [program(f"s-{n}") for n in range(25)]}])[-1] == "and 5 more"
+    assert rows[2] == ["codex", "s-1", "-", "paused", "replica-0", "12,345", "7", "8.2", "s"]
+    assert rows[1][1] == "s" * 23 + "…" and len(rows) == 3
+    assert program_lines([told([], [])]) == program_lines([]) == []
+    many = told([program(f"s-{n}") for n in range(25)], [red | {"paused": 150}], num_programs=150)
+    assert program_lines([many])[1] == "programs of red: 150 paused, 1 active, 0 waiting"
+    assert program_lines([many])[-1] == "and 130 more"
 
 
 def test_a_router_that_hangs_or_answers_nonsense_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
