@@ -5,7 +5,7 @@ trusted beyond its tenant: a lie only misplaces its own requests.
 
     Claude Code 2.1, Codex 0.171, OpenCode 1.18: as these send them; `docs/coding-agents.md` has the details
     a client of one's own: x-kvasir-program, and x-kvasir-agent and x-kvasir-parent-agent of subagents
-    else the body's prompt_cache_key; else the beginning of a conversation that is offered tools
+    else the body's prompt_cache_key; else the beginning of a conversation that is offered tools and goes on
 """
 
 import hashlib
@@ -152,10 +152,14 @@ class Readers:
         return values
 
 
-def conversation_name(history: EncodedHistory) -> ProgramName:
-    """Name a program by all that comes before the first answer: as it goes on, that stays the same."""
-    num_before = history.answers[0] + 1 if history.answers else len(history.digests)
-    beginning = hashlib.sha256(b"".join(history.digests[:num_before])).hexdigest()
+def conversation_name(history: EncodedHistory) -> ProgramName | None:
+    """Name a program by all that comes before the first answer: as it goes on, that stays the same.
+
+    A conversation without an answer is none yet: most requests that offer a tool are never gone on with.
+    """
+    if not history.answers:
+        return None
+    beginning = hashlib.sha256(b"".join(history.digests[: history.answers[0] + 1])).hexdigest()
     return ProgramName("conversation", "messages", beginning[: 2 * KEY_BYTES])
 
 

@@ -117,10 +117,14 @@ def test_the_operators_headers_come_first_and_the_bodys_fields_last() -> None:
 
 def test_a_conversation_has_one_name_as_it_goes_on_and_another_beginning_another() -> None:
     head, question, answer, more = (bytes([number]) * 32 for number in range(4))
-    first = conversation_name(EncodedHistory([head, question]))
-    later = conversation_name(EncodedHistory([head, question, answer, more], last_answer=1, answers=[1]))
-    assert first == later and first.source == "conversation"
-    assert conversation_name(EncodedHistory([head, more])) != first
+    first = conversation_name(EncodedHistory([head, question, answer, more], answers=[1]))
+    later = conversation_name(EncodedHistory([head, question, answer, more, answer, more], answers=[1, 3]))
+    assert first is not None and first == later and first.source == "conversation"
+    assert conversation_name(EncodedHistory([head, more, answer, more], answers=[1])) not in (None, first)
+
+
+def test_a_question_that_may_never_be_gone_on_with_is_no_program() -> None:
+    assert conversation_name(EncodedHistory([b"head", b"question"])) is None
 
 
 @pytest.mark.parametrize(
