@@ -82,22 +82,19 @@ class Gate:
         return self._waiting
 
     def passes(self, turn: Turn, now: float, *, is_overload: bool) -> bool:
-        """Whether the turn goes on at once; its program is admitted then.
+        """Whether the turn goes on at once; its program is admitted then if there is room.
 
         Outside an overload a context that is soon computed again does not wait for room.
         """
         program = turn.program
         if program.is_crowd:
             return True
-        if not is_overload and turn.num_tokens * self._token_seconds() < CHEAP_SECONDS:
-            self._book.admit(program, turn.num_tokens, now)
-            return True
         if program.admitted_at is None:
             children = self._children(now)
             if not self._is_free(program, children) and (
                 self._would_pass(program, children, now) or not self._fits(turn.num_tokens, now)
-            ):
-                return False
+            ):  # one that passes is not admitted: those that wait would never find room
+                return not is_overload and turn.num_tokens * self._token_seconds() < CHEAP_SECONDS
         self._book.admit(program, turn.num_tokens, now)
         return True
 

@@ -387,6 +387,24 @@ def test_nobody_passes_one_that_has_waited_for_long_and_finds_no_room(scene: Sce
     scene.assert_consistent()
 
 
+def test_contexts_that_are_soon_computed_again_starve_no_long_one(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "CHEAP_SECONDS", 1.0)
+    scene.table.update_load(A, LoadSnapshot(prefill_seconds_per_token=1e-3))
+    for number in range(60):
+        scene.run(f"before {number}", ROOM // 60, now=0.3 * number)
+    waiting = scene.ask("agent", HALF, now=18.0)
+    assert waiting.waits
+    seconds = UNPASSED_SECONDS + GRACE_SECONDS + 1.0
+    for number in range(int(seconds)):
+        for each in range(3):
+            scene.end(scene.ask(f"after {number} {each}", ROOM // 60, now=18.0 + number), 18.0 + number)
+        scene.look(waiting, 18.0 + number)
+    assert waiting.has_gone
+    scene.assert_consistent()
+
+
 def test_a_program_larger_than_the_fleet_runs_alone(scene: Scene) -> None:
     large = scene.ask("large", 3 * ROOM)
     assert large.has_gone
