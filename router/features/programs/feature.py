@@ -96,7 +96,7 @@ class Programs(Feature):
                 known, more = used.num_cached_tokens, usage.num_cached_tokens
                 used.num_cached_tokens = None if known is None or more is None else known + more
             used.num_output_tokens += own.num_output_tokens
-            if not generation.program.is_side:
+            if not generation.program.is_side and served.error is None:
                 calls = prompt.outputs and prompt.outputs[0].finish_reason == TOOL_CALLS
                 self._book.paused(program, Pause.TOOL if calls else Pause.USER)
 
