@@ -91,9 +91,11 @@ def ask_programs(pages: Iterable[str]) -> list[dict[str, Any]]:
     for page in pages:
         try:
             answer = httpx.get(f"{page}/live/programs", timeout=ASK_SECONDS, trust_env=False)
-            found.append(answer.raise_for_status().json())
+            content = answer.raise_for_status().json()
         except (httpx.HTTPError, ValueError):
             continue
+        if isinstance(content, dict) and isinstance(content.get("programs"), list):
+            found.append(content)
     return found
 
 

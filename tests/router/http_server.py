@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import socket
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -86,6 +87,7 @@ async def http_server(
     usage: UsageStore | None = None,
     published: PublishedStore | None = None,
     history: HistorySync | None = None,
+    programs: ProgramBook | None = None,
     **settings: object,
 ) -> AsyncIterator[HttpServer]:
     dispatcher = ScriptedDispatcher()
@@ -102,7 +104,7 @@ async def http_server(
     rates = RequestRates(context)
     context.add(rates)
     if "programs" not in context.config.off:
-        context.add(Programs(context, ProgramBook(), context.clock, None))
+        context.add(Programs(context, ProgramBook() if programs is None else programs, time.monotonic, None))
     chat_history = ChatHistory(context, history)
     context.add(chat_history)
     context.add(Usage(context, usage))
