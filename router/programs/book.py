@@ -90,6 +90,10 @@ class Program:
         return self.num_running > MAX_PARALLEL or self.num_strange >= STRANGE_IN_A_ROW
 
     @property
+    def may_run(self) -> bool:
+        return self.admitted_at is not None and not self.is_crowd
+
+    @property
     def num_running(self) -> int:
         """Its open turns, at any router."""
         return self.num_open + self.num_elsewhere

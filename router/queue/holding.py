@@ -549,7 +549,8 @@ class Holding:
         wait_seconds = self._work_ahead(fleet, asking, line) * pace
         if asking.deadline is None:
             prompt_seconds = self._room.prompt_seconds(line, asking.request, num_uncached)
-            longest = self.rules.longest_seconds if asking.turn is None else TURN_SECONDS
+            may_run = asking.turn is not None and asking.turn.program.may_run
+            longest = TURN_SECONDS if may_run else self.rules.longest_seconds
             if not fleet.delay.is_standing(now):
                 longest = max(longest, BURST_SECONDS)
             left = allowed = max(longest, prompt_seconds)
