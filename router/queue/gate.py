@@ -45,7 +45,7 @@ UNPASSED_SECONDS = 60.0
 AGEING = 0.33
 """Seconds of attained service that a second of waiting is worth."""
 
-CHEAP_SECONDS = 2.0
+CHEAP_SECONDS = 1.25
 """A context that is computed again sooner than this is not worth a wait, but in an overload."""
 
 MAX_CHILDREN = 16
