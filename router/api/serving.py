@@ -171,6 +171,8 @@ class Exchange:
         self._send = send
         self._connection = connection_of(request.scope)
         self._run: Runs | None = None
+        self._is_held_long = False
+        """It is a turn of a program, which may wait for minutes until a replica has it."""
         self._num_sent = 0
         self._num_sent_before = 0
         self._arrived = context.clock()
@@ -210,7 +212,8 @@ class Exchange:
             raise _first(expected) from group
 
     async def _run_prompt(self, prompt: Prompt) -> None:
-        request = self._request
+        request, program = self._request, prompt.generation.program
+        self._is_held_long = program is not None and not program.is_side
         async with self._context.dispatcher.run(prompt.generation, self.trace.generation()) as run:
             self._run = self._run or run
             self._listen(prompt, run)
@@ -333,13 +336,15 @@ class Exchange:
     async def _beat(self) -> None:
         """Proxies cut what is silent: a stream of which nothing was sent since the last time is kept alive.
 
-        None before a replica has it: until then it can still be refused with a status of its own.
+        None before a replica has it, but for turns of programs: until then it can still be refused with a
+        status of its own.
         """
         is_silent = self._num_sent == self._num_sent_before
         request, run = self._request, self._run
         is_backed_up = self._connection is not None and self._connection.is_backed_up
-        if is_silent and not is_backed_up and request.stream and run is not None:
-            if not self._is_streaming:
+        may_send = run is not None or self._is_held_long
+        if is_silent and not is_backed_up and request.stream and may_send:
+            if not self._is_streaming and run is not None:
                 self._name_run(run)
             await self._stream(request.writer.keep_alive)
         self._num_sent_before = self._num_sent
