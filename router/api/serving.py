@@ -336,7 +336,7 @@ class Exchange:
     async def _beat(self) -> None:
         """Proxies cut what is silent: a stream of which nothing was sent since the last time is kept alive.
 
-        None before a replica has it, but for turns of programs: until then it can still be refused with a
+        Other requests than turns of programs get none before a replica has them: they can be refused with a
         status of its own.
         """
         is_silent = self._num_sent == self._num_sent_before
