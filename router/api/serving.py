@@ -337,7 +337,7 @@ class Exchange:
         """Proxies cut what is silent: a stream of which nothing was sent since the last time is kept alive.
 
         Other requests than turns of programs get none before a replica has them: they can be refused with a
-        status of its own.
+        status of their own.
         """
         is_silent = self._num_sent == self._num_sent_before
         request, run = self._request, self._run
