@@ -60,7 +60,7 @@ class Program:
     """
 
     __slots__ = (
-        *("admitted_at", "attained_seconds", "began_at", "counted", "home", "key", "middle", "model"),
+        *("admitted_at", "attained_seconds", "counted", "home", "key", "middle", "model"),
         *("name", "num_admissions", "num_elsewhere", "num_open", "num_strange", "num_tokens", "num_turns"),
         *("pause", "paused_at", "root", "seen_at", "tenant", "used", "version", "waits_since", "weight"),
     )
@@ -74,7 +74,7 @@ class Program:
         self.weight = 1.0
         self.attained_seconds = 0.0
         self.used = Used()
-        self.began_at = self.seen_at = now
+        self.seen_at = now
         self.paused_at: float | None = None
         self.pause = Pause.UNKNOWN
         self.admitted_at: float | None = None
