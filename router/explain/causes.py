@@ -121,11 +121,13 @@ def _facts(
         yield _Fact(num_found + past.peek_tokens, Cause.BELOW_A_BLOCK, replica_id)
     yield from _of_replica(usage, num_cached, replica_id)
     if decision is not None:
-        yield from _of_chosen(num_cached, decision, past, block_size)
         held = decision.holdings
-        if held is not None and any(
+        is_held = held is not None and any(
             levels and levels[0][0] * block_size > num_cached for levels in (held.levels, held.stored)
-        ):
+        )
+        if is_held or decision.overlap_tokens > num_cached:
+            yield from _of_chosen(num_cached, decision, past, block_size)
+        if is_held and held is not None:
             yield from _of_others(decision, held, block_size)
     if past.num_known_unresumable:
         yield from _unresumable(past.num_known_unresumable, past.known.replica_id, past.known_points)

@@ -102,10 +102,10 @@ class PromptFacts:
             return b""
         begin = self._marked_from
         if begin is None or start < begin:
-            if end < self.num_tokens:
+            if begin is not None and end < self.num_tokens:
                 return self.digests.marks(self.packed_tokens, start, end)
             begin = self._marked_from = start
-            self._marks = self.digests.marks(self.packed_tokens, start, end)
+            self._marks = self.digests.marks(self.packed_tokens, start, self.num_tokens)
         return self._marks[(start - begin) * MARK_BYTES : (end - begin) * MARK_BYTES]
 
 
