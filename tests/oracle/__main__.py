@@ -3,6 +3,7 @@
     python -m tests.oracle record NEW                      this checkout
     python -m tests.oracle record OLD --checkout ../old    another one, such as a worktree of an old commit
     python -m tests.oracle compare OLD NEW                 exits with 1, and prints what differs
+    python -m tests.oracle write                           writes `recording.json`, which a test compares with
 
 Record both with the same version of this package: it owns what is asked. The other checkout needs no
 environment of its own. `--only GROUP` records the groups whose names begin so. What earlier groups leave in
@@ -22,6 +23,7 @@ fields are recorded, and the counters that do not depend on the moment.
 
 import argparse
 import difflib
+import hashlib
 import json
 import signal
 import sys
@@ -38,6 +40,13 @@ from tests.oracle.redis_record import Writes, contents
 from tests.oracle.traces import decisions
 
 LEAST_SECONDS_IN_HOUR = 120.0
+RECORDING = Path(__file__).with_name("recording.json")
+"""Digests of answers, by group and label."""
+ANSWERS = (
+    *("caches", "chat", "completions", "conversations", "counts", "explained", "gemini", "heads", "messages"),
+    *("refused", "responses", "routes", "stored", "tenant-"),
+)
+"""Groups of requests whose answers depend on nothing but the code."""
 
 
 def record(folder: Path, checkout: Path, only: Sequence[str]) -> None:
@@ -50,8 +59,9 @@ def record(folder: Path, checkout: Path, only: Sequence[str]) -> None:
     def is_wanted(name: str) -> bool:
         return not only or name.startswith(tuple(only))
 
-    _write(folder / "names.json", names(checkout))
-    say("names")
+    if is_wanted("names"):
+        _write(folder / "names.json", names(checkout))
+        say("names")
     with tempfile.TemporaryDirectory() as temporary:
         with cluster(Path(temporary), checkout) as running:
             say("cluster")
@@ -63,8 +73,9 @@ def record(folder: Path, checkout: Path, only: Sequence[str]) -> None:
                         with Talk(running.urls[who], folder / f"{name}.json", headers) as talk:
                             ask(talk)
                         say(name)
-                _write(folder / "decisions.json", decisions(running.urls["open"]))
-                say("decisions")
+                if is_wanted("decisions"):
+                    _write(folder / "decisions.json", decisions(running.urls["open"]))
+                    say("decisions")
                 for router in ("open", "keyed"):
                     running.end(router)
                 _write(folder / "redis.json", contents(running.redis_url))
@@ -109,6 +120,25 @@ def compare(old: Path, new: Path) -> int:
     return sum(map(len, alike.values()))
 
 
+def digests(folder: Path) -> dict[str, dict[str, str]]:
+    """Return a digest of each request with its answer in a recording, by group and label."""
+    return {
+        path.stem: {
+            label: hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+            for label, text in _read(path).items()
+        }
+        for path in sorted(folder.glob("*.json"))
+        if path.stem.startswith(ANSWERS)
+    }
+
+
+def write() -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        record(Path(temporary) / "new", Path.cwd(), ANSWERS)
+        written = json.dumps(digests(Path(temporary) / "new"), indent=0, ensure_ascii=False)
+        RECORDING.write_text(f"{written}\n", "utf-8")
+
+
 def _read(path: Path) -> dict[str, str]:
     found: dict[str, str] = json.loads(path.read_text("utf-8")) if path.exists() else {}
     return found
@@ -121,12 +151,16 @@ def main() -> int:
     recording.add_argument("folder", type=Path)
     recording.add_argument("--checkout", type=Path, default=Path.cwd())
     recording.add_argument("--only", action="append", default=[], metavar="GROUP")
+    commands.add_parser("write")
     comparing = commands.add_parser("compare")
     comparing.add_argument("old", type=Path)
     comparing.add_argument("new", type=Path)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its processes end, too
+    if arguments.command == "write":
+        write()
+        return 0
     if arguments.command == "record":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its processes end, too
         record(arguments.folder, arguments.checkout.resolve(), arguments.only)
         return 0
     count = compare(arguments.old, arguments.new)
