@@ -1,6 +1,7 @@
 """Documents say what is so: the pages made from the code are current, and commands, files and links exist."""
 
 import argparse
+import ast
 import importlib.util
 import itertools
 import os
@@ -198,6 +199,23 @@ def test_files_that_other_programs_are_given_exist() -> None:
 def test_files_that_a_page_names_exist(page: str) -> None:
     named = set(OF_THE_TREE.findall(text_of(page))) - MADE_BY_READERS
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_the_way_through_the_code_names_functions_that_exist_and_is_short() -> None:
+    rows = re.findall(r"^\| (?:`(\S+\.py)`)? ?\| `(\S+)` \|", text_of("docs/reading.md"), re.MULTILINE)
+    path, num_lines = "", 0
+    for written, name in rows:
+        path = written or path
+        node: ast.AST = ast.parse(text_of(path))
+        for part in name.split("."):
+            named = (each for each in ast.iter_child_nodes(node) if getattr(each, "name", None) == part)
+            found = next(named, None)
+            assert found is not None, f"{path} has no {name}"
+            node = found
+        assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
+        num_lines += node.end_lineno - node.lineno + 1
+    assert len(rows) > 40
+    assert num_lines <= 1100, f"{num_lines} lines are too many to read at once"
 
 
 @pytest.mark.parametrize("page", PAGES)
