@@ -246,7 +246,7 @@ class Exchange:
                 return False
             if stream is not None and not stream.takes_parts:
                 return False
-            if request.gaps is not None and delta.num_tokens:
+            if request.gaps is not None and (delta.token_ids or delta.num_counted):
                 request.gaps.arrived(self._context.clock())
             if stream is None:
                 output.hold(delta)

@@ -81,7 +81,7 @@ class Inflight:
         return self.take()
 
     def deliver(self, delta: TokenDelta) -> None:
-        self.num_tokens += delta.num_tokens
+        self.num_tokens += len(delta.token_ids) + delta.num_counted
         # Wakes once per frame however many deltas it brings: the consumer runs after the read loop.
         if not self._deltas:
             listener, waiter = self._mailbox.listener, self._mailbox.waiter

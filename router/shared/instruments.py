@@ -23,7 +23,7 @@ class Instrument(Protocol):
 
 
 Read = Callable[[], float | Mapping[Any, float]]
-"""The number of a metric without labels, or those of its one label's values."""
+"""The number of a metric without labels, or those by its label's value, or by its labels' values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +38,19 @@ class Reading:
 
     def text(self) -> str:
         found = self.read()
-        numbers = found.items() if isinstance(found, Mapping) else [("", found)]
-        lines = [
-            f"{self.name}{_braces(self.labels, (value,) * len(self.labels))} {_value(number)}"
-            for value, number in numbers
-        ]
+        numbers = found.items() if isinstance(found, Mapping) else [((), found)]
+        series = [(value if isinstance(value, tuple) else (value,), number) for value, number in numbers]
+        lines = [f"{self.name}{_braces(self.labels, values)} {_value(number)}" for values, number in series]
         return "".join((_head(self.kind, self.name, self.help_text), *lines))
 
 
 def counter(name: str, help_text: str, read: Read, *labels: str) -> Reading:
-    assert name.endswith("_total") and len(labels) <= 1
+    assert name.endswith("_total")
     return Reading("counter", name, help_text, read, labels)
 
 
 def gauge(name: str, help_text: str, read: Read, *labels: str) -> Reading:
-    assert not name.endswith("_total") and len(labels) <= 1
+    assert not name.endswith("_total")
     return Reading("gauge", name, help_text, read, labels)
 
 

@@ -129,7 +129,7 @@ class Usage(Feature):
         return cls(context, UsageStore(config.redis_url, config.usage_hours, ratios, secret=secret))
 
     def instruments(self) -> Iterable[Instrument]:
-        return self._metrics.families
+        return self._metrics.instruments()
 
     def client_routes(self) -> Sequence[Route]:
         return [Route("/v1/usage", self.usage, methods=["GET"])]

@@ -19,7 +19,7 @@ from router.errors import UsageUnavailable
 from router.feature import Feature
 from router.features.usage.amounts import Amounts
 from router.features.usage.ledger import HOUR_SECONDS, Ledger
-from router.features.usage.ratios import Cost, RatioTable, cost_of
+from router.features.usage.ratios import CostRatios, RatioTable
 from router.features.usage.redis_usage import RedisUsage
 from router.features.usage.sums import Group, TooManyGroups, UsageQuery, UsageSums
 from router.served import ServedRequest
@@ -40,7 +40,7 @@ MAX_HASHES = 100_000
 """Bound on hours times tenants in one question."""
 
 
-Tell = Callable[[ServedRequest, Amounts, Cost], None]
+Tell = Callable[[ServedRequest, Amounts, CostRatios], None]
 
 
 class UsageStore(Feature):
@@ -77,7 +77,7 @@ class UsageStore(Feature):
     def observe(self, served: ServedRequest) -> None:
         amounts = self.ledger.observe(served)
         for tell in self.listeners:
-            tell(served, amounts, cost_of(amounts, self.ratios.of(served.caller.tenant.name)))
+            tell(served, amounts, self.ratios.of(served.caller.tenant.name))
 
     async def run(self) -> None:
         """Write until cancelled."""
