@@ -36,7 +36,7 @@ class ProvenEngine:
 
 async def build_in_time(config: ReplicaConfig, build: EngineBuilder) -> ProvenEngine:
     """Raises StartupError, CheckpointError or SettingsError."""
-    work = _Work(config, build, asyncio.get_running_loop())
+    work = _BuildWork(config, build, asyncio.get_running_loop())
     try:
         async with asyncio.timeout(config.build_seconds + GRACE_SECONDS):
             return await work.outcome
@@ -45,7 +45,7 @@ async def build_in_time(config: ReplicaConfig, build: EngineBuilder) -> ProvenEn
         raise BuiltTooSlowly(config.build_seconds) from error
 
 
-class _Work:
+class _BuildWork:
     def __init__(self, config: ReplicaConfig, build: EngineBuilder, loop: asyncio.AbstractEventLoop) -> None:
         self.outcome: asyncio.Future[ProvenEngine] = loop.create_future()
         self._loop = loop

@@ -45,7 +45,7 @@ for seconds, in which no other thread runs."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Add:
+class _AddOrder:
     """All choices of one request in one message, so that no step counts only some of them."""
 
     serial: int
@@ -53,17 +53,17 @@ class _Add:
 
 
 @dataclass(frozen=True, slots=True)
-class _Abort:
+class _AbortOrder:
     key: RequestKey
 
 
 @dataclass(frozen=True, slots=True)
-class _AskStore:
+class _StoreOrder:
     question: StoreQuestion
 
 
 @dataclass(frozen=True, slots=True)
-class _TakeMedia:
+class _MediaOrder:
     question: ImageQuery
 
 
@@ -75,6 +75,9 @@ class _Wake:
 @dataclass(frozen=True, slots=True)
 class _Stop:
     pass
+
+
+_Order = _AddOrder | _AbortOrder | _StoreOrder | _MediaOrder | _Wake | _Stop
 
 
 class EngineLoop:
@@ -95,9 +98,9 @@ class EngineLoop:
         self._on_frame = on_frame
         self._on_death = on_death
         self._clock = clock
-        self._inbox: queue.SimpleQueue[_Add | _Abort | _AskStore | _TakeMedia | _Wake | _Stop] = (
-            queue.SimpleQueue()
-        )
+        self._inbox: queue.SimpleQueue[
+            _AddOrder | _AbortOrder | _StoreOrder | _MediaOrder | _Wake | _Stop
+        ] = queue.SimpleQueue()
         self._door = threading.Lock()  # guards _ended against the inbox: nothing is put in afterwards
         self._ended = False
         self._may_close = threading.Event()
@@ -121,26 +124,26 @@ class EngineLoop:
         """
         with self._door:
             if not self._ended:
-                self._inbox.put(_Add(serial, submit))
+                self._inbox.put(_AddOrder(serial, submit))
             return not self._ended
 
     def abort(self, key: RequestKey) -> None:
         """Stop a request; its last delta may already be on its way. From any thread."""
         with self._door:
             if not self._ended:
-                self._inbox.put(_Abort(key))
+                self._inbox.put(_AbortOrder(key))
 
     def ask_store(self, question: StoreQuestion) -> None:
         """The answer comes with a frame, unless the engine ends before. From any thread."""
         with self._door:
             if not self._ended:
-                self._inbox.put(_AskStore(question))
+                self._inbox.put(_StoreOrder(question))
 
     def take_media(self, question: ImageQuery) -> None:
         """The answer comes with a frame, unless the engine ends before. From any thread."""
         with self._door:
             if not self._ended:
-                self._inbox.put(_TakeMedia(question))
+                self._inbox.put(_MediaOrder(question))
 
     def stop(self, timeout_seconds: float | None = None) -> bool:
         """End the thread after the step that runs, close the engine, and wait. Idempotent.
@@ -198,16 +201,16 @@ class EngineLoop:
                 return True
             wait = False
             match message:
-                case _Add(serial, submit):
+                case _AddOrder(serial, submit):
                     for request in expand(submit, serial):
                         self._add(request)
-                case _Abort(key):
+                case _AbortOrder(key):
                     self._num_aborted += key in self._live
                     self._live.discard(key)
                     self._engine.abort(key)
-                case _AskStore(question):
+                case _StoreOrder(question):
                     self._engine.ask_store(question)
-                case _TakeMedia(asked):
+                case _MediaOrder(asked):
                     self._engine.take_media(asked)
                 case _Wake():
                     pass
@@ -243,7 +246,7 @@ class EngineLoop:
         self._live.clear()
         while not self._inbox.empty():
             message = self._inbox.get()
-            if isinstance(message, _Add):
+            if isinstance(message, _AddOrder):
                 keys += keys_of(message.serial, message.submit)
         self._emit_errors(keys, Refusal(RefusalCode.ENGINE_FAILED, ENGINE_FAILED))
         self._on_death(death)

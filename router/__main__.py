@@ -110,7 +110,7 @@ def run_several(config: RouterConfig, listeners: AllListeners) -> int:
     return RouterProcesses(config.processes, run, patience_seconds=patience).run()
 
 
-class _Server(uvicorn.Server):
+class _RouterServer(uvicorn.Server):
     """A server whose signals end `serve`, not the process."""
 
     def __init__(
@@ -182,7 +182,7 @@ async def serve(
     """
     router = Router(config, rng=random.Random(), own_secret=own_secret)
     served = _server_config(router.apps.main, router.connections, config.drain_seconds)
-    server = _Server(served, listeners.others, router.picker)
+    server = _RouterServer(served, listeners.others, router.picker)
     if router.picker is not None:
         await router.picker.bind()
     spare_long_lived_objects()

@@ -44,7 +44,7 @@ def lint(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
         model = LoggedModel.of(tokenizer_bundle(directory), written_rule(rule))
     except (CheckpointError, TokenizerError, OSError) as error:
         raise ClusterError(f"cannot read the tokenizer: {error}") from error
-    run = _Run(model, arguments.block_size)
+    run = _LintRun(model, arguments.block_size)
     try:
         with _opened(arguments.file) as file:
             for number, line in _lines(file):
@@ -63,7 +63,7 @@ def lint(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     return FOUND if run.tally.lost_percent > arguments.tolerate else 0
 
 
-class _Run:
+class _LintRun:
     """One pass over a log."""
 
     def __init__(self, model: LoggedModel, block_size: int) -> None:

@@ -31,7 +31,7 @@ MOST_RANKS = 1024
 
 
 @dataclass(slots=True)
-class _Asked:
+class _AskedServer:
     """`ranks` None until the server has answered; empty if it has only one."""
 
     ranks: tuple[int, ...] | None = None
@@ -46,7 +46,7 @@ class Asker:
     def __init__(self, key_file: str | None, *, takes_bodies: bool = False) -> None:
         self._key_file = key_file
         self._takes_bodies = takes_bodies
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, _AskedServer] = {}
         self._backoff = BackoffSpec(initial_seconds=2.0)
         self._client = httpx.AsyncClient(
             headers={"accept-encoding": "identity"},
@@ -63,13 +63,13 @@ class Asker:
     def know(self, servers: Sequence[FoundServer]) -> None:
         """Take over what servers have said to an earlier asker."""
         for server in servers:
-            asked = self._asked.setdefault(server.url, _Asked(()))
+            asked = self._asked.setdefault(server.url, _AskedServer(()))
             if server.rank is not None:
                 asked.ranks = (*(asked.ranks or ()), server.rank)
 
     async def ask(self, urls: Sequence[str]) -> list[FoundServer]:
         """Ask those that are due; return the ranks of all that have ever answered."""
-        self._asked = {url: self._asked.get(url) or _Asked() for url in urls}
+        self._asked = {url: self._asked.get(url) or _AskedServer() for url in urls}
         now = time.monotonic()
         await asyncio.gather(
             *(self._ask(url, asked) for url, asked in self._asked.items() if asked.ask_at <= now)
@@ -111,7 +111,7 @@ class Asker:
             raise ValueError(f"it answers {answer.status_code}{advice}")
         return json.loads(content)
 
-    async def _ask(self, url: str, asked: _Asked) -> None:
+    async def _ask(self, url: str, asked: _AskedServer) -> None:
         try:
             key = await asyncio.to_thread(read_key, self._key_file)
             headers = {} if key is None else {"authorization": f"Bearer {key}"}

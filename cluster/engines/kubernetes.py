@@ -32,7 +32,7 @@ POOLS = "/apis/inference.networking.k8s.io/v1"
 SLICES = "/apis/discovery.k8s.io/v1"
 
 
-class _Meta(msgspec.Struct, rename="camel"):
+class _ObjectMeta(msgspec.Struct, rename="camel"):
     resource_version: str = ""
     deletion_timestamp: str | None = None
 
@@ -42,7 +42,7 @@ class _Conditions(msgspec.Struct, frozen=True):
     terminating: bool | None = None
 
 
-class _Endpoint(msgspec.Struct):
+class _SliceEndpoint(msgspec.Struct):
     addresses: list[str] = []
     conditions: _Conditions = _Conditions()
 
@@ -53,12 +53,12 @@ class _Port(msgspec.Struct):
 
 
 class _Slice(msgspec.Struct):
-    endpoints: list[_Endpoint] | None = None
+    endpoints: list[_SliceEndpoint] | None = None
     ports: list[_Port] | None = None
 
 
 class _Slices(msgspec.Struct):
-    metadata: _Meta
+    metadata: _ObjectMeta
     items: list[_Slice] | None
 
 
@@ -73,12 +73,12 @@ class _PodStatus(msgspec.Struct, frozen=True):
 
 
 class _Pod(msgspec.Struct):
-    metadata: _Meta
+    metadata: _ObjectMeta
     status: _PodStatus = _PodStatus()
 
 
 class _Pods(msgspec.Struct):
-    metadata: _Meta
+    metadata: _ObjectMeta
     items: list[_Pod] | None
 
 
@@ -90,13 +90,13 @@ class _TargetPort(msgspec.Struct):
     number: int
 
 
-class _PoolSpec(msgspec.Struct, rename="camel"):
+class _InferencePoolSpec(msgspec.Struct, rename="camel"):
     selector: _Selector
     target_ports: list[_TargetPort]
 
 
-class _Pool(msgspec.Struct):
-    spec: _PoolSpec
+class _InferencePool(msgspec.Struct):
+    spec: _InferencePoolSpec
 
 
 Answer = TypeVar("Answer")
@@ -160,7 +160,7 @@ class KubernetesFinder:
     async def _of_pool(self) -> set[str]:
         namespace = await self._namespace()
         path = f"{POOLS}/namespaces/{namespace}/inferencepools/{self._source.inference_pool}"
-        pool = (await self._get(path, {}, _Pool)).spec
+        pool = (await self._get(path, {}, _InferencePool)).spec
         labels = ",".join(f"{name}={value}" for name, value in sorted(pool.selector.match_labels.items()))
         if not labels:
             raise SourceFailed(f"InferencePool {self._source.inference_pool} selects no pods")

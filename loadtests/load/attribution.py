@@ -21,10 +21,10 @@ CLOCK_SLACK_SECONDS = 0.05
 
 def attribute(workload: Workload, records: Mapping[int, RequestRecord]) -> dict[int, RequestRecord]:
     """The records with their cached tokens split. Keys are positions in the workload."""
-    tenants: dict[str | None, _Tenant] = {}
+    tenants: dict[str | None, _TenantSum] = {}
     for number, record in records.items():
         request = workload.requests[number]
-        tenant = tenants.setdefault(request.tenant, _Tenant(workload.block_tokens))
+        tenant = tenants.setdefault(request.tenant, _TenantSum(workload.block_tokens))
         tenant.add(number, request, record.arrival_seconds + record.lateness_seconds)
     return {
         number: _split(record, tenants[workload.requests[number].tenant], number, workload.requests[number])
@@ -32,7 +32,7 @@ def attribute(workload: Workload, records: Mapping[int, RequestRecord]) -> dict[
     }
 
 
-def _split(record: RequestRecord, tenant: "_Tenant", number: int, request: TraceRequest) -> RequestRecord:
+def _split(record: RequestRecord, tenant: "_TenantSum", number: int, request: TraceRequest) -> RequestRecord:
     if record.num_cached_tokens is None:
         return record
     sent = record.arrival_seconds + record.lateness_seconds
@@ -67,7 +67,7 @@ class _Sightings:
         )
 
 
-class _Tenant:
+class _TenantSum:
     """One tenant's requests and their times."""
 
     def __init__(self, block_tokens: int) -> None:

@@ -50,7 +50,7 @@ NUM_LOOKS = 8
 
 
 @dataclass(slots=True, eq=False)
-class _Run:
+class _FleetRun:
     """A request on its way. `virtual` is its present attempt, if it has one."""
 
     prepared: HashedRequest
@@ -135,8 +135,8 @@ class VirtualFleet:
             VirtualRouter(options, by_id, self._feed, new_rng(), lambda: self._now, f"router-{number}")
             for number in range(options.num_routers)
         ]
-        self._runs: dict[int, _Run] = {}
-        self._line: list[_Run] = []
+        self._runs: dict[int, _FleetRun] = {}
+        self._line: list[_FleetRun] = []
         """Requests that wait for a replica to come back, in the order of their coming."""
         self._records: dict[int, RequestRecord] = {}
         self._duplications: list[float] = []
@@ -214,7 +214,7 @@ class VirtualFleet:
 
     def submit(self, request: HashedRequest) -> None:
         """It arrives now."""
-        run = _Run(request, self._rng.choice(self.routers))
+        run = _FleetRun(request, self._rng.choice(self.routers))
         self._runs[request.number] = run
         self._place(run)
 
@@ -257,7 +257,7 @@ class VirtualFleet:
 
     # A request's way.
 
-    def _place(self, run: _Run) -> None:
+    def _place(self, run: _FleetRun) -> None:
         router = run.router
         router.catch_up(self._now)
         if self._now < run.patience.not_before:
@@ -280,7 +280,7 @@ class VirtualFleet:
         if routed is not None:
             self._send(run, routed)
 
-    def _route(self, run: _Run) -> RoutedRequest | None:
+    def _route(self, run: _FleetRun) -> RoutedRequest | None:
         """None if it waits in its router. What was routed once goes on without waiting."""
         router, prepared = run.router, run.prepared
         if router.holding is None or run.has_been_placed:
@@ -297,7 +297,7 @@ class VirtualFleet:
             return None
         return asked
 
-    def _plan_look(self, run: _Run) -> None:
+    def _plan_look(self, run: _FleetRun) -> None:
         """Look when its time in the router is over; a turn looks more often."""
         assert run.held is not None and run.held.latest_start is not None
         when = run.held.latest_start
@@ -305,7 +305,7 @@ class VirtualFleet:
             when = min(when, self._now + PROGRAM_LOOK_SECONDS)
         self.at(when, lambda: self._look_at(run))
 
-    def _look_at(self, run: _Run) -> None:
+    def _look_at(self, run: _FleetRun) -> None:
         """It looks whether its time is over, if it still waits there."""
         if run.held is not None:
             assert run.router.holding is not None
@@ -315,7 +315,7 @@ class VirtualFleet:
             if run.held is not None:
                 self._plan_look(run)
 
-    def _called(self, run: _Run) -> None:
+    def _called(self, run: _FleetRun) -> None:
         """It has waited in its router, and goes now, or is refused."""
         held, run.held = run.held, None
         assert held is not None
@@ -325,7 +325,7 @@ class VirtualFleet:
             return
         self._send(run, held.routed, held)
 
-    def _send(self, run: _Run, routed: RoutedRequest, held: Held | None = None) -> None:
+    def _send(self, run: _FleetRun, routed: RoutedRequest, held: Held | None = None) -> None:
         router = run.router
         if router.holding is not None and run.charge is None:
             run.charge = router.charge(run.prepared, routed, held)
@@ -352,7 +352,7 @@ class VirtualFleet:
         router.sent(routed)
         self._after(self._options.delays.network, lambda: self._arrive(run, virtual))
 
-    def _wait(self, run: _Run) -> None:
+    def _wait(self, run: _FleetRun) -> None:
         """In line while a replica is on its way back, else for a moment and another."""
         if any(host.is_coming for host in self.hosts):
             seconds = run.patience.wait_in_line(self._now, RETRY.wait_seconds)
@@ -365,13 +365,13 @@ class VirtualFleet:
             return
         self._end(run, "no replica")
 
-    def _leave_line(self, run: _Run) -> None:
+    def _leave_line(self, run: _FleetRun) -> None:
         """Its time in line is over, if no replica came back before."""
         if run in self._line:
             self._line.remove(run)
             self._place(run)
 
-    def _arrive(self, run: _Run, virtual: VirtualRequest) -> None:
+    def _arrive(self, run: _FleetRun, virtual: VirtualRequest) -> None:
         if run.virtual is not virtual:
             return  # its replica died while it was on the way
         host, routed = run.host, run.routed
@@ -466,7 +466,7 @@ class VirtualFleet:
             run.num_output_tokens = virtual.num_output_tokens
             self._end(run, None)
 
-    def _end(self, run: _Run, error: str | None) -> None:
+    def _end(self, run: _FleetRun, error: str | None) -> None:
         trace = run.prepared.trace
         if run.charge is not None:
             run.charge.close(self._now)
@@ -492,7 +492,7 @@ class VirtualFleet:
         if self.on_end is not None:
             self.on_end(run.prepared, record, run.num_device_tokens)
 
-    def _give_back(self, run: _Run) -> None:
+    def _give_back(self, run: _FleetRun) -> None:
         host, router = run.host, run.router
         if run.routed is not None:
             run.routed.close()

@@ -66,13 +66,13 @@ class SessionFile:
     sessions: tuple[Session, ...]
 
 
-class _Head(msgspec.Struct):
+class _SessionHead(msgspec.Struct):
     format: str
     version: int
     block_tokens: _Tokens
 
 
-class _Turn(msgspec.Struct):
+class _SessionTurn(msgspec.Struct):
     num_input_tokens: _Tokens = msgspec.field(name="in")
     num_output_tokens: _Tokens = msgspec.field(name="out")
     think: _Seconds
@@ -85,7 +85,7 @@ class _Session(msgspec.Struct):
     lane: _Number
     after: _Seconds
     agent: str
-    turns: Annotated[list[_Turn], msgspec.Meta(min_length=1)]
+    turns: Annotated[list[_SessionTurn], msgspec.Meta(min_length=1)]
     parent: str | None = None
     turn: _Number | None = None
 
@@ -94,7 +94,7 @@ def is_session_file(path: Path | str) -> bool:
     """Tell by its first line whether the file holds sessions. Raises OSError."""
     with _open(Path(path)) as lines:
         try:
-            return msgspec.json.decode(lines.readline(MAX_HEAD_BYTES), type=_Head).format == FORMAT
+            return msgspec.json.decode(lines.readline(MAX_HEAD_BYTES), type=_SessionHead).format == FORMAT
         except (msgspec.DecodeError, EOFError, gzip.BadGzipFile):
             return False
 
@@ -112,14 +112,14 @@ def _open(path: Path) -> BinaryIO | gzip.GzipFile:
 
 def parse_sessions(name: str, lines: Iterable[bytes]) -> SessionFile:
     """Raises ValueError."""
-    head: _Head | None = None
+    head: _SessionHead | None = None
     sessions: dict[str, Session] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             if head is None:
-                head = msgspec.json.decode(line, type=_Head)
+                head = msgspec.json.decode(line, type=_SessionHead)
                 if (head.format, head.version) != (FORMAT, VERSION):
                     raise ValueError(f"is not the head of {FORMAT}, version {VERSION}")
             else:
@@ -148,7 +148,7 @@ def _session(found: _Session, block_tokens: int, before: dict[str, Session]) -> 
     return Session(found.id, found.lane, found.after, found.agent, found.parent, found.turn, turns)
 
 
-def _turn(number: int, turn: _Turn, block_tokens: int) -> SessionTurn:
+def _turn(number: int, turn: _SessionTurn, block_tokens: int) -> SessionTurn:
     num_full, num_blocks = turn.num_input_tokens // block_tokens, sum(count for _, count in turn.blocks)
     if num_blocks != num_full:
         raise ValueError(

@@ -20,12 +20,12 @@ from replicas.protocol.image_rules import MAX_GRID, CellRule, ImageRule, TileRul
 logger = logging.getLogger(__name__)
 
 
-class _Unsupported(Exception):
+class _NoImages(Exception):
     """Why the formulas do not fit a checkpoint: the end of a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
+class _ImageFamily:
     """An architecture's image processor, with transformers' defaults for its config.json."""
 
     processor: str
@@ -33,15 +33,15 @@ class _Family:
     patch_size: int
 
 
-_CELLS: Mapping[str, _Family] = {
-    "Qwen2VLForConditionalGeneration": _Family("Qwen2VLImageProcessor", 151655, 14),
-    "Qwen2_5_VLForConditionalGeneration": _Family("Qwen2VLImageProcessor", 151655, 14),
-    "Qwen3VLForConditionalGeneration": _Family("Qwen2VLImageProcessor", 151655, 16),
-    "Qwen3VLMoeForConditionalGeneration": _Family("Qwen2VLImageProcessor", 151655, 16),
+_CELLS: Mapping[str, _ImageFamily] = {
+    "Qwen2VLForConditionalGeneration": _ImageFamily("Qwen2VLImageProcessor", 151655, 14),
+    "Qwen2_5_VLForConditionalGeneration": _ImageFamily("Qwen2VLImageProcessor", 151655, 14),
+    "Qwen3VLForConditionalGeneration": _ImageFamily("Qwen2VLImageProcessor", 151655, 16),
+    "Qwen3VLMoeForConditionalGeneration": _ImageFamily("Qwen2VLImageProcessor", 151655, 16),
 }
-_TILES: Mapping[str, _Family] = {
-    "Idefics3ForConditionalGeneration": _Family("Idefics3ImageProcessor", 128257, 32),
-    "SmolVLMForConditionalGeneration": _Family("SmolVLMImageProcessor", 128257, 32),
+_TILES: Mapping[str, _ImageFamily] = {
+    "Idefics3ForConditionalGeneration": _ImageFamily("Idefics3ImageProcessor", 128257, 32),
+    "SmolVLMForConditionalGeneration": _ImageFamily("SmolVLMImageProcessor", 128257, 32),
 }
 _FIXED_TOKENS = ("Idefics3ForConditionalGeneration",)
 """Architectures whose processor has fixed names for its image tokens."""
@@ -66,12 +66,12 @@ def read_image_rule(directory: Path) -> tuple[ImageRule | None, str]:
             return _cell_rule(directory, config, _CELLS[name]), ""
         if name in _TILES:
             return _tile_rule(directory, config, name), ""
-        raise _Unsupported(f"there is no image rule for its architecture, {name}")
-    except (CheckpointError, _Unsupported, ValueError) as error:
+        raise _NoImages(f"there is no image rule for its architecture, {name}")
+    except (CheckpointError, _NoImages, ValueError) as error:
         return None, f"the checkpoint {directory} takes no images: {error}"
 
 
-def _cell_rule(directory: Path, config: Mapping[str, Any], family: _Family) -> CellRule:
+def _cell_rule(directory: Path, config: Mapping[str, Any], family: _ImageFamily) -> CellRule:
     _, images = _processor_fields(directory, family)
     vision = _object(config, "vision_config")
     patch, merge = _number(images, "patch_size", _PATCH_SIZE), _number(images, "merge_size", _MERGE_SIZE)
@@ -81,7 +81,7 @@ def _cell_rule(directory: Path, config: Mapping[str, Any], family: _Family) -> C
     ):
         of_model = _number(vision, name, default)
         if of_model != of_processor:
-            raise _Unsupported(f"config.json has {name} {of_model}, its image processor {of_processor}")
+            raise _NoImages(f"config.json has {name} {of_model}, its image processor {of_processor}")
     size = _object(images, "size", {"shortest_edge": _MIN_PIXELS, "longest_edge": _MAX_PIXELS})
     tokenizer, names = _tokenizer(directory)
     return CellRule(
@@ -101,13 +101,13 @@ def _tile_rule(directory: Path, config: Mapping[str, Any], architecture: str) ->
     patches = tile // _number(_object(config, "vision_config"), "patch_size", family.patch_size)
     scale = _number(config, "scale_factor", _SCALE_FACTOR)
     if patches % scale or num_tokens != (patches // scale) ** 2:
-        raise _Unsupported(
+        raise _NoImages(
             f"the {patches} patches on a side of a tile, {scale} by {scale} of them to a token, are not the"
             f" {num_tokens} tokens that its processor writes for one"
         )
     per_side = longest // tile if images.get("do_image_splitting", True) else 0
     if per_side > MAX_GRID:
-        raise _Unsupported(f"it cuts an image into up to {per_side} by {per_side} tiles, not {MAX_GRID}")
+        raise _NoImages(f"it cuts an image into up to {per_side} by {per_side} tiles, not {MAX_GRID}")
     tokenizer, names = _tokenizer(directory)
     words = _Words.of({} if architecture in _FIXED_TOKENS else names)
     placeholder = _placeholder(config, family, tokenizer, words.image)
@@ -165,7 +165,7 @@ def _pieces(
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     places = [at for at, token in enumerate(ids) if token == placeholder]
     if len(places) != num_images:
-        raise _Unsupported("its tokenizer does not keep image tokens apart from the text around them")
+        raise _NoImages("its tokenizer does not keep image tokens apart from the text around them")
     cuts = [-1, *places, len(ids)]
     return [tuple(ids[before + 1 : after]) for before, after in pairwise(cuts)]
 
@@ -178,10 +178,10 @@ def _check_pieces(rule: TileRule, tokenizer: tokenizers.Tokenizer, words: _Words
         tokens = rule.tokens_in(rows, columns)
         text = words.expansion(rows, columns, rule.tile_tokens)
         if tuple(tokenizer.encode(text, add_special_tokens=False).ids) != tokens:
-            raise _Unsupported(f"its tokenizer does not make an image of {rows} by {columns} tiles of pieces")
+            raise _NoImages(f"its tokenizer does not make an image of {rows} by {columns} tiles of pieces")
 
 
-def _processor_fields(directory: Path, family: _Family) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def _processor_fields(directory: Path, family: _ImageFamily) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return the fields of the processor, and those of the image processor, which may be nested in it."""
     processor: Mapping[str, Any] = {}
     if (directory / "processor_config.json").is_file():
@@ -192,9 +192,9 @@ def _processor_fields(directory: Path, family: _Family) -> tuple[Mapping[str, An
         images = read_json(directory / "preprocessor_config.json")
     name = images.get("image_processor_type")
     if name not in [family.processor + form for form in _FORMS] or "auto_map" in images:
-        raise _Unsupported(f"its image processor is {name}, not {family.processor}")
+        raise _NoImages(f"its image processor is {name}, not {family.processor}")
     if not images.get("do_resize", True):
-        raise _Unsupported("its image processor does not resize")
+        raise _NoImages("its image processor does not resize")
     return processor, images
 
 
@@ -203,7 +203,7 @@ def _tokenizer(directory: Path) -> tuple[tokenizers.Tokenizer, Mapping[str, str]
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer((directory / "tokenizer.json").read_bytes())
     except OSError as error:
-        raise _Unsupported(f"its tokenizer.json cannot be read: {error.strerror}") from error
+        raise _NoImages(f"its tokenizer.json cannot be read: {error.strerror}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     path = directory / "tokenizer_config.json"
@@ -215,14 +215,14 @@ def _tokenizer(directory: Path) -> tuple[tokenizers.Tokenizer, Mapping[str, str]
 
 
 def _placeholder(
-    config: Mapping[str, Any], family: _Family, tokenizer: tokenizers.Tokenizer, word: str
+    config: Mapping[str, Any], family: _ImageFamily, tokenizer: tokenizers.Tokenizer, word: str
 ) -> int:
     of_model = config.get("image_token_id")
     if of_model is None:
         of_model = family.image_token_id
     of_tokenizer = tokenizer.encode(word, add_special_tokens=False).ids
     if of_tokenizer != [of_model]:
-        raise _Unsupported(f"config.json has image_token_id {of_model}, its tokenizer {of_tokenizer}")
+        raise _NoImages(f"config.json has image_token_id {of_model}, its tokenizer {of_tokenizer}")
     return int(of_model)
 
 
@@ -231,7 +231,7 @@ def _object(fields: Mapping[str, Any], name: str, default: Mapping[str, Any] | N
     if value is None:
         value = {} if default is None else default
     if not isinstance(value, Mapping):
-        raise _Unsupported(f"{name} is {value!r}, and no object")
+        raise _NoImages(f"{name} is {value!r}, and no object")
     return dict(value)
 
 
@@ -240,7 +240,7 @@ def _number(fields: Mapping[str, Any], name: str, default: object = None) -> int
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _Unsupported(f"{name} is {value!r}, and no positive whole number")
+        raise _NoImages(f"{name} is {value!r}, and no positive whole number")
     return value
 
 

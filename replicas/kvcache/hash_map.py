@@ -57,7 +57,7 @@ class _Name(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldHash:
     name: _Name | None
     copies: Counter[Tier] = field(default_factory=Counter)
 
@@ -75,7 +75,7 @@ class HashMap:
         self._block_size = block_size
         self._on_gone = on_gone
         self._num_remembered = num_remembered
-        self._held: dict[bytes, _Held] = {}
+        self._held: dict[bytes, _HeldHash] = {}
         self._remembered: OrderedDict[bytes, _Name] = OrderedDict()
         self._num_copies: Counter[Tier] = Counter()
 
@@ -153,7 +153,7 @@ class HashMap:
         """One more copy of a block, in a tier that is not the device's. None while it has no name."""
         held = self._held.get(theirs)
         if held is None:
-            held = self._held[theirs] = _Held(self._remembered.pop(theirs, None))
+            held = self._held[theirs] = _HeldHash(self._remembered.pop(theirs, None))
         self._count(held, tier, 1)
         return _copy(held.name, tier) if held.name is not None else None
 
@@ -194,7 +194,7 @@ class HashMap:
         if held is None:
             if self._remembered.pop(theirs, None) is not None:
                 self._on_gone((name.block_hash,))  # it is computed anew
-            held = self._held[theirs] = _Held(name)
+            held = self._held[theirs] = _HeldHash(name)
         named: list[BlockStored] = []
         if held.name is None:
             held.name = name
@@ -202,7 +202,7 @@ class HashMap:
         self._count(held, Tier.DEVICE, 1)
         return named
 
-    def _count(self, held: _Held, tier: Tier, change: int) -> None:
+    def _count(self, held: _HeldHash, tier: Tier, change: int) -> None:
         held.copies[tier] += change
         self._num_copies[tier] += change
 

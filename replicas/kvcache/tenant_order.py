@@ -31,7 +31,7 @@ SPARE_ENTRIES = 64
 """Void entries that the heap may keep beside as many as it has valid ones."""
 
 
-class _Holding:
+class _TenantHolding:
     __slots__ = ("free", "is_about", "num_held", "seen_at", "stamp", "tag")
 
     def __init__(self, tag: bytes) -> None:
@@ -52,13 +52,13 @@ class TenantOrder:
     def __init__(self, num_usable: int) -> None:
         self._num_usable = num_usable
         self._num_handed_out = 0
-        self._holdings: dict[bytes, _Holding] = {}
+        self._holdings: dict[bytes, _TenantHolding] = {}
         """Tenants that are active or hold blocks."""
-        self._holder: dict[int, _Holding] = {}
+        self._holder: dict[int, _TenantHolding] = {}
         """By block; a free block without a prefix has no holder."""
-        self._about: OrderedDict[bytes, _Holding] = OrderedDict()
+        self._about: OrderedDict[bytes, _TenantHolding] = OrderedDict()
         """Active tenants, least recent first."""
-        self._gone: OrderedDict[bytes, _Holding] = OrderedDict()
+        self._gone: OrderedDict[bytes, _TenantHolding] = OrderedDict()
         """Inactive tenants with evictable blocks, least recent first."""
         self._heap: list[tuple[int, bytes, int]] = []
         """Tenants with evictable blocks; their holdings have only shrunk since they were pushed."""
@@ -86,7 +86,7 @@ class TenantOrder:
         """A request of this tenant wants blocks."""
         holding = self._holdings.get(tag)
         if holding is None:
-            holding = self._holdings[tag] = _Holding(tag)
+            holding = self._holdings[tag] = _TenantHolding(tag)
         self._see(holding)
 
     def takes(self, block_ids: Iterable[int], tag: bytes) -> None:
@@ -161,25 +161,25 @@ class TenantOrder:
         largest = self._largest()
         assert (None if largest is None else largest.num_held) == max(held, default=None)
 
-    def _see(self, holding: _Holding) -> None:
+    def _see(self, holding: _TenantHolding) -> None:
         holding.seen_at = self._num_handed_out
         holding.is_about = True
         self._gone.pop(holding.tag, None)
         self._about[holding.tag] = holding
         self._about.move_to_end(holding.tag)
 
-    def _unfree(self, holding: _Holding, block_id: int) -> None:
+    def _unfree(self, holding: _TenantHolding, block_id: int) -> None:
         holding.free.pop(block_id, None)
         if not holding.free:
             self._gone.pop(holding.tag, None)
 
-    def _drop(self, holding: _Holding) -> None:
+    def _drop(self, holding: _TenantHolding) -> None:
         """It holds one block less."""
         holding.num_held -= 1
         if not holding.num_held and not holding.is_about:
             del self._holdings[holding.tag]
 
-    def _largest(self) -> _Holding | None:
+    def _largest(self) -> _TenantHolding | None:
         """Return the tenant that holds most among those with evictable blocks."""
         heap = self._heap
         while heap:
@@ -193,7 +193,7 @@ class TenantOrder:
                 return holding
         return None
 
-    def _note(self, holding: _Holding) -> None:
+    def _note(self, holding: _TenantHolding) -> None:
         holding.stamp += 1
         heappush(self._heap, (-holding.num_held, holding.tag, holding.stamp))
         if len(self._heap) > 2 * len(self._holdings) + SPARE_ENTRIES:

@@ -22,7 +22,7 @@ SHORT_BELOW = 0.5
 
 
 @dataclass(slots=True)
-class _Allowance:
+class _WriteAllowance:
     """`gain` and `most` in bytes per second and in bytes."""
 
     gain: float
@@ -42,7 +42,7 @@ class WriteBudget:
     """None for a bound that is not wanted. Raises ValueError unless a bound is above 0."""
 
     def __init__(self, bytes_per_second: float | None = None, bytes_per_day: float | None = None) -> None:
-        self._allowances: list[_Allowance] = []
+        self._allowances: list[_WriteAllowance] = []
         if bytes_per_second is not None:
             self._allowances.append(_allowance(bytes_per_second, bytes_per_second * BURST_SECONDS))
         if bytes_per_day is not None:
@@ -75,7 +75,7 @@ class WriteBudget:
             each.refill(now)
 
 
-def _allowance(gain: float, most: float) -> _Allowance:
+def _allowance(gain: float, most: float) -> _WriteAllowance:
     if not gain > 0:
         raise ValueError(f"a write budget is above 0 bytes, not {gain:g} a second")
-    return _Allowance(gain, most)
+    return _WriteAllowance(gain, most)

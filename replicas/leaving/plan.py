@@ -30,7 +30,7 @@ class Offer(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Chain:
+class _LeasedChain:
     last: LeasedChunk
     bucket: bytes
     tried: list[ReplicaId] = field(default_factory=list)
@@ -139,7 +139,7 @@ class HandOverPlan:
             told.setdefault(home, []).append(chunk)
         return [Offer(by_id[home], chunks) for home, chunks in told.items()]
 
-    def _keeper(self, chain: _Chain) -> ReplicaId:
+    def _keeper(self, chain: _LeasedChain) -> ReplicaId:
         """Return the peer that has taken most of the chain, the first of several."""
         whole = self._before(chain.last, ())
 
@@ -149,7 +149,7 @@ class HandOverPlan:
 
         return chain.tried[0] if len(chain.tried) == 1 else max(chain.tried, key=num_taken)
 
-    def _give_up(self, chain: _Chain, outcome: HandOverOutcome) -> None:
+    def _give_up(self, chain: _LeasedChain, outcome: HandOverOutcome) -> None:
         """Give this outcome to the chain and all before it, unless they have another."""
         for chunk in self._before(chain.last, self.outcomes):
             self.outcomes[chunk.key] = outcome
@@ -166,7 +166,7 @@ class HandOverPlan:
             at = None if at.parent is None else self.chunks[at.parent]
         return chain[::-1]
 
-    def _whole_chains(self) -> list[_Chain]:
+    def _whole_chains(self) -> list[_LeasedChain]:
         """Return whole chains, those without files first: they would be lost for good."""
         roots = self._roots
         has_next: set[BlockHash] = set()
@@ -182,7 +182,7 @@ class HandOverPlan:
                 has_next.add(chunk.parent)
                 is_unsafe[chunk.key] |= is_unsafe[chunk.parent]
         chains = [
-            _Chain(chunk, chunk.bucket or roots[key])
+            _LeasedChain(chunk, chunk.bucket or roots[key])
             for key, chunk in self.chunks.items()
             if key in roots and key not in has_next
         ]

@@ -22,7 +22,7 @@ class CachedImage(Generic[Content]):
 
 
 @dataclass(slots=True)
-class _Kept(Generic[Content]):
+class _KeptImage(Generic[Content]):
     item: CachedImage[Content]
     num_holders: int = 0
 
@@ -30,7 +30,7 @@ class _Kept(Generic[Content]):
 class ImageCache(Generic[Content]):
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[bytes, _Kept[Content]] = OrderedDict()
+        self._kept: OrderedDict[bytes, _KeptImage[Content]] = OrderedDict()
         self._num_bytes = 0
         self._num_held_bytes = 0
 
@@ -60,7 +60,7 @@ class ImageCache(Generic[Content]):
         if self._num_held_bytes + item.num_bytes > self._max_bytes:
             return False
         self._forget_until(self._max_bytes - item.num_bytes)
-        self._kept[content_hash] = _Kept(item)
+        self._kept[content_hash] = _KeptImage(item)
         self._num_bytes += item.num_bytes
         return True
 

@@ -158,7 +158,7 @@ class PassedBody(NamedTuple):
     content_type: str
 
 
-class _Answer(msgspec.Struct):
+class _AnswerBody(msgspec.Struct):
     usage: Any = None
 
 
@@ -166,7 +166,7 @@ def read_passed(answer: bytes) -> Read:
     """Read what the whole answer to a passed body says of its usage."""
     read = Read(finish=FinishReason.STOP)
     with suppress(msgspec.MsgspecError, ValueError, RecursionError):
-        read.take(msgspec.json.decode(answer, type=_Answer).usage)
+        read.take(msgspec.json.decode(answer, type=_AnswerBody).usage)
     return read
 
 

@@ -65,7 +65,7 @@ News = BodyPiece | Answered | Ended | Alive | Listed | Unreachable
 
 
 @dataclass(slots=True)
-class _Live(LiveRequest):
+class _LiveBody(LiveRequest):
     chain: list[BlockHash] = field(default_factory=list)
     num_believed: int = 0
     """Blocks of the chain that the server was believed to hold before it began."""
@@ -124,7 +124,7 @@ class OpenAiEngine:
             told_context=min(told, context) if directory is None else 0,
         )
         self._card = with_names(self._card, served)
-        self._live: LiveRequests[_Live] = LiveRequests(config.max_waiting)
+        self._live: LiveRequests[_LiveBody] = LiveRequests(config.max_waiting)
         self._refusals = RefusalLog(logger)
         self._ready: list[TokenDelta] = []
         self._events: list[CacheEvent] = []
@@ -160,7 +160,7 @@ class OpenAiEngine:
         except ValueError as error:
             raise RequestRefused(RefusalCode.INVALID_REQUEST, f"the body cannot be read: {error}") from error
         has_place = not self._num_places or len(self._live) < self._num_places
-        self._live.add(name, _Live(request, has_place=has_place))
+        self._live.add(name, _LiveBody(request, has_place=has_place))
         self._server.submit(name, sent)
 
     def _sent(self, submit: Submit, form: BodyForm) -> SentBody | PassedBody:
@@ -261,14 +261,14 @@ class OpenAiEngine:
             delta = TokenDelta(live.request.key, finish_reason=FinishReason.ERROR, refusal=refusal)
             self._ready.append(delta)
 
-    def _is_computed(self, live: _Live) -> None:
+    def _is_computed(self, live: _LiveBody) -> None:
         """The server has the blocks of a prompt."""
         submit = live.request.submit
         live.chain = hash_blocks(submit.root, live.request.token_ids, self._card.block_size)
         live.num_believed = self._residency.num_leading(live.chain)
         self._events += self._residency.computed(live.chain, len(live.chain), submit.user)
 
-    def _usage_of(self, live: _Live, read: Read) -> PromptUsage:
+    def _usage_of(self, live: _LiveBody, read: Read) -> PromptUsage:
         """In tokens of ours, of which the prompt may have another number than of the server's."""
         request, size = live.request, self._card.block_size
         if request.submit.route:  # its tokens are the server's alone

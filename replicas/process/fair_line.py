@@ -19,18 +19,18 @@ MAX_STALE = 64
 """Outdated entries of the heap, besides one of each owner."""
 
 
-class _Waiting(NamedTuple, Generic[Item]):
+class _InLine(NamedTuple, Generic[Item]):
     order: int
     item: Item
 
 
-class _Owner(Generic[Item]):
+class _LineOwner(Generic[Item]):
     __slots__ = ("is_listed", "name", "num_working", "seconds", "waiting")
 
     def __init__(self, name: Hashable, seconds: float) -> None:
         self.name = name
         self.seconds = seconds
-        self.waiting: deque[_Waiting[Item]] = deque()
+        self.waiting: deque[_InLine[Item]] = deque()
         self.num_working = 0
         self.is_listed = False
         """Whether the heap has an entry of it."""
@@ -53,12 +53,12 @@ class FairLine(Generic[Item]):
         self._most_of_owner = max(1, num_places - 1) if most_of_owner is None else most_of_owner
         self._most_waiting = most_waiting
         self._most_waiting_of_owner = most_waiting if most_waiting_of_owner is None else most_waiting_of_owner
-        self._owners: dict[Hashable, _Owner[Item]] = {}
+        self._owners: dict[Hashable, _LineOwner[Item]] = {}
         """Owners that wait or work."""
-        self._working: dict[Hashable, _Owner[Item]] = {}
+        self._working: dict[Hashable, _LineOwner[Item]] = {}
         self._idle: dict[Hashable, float] = {}
         """Seconds used by the others."""
-        self._ready: list[tuple[float, int, _Owner[Item]]] = []
+        self._ready: list[tuple[float, int, _LineOwner[Item]]] = []
         """A heap of owners that may go next, by seconds and their first item's order. An entry may be too
         low, since both only grow, or of an owner that may not go any more."""
         self._last_order = 0
@@ -80,9 +80,9 @@ class FairLine(Generic[Item]):
             self._has_left(largest)
         if known is None:
             least = self._least_seconds()
-            known = self._owners[owner] = _Owner(owner, max(least, self._idle.pop(owner, least)))
+            known = self._owners[owner] = _LineOwner(owner, max(least, self._idle.pop(owner, least)))
         self._last_order += 1
-        known.waiting.append(_Waiting(self._last_order, item))
+        known.waiting.append(_InLine(self._last_order, item))
         self.num_waiting += 1
         self._list(known)
         return lost
@@ -125,12 +125,12 @@ class FairLine(Generic[Item]):
         self._list(found)
         self._forget_idle(found)
 
-    def _list(self, owner: _Owner[Item]) -> None:
+    def _list(self, owner: _LineOwner[Item]) -> None:
         if owner.waiting and owner.num_working < self._most_of_owner and not owner.is_listed:
             owner.is_listed = True
             heappush(self._ready, (owner.seconds, owner.waiting[0].order, owner))
 
-    def _first(self) -> _Owner[Item] | None:
+    def _first(self) -> _LineOwner[Item] | None:
         """Return the owner that goes next, whose entry is then the heap's first."""
         while self._ready:
             seconds, order, owner = self._ready[0]
@@ -148,11 +148,11 @@ class FairLine(Generic[Item]):
         known = [each.seconds for each in self._working.values()]
         return min(known if first is None else [first.seconds, *known], default=0.0)
 
-    def _has_left(self, owner: _Owner[Item]) -> None:
+    def _has_left(self, owner: _LineOwner[Item]) -> None:
         self.num_waiting -= 1
         self._forget_idle(owner)
 
-    def _forget_idle(self, owner: _Owner[Item]) -> None:
+    def _forget_idle(self, owner: _LineOwner[Item]) -> None:
         if owner.waiting or owner.num_working:
             return
         del self._owners[owner.name]

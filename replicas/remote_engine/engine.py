@@ -87,7 +87,7 @@ MOST_EMPTY_EVENTS = 1024
 
 
 @dataclass(slots=True)
-class _Live(LiveRequest):
+class _LiveSubmit(LiveRequest):
     """`finish` waits for the usage, which comes after it."""
 
     output_token_ids: list[int] = field(default_factory=list)
@@ -146,7 +146,7 @@ class RemoteEngine:
             self._card.vocab_size,
         )
         self._take_names(dialect.model)
-        self._live: LiveRequests[_Live] = LiveRequests(config.max_waiting)
+        self._live: LiveRequests[_LiveSubmit] = LiveRequests(config.max_waiting)
         self._refusals = RefusalLog(logger)
         self._ready: list[TokenDelta] = []
         self._stored_since_add, self._added_at = False, 0.0
@@ -228,7 +228,7 @@ class RemoteEngine:
         self._live.check_room(name, request.key)
         dialect = self._dialect
         body = dialect.body(request, name, self._card.eos_token_ids)
-        live = _Live(request)
+        live = _LiveSubmit(request)
         self._live.add(name, live)
         self._residency.expect(name, request.submit.user, live.num_prompt_tokens)
         if self._wake is None:
@@ -353,7 +353,7 @@ class RemoteEngine:
         self._unsaid.clear()
         self._believed = BelievedResidency(self._card.block_size, self._card.num_blocks)
 
-    def _is_computed(self, live: _Live) -> None:
+    def _is_computed(self, live: _LiveSubmit) -> None:
         """The server has the blocks of a prompt."""
         if self._believed is None or live.chain is not None:
             return
@@ -363,7 +363,7 @@ class RemoteEngine:
         num_prompt_blocks = live.num_prompt_tokens // size
         self._predicted += self._believed.computed(live.chain, num_prompt_blocks, submit.user)
 
-    def _is_answered(self, live: _Live) -> None:
+    def _is_answered(self, live: _LiveSubmit) -> None:
         """It has those of the answer too, all of whose tokens but the last were computed."""
         self._is_computed(live)
         if self._believed is None or live.chain is None:
@@ -420,7 +420,7 @@ class RemoteEngine:
             if piece.name in self._live:  # an earlier one may have ended the request
                 self._take_delta(piece.name, live, delta, piece.at)
 
-    def _take_delta(self, name: str, live: _Live, delta: Delta, at: float) -> None:
+    def _take_delta(self, name: str, live: _LiveSubmit, delta: Delta, at: float) -> None:
         token_ids = delta.token_ids
         if live.num_output_tokens + len(token_ids) > _most_tokens(live) or live.finish is not None:
             self._fail(
@@ -449,7 +449,7 @@ class RemoteEngine:
         else:
             self._answered(ended.name, live)
 
-    def _answered(self, name: str, live: _Live) -> None:
+    def _answered(self, name: str, live: _LiveSubmit) -> None:
         self._live.pop(name)
         self._is_answered(live)
         self._ready.append(
@@ -470,7 +470,7 @@ class RemoteEngine:
         self._live.pop(name)
         self._ready.append(TokenDelta(live.request.key, finish_reason=FinishReason.ERROR, refusal=refusal))
 
-    def _usage_of(self, live: _Live) -> PromptUsage:
+    def _usage_of(self, live: _LiveSubmit) -> PromptUsage:
         submit, size, num_prompt_tokens = live.request.submit, self._card.block_size, live.num_prompt_tokens
         leases = without_tiers(submit.leases).answers
         told = self._num_told(live)
@@ -501,7 +501,7 @@ class RemoteEngine:
             num_unresumable_tokens=max(0, num_expected - num_cached),
         )
 
-    def _num_told(self, live: _Live) -> int | None:
+    def _num_told(self, live: _LiveSubmit) -> int | None:
         """Return the server's count of cached tokens; None if it gives none, or one that cannot be."""
         said = live.num_cached_tokens
         return said if isinstance(said, int) and 0 <= said <= len(live.request.token_ids) else None
@@ -542,7 +542,7 @@ class RemoteEngine:
         )
 
 
-def _most_tokens(live: _Live) -> int:
+def _most_tokens(live: _LiveSubmit) -> int:
     return live.request.sampling.max_tokens - live.request.submit.num_output_tokens
 
 

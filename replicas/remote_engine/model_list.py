@@ -23,7 +23,7 @@ MODELS_PATH = "/v1/models"
 MOST_CONTEXT = 2**31
 
 
-class _Entry(msgspec.Struct):
+class _ModelEntry(msgspec.Struct):
     """One model or adapter. `aliases` is llama.cpp's field. Any value may be anything."""
 
     id: Any
@@ -42,7 +42,7 @@ class _Entry(msgspec.Struct):
 
 
 class _List(msgspec.Struct):
-    data: list[_Entry]
+    data: list[_ModelEntry]
 
 
 def read_models(text: bytes, served_name: str | None) -> ServerModel:

@@ -12,7 +12,7 @@ from replicas.kvcache.hash_map import UnknownBlock, root_in
 Hash = int | bytes
 
 
-class _Page(NamedTuple):
+class _KvPage(NamedTuple):
     parent: Hash | None
     place: int
     token_ids: tuple[int, ...]
@@ -32,7 +32,7 @@ class Pages:
     def __init__(self, page_size: int, num_pages: int) -> None:
         self._page_size = page_size
         self._num_pages = num_pages
-        self._pages: dict[Hash, _Page] = {}
+        self._pages: dict[Hash, _KvPage] = {}
         self._blocks: dict[Hash, tuple[Hash, ...]] = {}
         """The pages of each block."""
         self._blocks_of: dict[Hash, tuple[Hash, ...]] = {}
@@ -55,7 +55,7 @@ class Pages:
         for number, name in enumerate(hashes):
             run = tuple(token_ids[number * self._page_size : (number + 1) * self._page_size])
             if name not in self._pages:
-                self._pages[name] = _Page(parent, place, run, None if place else keys)
+                self._pages[name] = _KvPage(parent, place, run, None if place else keys)
                 if (place + 1) % self._num_pages == 0:
                     whole += self._joined(name)
             parent, place = name, place + 1

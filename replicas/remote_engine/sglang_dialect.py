@@ -49,7 +49,7 @@ _ONLY_A_PART = re.compile(r"start: answer\nanswer: @(\w+)\n")
 """A grammar that is one of its parts and nothing else."""
 
 
-class _Stored(msgspec.Struct, tag="BlockStored", tag_field="type"):
+class _SglangStored(msgspec.Struct, tag="BlockStored", tag_field="type"):
     block_hashes: list[Hash]
     token_ids: list[Uint32 | list[int]]
     block_size: int
@@ -59,8 +59,8 @@ class _Stored(msgspec.Struct, tag="BlockStored", tag_field="type"):
     session_id: str | None = None
 
 
-_CACHE_EVENTS: msgspec.msgpack.Decoder[_Stored | Removed | Cleared] = msgspec.msgpack.Decoder(
-    _Stored | Removed | Cleared
+_CACHE_EVENTS: msgspec.msgpack.Decoder[_SglangStored | Removed | Cleared] = msgspec.msgpack.Decoder(
+    _SglangStored | Removed | Cleared
 )
 
 
@@ -74,23 +74,23 @@ Logprob = tuple[float | None, Uint32, str | None]
 """The value of one token, its id, and its text or nothing."""
 
 
-class _Meta(msgspec.Struct):
+class _SglangMeta(msgspec.Struct):
     finish_reason: _Finish | None = None
     cached_tokens: object = None
     output_token_logprobs: list[Logprob] | None = None
     output_top_logprobs: list[list[Logprob] | None] | None = None
 
 
-class _Event(msgspec.Struct):
+class _SglangEvent(msgspec.Struct):
     output_ids: list[Uint32] = []
-    meta_info: _Meta | None = None
+    meta_info: _SglangMeta | None = None
     error: object = None
 
 
-_EVENTS = msgspec.json.Decoder(_Event)
+_EVENTS = msgspec.json.Decoder(_SglangEvent)
 
 
-class _Answer:
+class _SglangAnswer:
     """Reads one answer: what each chunk adds to those before it."""
 
     def __init__(self, num_logprobs: int | None, *, is_incremental: bool) -> None:
@@ -117,7 +117,7 @@ class _Answer:
         finished = None if finish is None else _FINISHES.get(finish, FinishReason.ERROR)
         return Chunk((Delta(token_ids, finished, logprobs),), meta.cached_tokens)
 
-    def _logprobs(self, meta: _Meta, first: int, number: int) -> tuple[TokenLogprobs, ...] | None:
+    def _logprobs(self, meta: _SglangMeta, first: int, number: int) -> tuple[TokenLogprobs, ...] | None:
         """Raises ValueError if a token has none."""
         if self._num_logprobs is None:
             return None
@@ -204,7 +204,7 @@ class SglangDialect:
         return body
 
     def reader(self, request: EngineRequest) -> Reader:
-        return _Answer(request.sampling.num_logprobs, is_incremental=self.is_incremental).read
+        return _SglangAnswer(request.sampling.num_logprobs, is_incremental=self.is_incremental).read
 
     def most_bytes(self, request: EngineRequest) -> int:
         sampling = request.sampling
@@ -214,7 +214,7 @@ class SglangDialect:
 
     def cache_event(self, raw: msgspec.Raw) -> ServerEvent:
         event = _CACHE_EVENTS.decode(raw)
-        if not isinstance(event, _Stored):
+        if not isinstance(event, _SglangStored):
             return event
         # With a draft model, each token of a page is a pair of two: their hashes are not ours to make.
         plain = [token for token in event.token_ids if isinstance(token, int)]

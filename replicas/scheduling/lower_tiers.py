@@ -77,7 +77,7 @@ class Progress:
         return bool(self.read) or self.transfer is not None
 
 
-class _Load(NamedTuple):
+class _TierLoad(NamedTuple):
     request: Request
     copy: Copy
     keys: list[BlockHash]
@@ -110,7 +110,7 @@ class LowerTiers:
         self._clock = clock
         self._token_seconds_now = token_seconds
         self._progress: dict[RequestKey, Progress] = {}
-        self._loads: list[_Load] = []
+        self._loads: list[_TierLoad] = []
         self._loading_keys: set[BlockHash] = set()
         self._offloads: list[_Offload] = []
 
@@ -212,7 +212,7 @@ class LowerTiers:
         writers = writers[num_device_blocks - first_chunk * size :][: num_ready_blocks - num_device_blocks]
         self._loading_keys.update(keys)
         self._loads.append(
-            _Load(request, copy, keys, writers, num_device_blocks, num_ready_blocks, started_at)
+            _TierLoad(request, copy, keys, writers, num_device_blocks, num_ready_blocks, started_at)
         )
         num_read = num_pulled = 0
         for number, (key, slot) in enumerate(zip(keys, slots, strict=True), first_chunk):
@@ -228,8 +228,8 @@ class LowerTiers:
     def take_loaded(self) -> list[tuple[Request, int]]:
         """Return the requests whose loads ended since the last call, and how many of their leading blocks now
         have KV on the device, for all to share."""
-        ended: list[_Load] = []
-        under_way: list[_Load] = []
+        ended: list[_TierLoad] = []
+        under_way: list[_TierLoad] = []
         for load in self._loads:
             (ended if load.copy.is_done() else under_way).append(load)
         self._loads = under_way

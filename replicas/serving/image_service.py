@@ -39,7 +39,7 @@ class ImageInbox(Protocol):
     def take_media(self, question: ImageQuery) -> None: ...
 
 
-class _Asked(NamedTuple):
+class _AskedImage(NamedTuple):
     answer: asyncio.Future[ImageQueryAnswer]
     num_bytes: int
 
@@ -52,7 +52,7 @@ class ImageService:
         self._metrics = metrics
         self._takes_images = takes_images
         self._numbers = itertools.count(1)
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, _AskedImage] = {}
         self._num_calls = 0
         self._num_bytes = 0
 
@@ -127,7 +127,7 @@ class ImageService:
     async def _ask(self, root: BlockHash, content: bytes) -> ImageQueryAnswer:
         """Ask the engine until the call's deadline, which gRPC enforces. Content given to the engine counts
         until it has answered."""
-        asked = _Asked(asyncio.get_running_loop().create_future(), len(content))
+        asked = _AskedImage(asyncio.get_running_loop().create_future(), len(content))
         number = next(self._numbers)
         self._asked[number] = asked
         self._inbox.take_media(ImageQuery(number, root, content))

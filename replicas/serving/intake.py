@@ -14,7 +14,7 @@ many as the context has room for. Routers count in the same way."""
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldRequest:
     num_sequences: int
     num_prompt_tokens: int
     num_output_tokens: int
@@ -27,7 +27,7 @@ class Intake:
     def __init__(self, *, max_sequences: int, max_tokens: int) -> None:
         self._max_sequences = max_sequences
         self._max_tokens = max_tokens
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _HeldRequest] = {}
         self._num_sequences = 0
         self._num_tokens = 0
 
@@ -66,6 +66,6 @@ class Intake:
             del self._held[serial]
 
 
-def _demand(submit: Submit) -> _Held:
+def _demand(submit: Submit) -> _HeldRequest:
     num_output_tokens = min(submit.sampling.max_tokens, COUNTED_OUTPUT_TOKENS)
-    return _Held(submit.num_choices, submit.num_tokens, num_output_tokens)
+    return _HeldRequest(submit.num_choices, submit.num_tokens, num_output_tokens)

@@ -51,7 +51,7 @@ class Hit(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldGroups:
     """The blocks `[first, first + len(block_ids))` of one group that a request holds."""
 
     first: int = 0
@@ -92,7 +92,7 @@ class GroupTable:
         self.boundaries = boundaries
         self.tenant = tenant
         self.user = user
-        self.held = [_Held() for _ in range(num_groups)]
+        self.held = [_HeldGroups() for _ in range(num_groups)]
         self.covered = 0
         self.stored = 0
         self.read_until: float = 0
@@ -372,12 +372,12 @@ class GroupedCache:
             assert len(ids) == len(found), "a hit lacks blocks"
             yield first, ids
 
-    def _num_missing(self, group: CacheGroup, held: _Held, end: int) -> int:
+    def _num_missing(self, group: CacheGroup, held: _HeldGroups, end: int) -> int:
         """Count the blocks that a group lacks for `end` tokens. States need one for each step's end."""
         last = -(-end // group.block_size)
         return int(last > held.end) if group.is_state else max(0, last - held.end)
 
-    def _leave_gap(self, held: _Held, first: int) -> None:
+    def _leave_gap(self, held: _HeldGroups, first: int) -> None:
         """The next state's block is `first`; there is none for the blocks between."""
         if held.end < first:
             self.pool.release(reversed(held.block_ids))

@@ -52,7 +52,7 @@ def chunk_layout(blocks: KVBlocks, chunk_tokens: int, model: str) -> Layout:
     )
 
 
-class _Done:
+class _CopyDone:
     def is_done(self) -> bool:
         return True
 
@@ -65,7 +65,7 @@ class _OnStream:
         return bool(self._event.query())
 
 
-DONE = _Done()
+DONE = _CopyDone()
 
 
 class ChunkCopier:

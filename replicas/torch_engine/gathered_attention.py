@@ -32,7 +32,7 @@ class _SingleGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _ContextPiece:
     """Queries of one chunk, `num_keys` keys of its sequence, and their mask."""
 
     rows: slice
@@ -41,11 +41,11 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class _Stretch:
     """A chunk of several tokens."""
 
     block_ids: torch.Tensor
-    pieces: tuple[_Piece, ...]
+    pieces: tuple[_ContextPiece, ...]
 
 
 class GatheredAttention:
@@ -63,7 +63,7 @@ class GatheredAttention:
     def _attend(
         self,
         groups: Sequence[_SingleGroup],
-        spans: Sequence[_Span],
+        spans: Sequence[_Stretch],
         layer: int,
         queries: torch.Tensor,
         outputs: torch.Tensor,
@@ -84,7 +84,7 @@ class GatheredAttention:
         )
         return attended.reshape(queries.shape)
 
-    def _attend_span(self, layer: int, queries: torch.Tensor, span: _Span, outputs: torch.Tensor) -> None:
+    def _attend_span(self, layer: int, queries: torch.Tensor, span: _Stretch, outputs: torch.Tensor) -> None:
         keys, values = (
             as_key_heads(known[0], self._blocks) for known in self._gather(layer, span.block_ids, 1)
         )
@@ -140,17 +140,17 @@ class GatheredAttention:
             mask=mask[:, None, None, :].to(device),
         )
 
-    def _span(self, span: Rows) -> _Span:
+    def _span(self, span: Rows) -> _Stretch:
         device = self._blocks.device
         pieces = span.pieces(span.num_tokens if device.type == "cuda" else _QUERIES_PER_PIECE)
         block_ids = span.block_ids[: span.num_blocks(self._blocks.block_size)]
-        return _Span(torch.tensor(block_ids, device=device), tuple(map(self._piece, pieces)))
+        return _Stretch(torch.tensor(block_ids, device=device), tuple(map(self._piece, pieces)))
 
-    def _piece(self, piece: Rows) -> _Piece:
+    def _piece(self, piece: Rows) -> _ContextPiece:
         num_keys = piece.start + piece.num_tokens
         if self._blocks.device.type == "cuda":
-            return _Piece(piece.place, num_keys, causal_lower_right(piece.num_tokens, num_keys))
-        return _Piece(piece.place, num_keys, self._causal_mask(piece.num_tokens, piece.start))
+            return _ContextPiece(piece.place, num_keys, causal_lower_right(piece.num_tokens, num_keys))
+        return _ContextPiece(piece.place, num_keys, self._causal_mask(piece.num_tokens, piece.start))
 
     def _causal_mask(self, num_queries: int, num_before: int) -> torch.Tensor:
         """Query i sees the `num_before` keys before the first query, and queries 0 to i.

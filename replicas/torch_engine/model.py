@@ -28,7 +28,7 @@ class _Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _DecoderLayer:
     """One decoder layer. `qkv` and `gate_up` are matrices that read the same input, joined.
 
     `qk_norm` is `[heads + kv_heads, head_dim]`: one row for each head that it scales.
@@ -51,7 +51,7 @@ class Decoder:
         self.config = config
         self.dtype = dtype
         self.device = device
-        reader = _Reader(checkpoint, dtype, device)
+        reader = _WeightReader(checkpoint, dtype, device)
         vocabulary = (config.vocab_size, config.hidden_size)
         self._embeddings = reader.tensor("model.embed_tokens.weight", vocabulary)
         self._layers = [_read_layer(reader, config, index) for index in range(config.num_layers)]
@@ -81,7 +81,7 @@ class Decoder:
         return linear(normed, self._head).float()
 
     def _project(
-        self, layer: _Layer, inputs: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
+        self, layer: _DecoderLayer, inputs: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
         heads = layer.qkv(inputs).view(-1, num_heads + 2 * num_kv_heads, self.config.head_dim)
@@ -93,7 +93,7 @@ class Decoder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _WeightReader:
     """Tensors of a checkpoint as the model wants them. They are copied: the file may change or go."""
 
     checkpoint: Checkpoint
@@ -116,7 +116,7 @@ class _Reader:
         return _Linear(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
 
 
-def _read_layer(reader: _Reader, config: ModelConfig, index: int) -> _Layer:
+def _read_layer(reader: _WeightReader, config: ModelConfig, index: int) -> _DecoderLayer:
     prefix = f"model.layers.{index}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -129,7 +129,7 @@ def _read_layer(reader: _Reader, config: ModelConfig, index: int) -> _Layer:
         qk_norm = torch.cat(
             (query_norm.expand(config.num_heads, -1), key_norm.expand(config.num_kv_heads, -1))
         )
-    return _Layer(
+    return _DecoderLayer(
         attention_norm=reader.tensor(f"{prefix}.input_layernorm.weight", (hidden,)),
         qkv=reader.linear(
             attention,

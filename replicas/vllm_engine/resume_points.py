@@ -69,7 +69,7 @@ class PointsChange(NamedTuple):
     lost: tuple[BlockHash, ...]
 
 
-class _Block:
+class _PointBlock:
     """The copies of one block in one group. `names` are ours of the positions that end in it, where needed;
     `asked` has for each group the hash at which it is to be asked, if that differs between groups."""
 
@@ -93,7 +93,7 @@ class _Forest:
         self.group = group
         self.peek = group.peek(alignment)
         self.num_peeked = 0 if group.is_full else self.peek // group.block_size
-        self.blocks: dict[bytes, _Block] = {}
+        self.blocks: dict[bytes, _PointBlock] = {}
         self.after: dict[bytes, tuple[bytes, ...]] = {}
         self.most = 1
         if group.window is not None and not group.is_full:
@@ -107,7 +107,7 @@ class _Forest:
         block = self.blocks.get(theirs)
         return block is not None and block.run >= num_needed
 
-    def add(self, theirs: bytes, block: _Block) -> Iterator[tuple[bytes, _Block]]:
+    def add(self, theirs: bytes, block: _PointBlock) -> Iterator[tuple[bytes, _PointBlock]]:
         """Yield the blocks whose run changed."""
         self.blocks[theirs] = block
         if block.before is not None:
@@ -117,7 +117,7 @@ class _Forest:
         if block.run:
             yield from self._follow(theirs)
 
-    def drop(self, theirs: bytes) -> Iterator[tuple[bytes, _Block]]:
+    def drop(self, theirs: bytes) -> Iterator[tuple[bytes, _PointBlock]]:
         """Yield the blocks whose run changed."""
         block = self.blocks.pop(theirs)
         if block.before is not None:
@@ -129,7 +129,7 @@ class _Forest:
         yield theirs, block
         yield from self._follow(theirs)
 
-    def _follow(self, theirs: bytes) -> Iterator[tuple[bytes, _Block]]:
+    def _follow(self, theirs: bytes) -> Iterator[tuple[bytes, _PointBlock]]:
         stack = [theirs]
         while stack:
             for each in self.after.get(stack.pop(), ()):
@@ -140,7 +140,7 @@ class _Forest:
                     yield each, block
                     stack.append(each)
 
-    def _run(self, block: _Block) -> int:
+    def _run(self, block: _PointBlock) -> int:
         if block.before is None:
             return 1
         before = self.blocks.get(block.before)
@@ -161,7 +161,7 @@ class ResumePoints:
         self._anchor = self._anchor_of(self._asked)
         self._lead = next((forest for forest in self._asked if forest.group.is_full), None)
         self._points: dict[bytes, BlockHash] = {}
-        self._doubtful: dict[bytes, _Block] = {}
+        self._doubtful: dict[bytes, _PointBlock] = {}
         """Blocks of the anchor at which a hit may begin, or cease, to end."""
         self._askers: dict[bytes, tuple[bytes, ...]] = {}
         """With drafts: the anchor's blocks that ask other groups at this hash."""
@@ -169,7 +169,7 @@ class ResumePoints:
         """Blocks of the lead that were reached at the last take."""
         self.num_copies = 0
         """Blocks of all groups, every copy counted."""
-        self._reach_changed: dict[bytes, _Block] = {}
+        self._reach_changed: dict[bytes, _PointBlock] = {}
 
     def _anchor_of(self, forests: Sequence[_Forest]) -> _Forest:
         """A group that holds a block at every point; of several the one with the fewest."""
@@ -209,7 +209,7 @@ class ResumePoints:
         asked: tuple[bytes, ...] = ()
         if self.peek and forest is self._anchor and here and end > self.peek:
             asked = self._hashes_to_ask(chain, theirs, end)
-        self._note(forest, forest.add(theirs, _Block(end, before, here, asked)))
+        self._note(forest, forest.add(theirs, _PointBlock(end, before, here, asked)))
 
     def removed(self, group: int, theirs: bytes) -> None:
         """One copy less. Raises UnknownBlock."""
@@ -291,7 +291,7 @@ class ResumePoints:
             self._askers[each] = (*self._askers.get(each, ()), theirs)
         return asked
 
-    def _note(self, forest: _Forest, changed: Iterator[tuple[bytes, _Block]]) -> None:
+    def _note(self, forest: _Forest, changed: Iterator[tuple[bytes, _PointBlock]]) -> None:
         """Every block of `changed` has another run than before, is new or is gone."""
         anchored = self._anchor.blocks
         for theirs, block in changed:

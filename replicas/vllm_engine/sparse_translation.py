@@ -35,7 +35,7 @@ _DEVICE_MEDIUM = "GPU"
 """vLLM's name for the memory that its attention reads, on a CPU too."""
 
 
-class _Chain:
+class _GroupChain:
     """The part of a request's chain that was read: `names` are our hashes, `indices` the places of vLLM's."""
 
     __slots__ = ("_request", "_submit", "indices", "names")
@@ -87,8 +87,8 @@ class SparseTranslator:
         self._alignment = shape.alignment
         self._groups = shape.groups
         self._writers = BlockWriters(num_blocks)
-        self._chains: dict[str, _Chain] = {}
-        self._left: list[tuple[str, _Chain]] = []
+        self._chains: dict[str, _GroupChain] = {}
+        self._left: list[tuple[str, _GroupChain]] = []
         """Requests whose last events are still to come."""
 
     @property
@@ -98,7 +98,7 @@ class SparseTranslator:
 
     def follow(self, name: str, request: Any, submit: Submit) -> None:
         """Follow a request of vLLM's, which has this session id."""
-        chain = self._chains[name] = _Chain(request, submit)
+        chain = self._chains[name] = _GroupChain(request, submit)
         chain.read(self._hash_block, self._alignment)
 
     def forget(self, name: str) -> None:
@@ -114,7 +114,7 @@ class SparseTranslator:
         translated: list[CacheEvent] = []
         for chain in self._chains.values():
             chain.read(self._hash_block, self._alignment)
-        stored_by: list[_Chain] = []
+        stored_by: list[_GroupChain] = []
         for event in events:
             if isinstance(event, VllmAllBlocksCleared):
                 self.points.cleared()
@@ -156,7 +156,7 @@ class SparseTranslator:
             found, user, block_size=self._alignment, num_prompt_tokens=num_prompt_tokens
         )
 
-    def _stored(self, event: Any, chain: _Chain) -> None:
+    def _stored(self, event: Any, chain: _GroupChain) -> None:
         group = event.group_idx
         size = max(self._groups[group].block_size, self._alignment)
         for theirs in event.block_hashes:
@@ -175,7 +175,7 @@ class SparseTranslator:
             except UnknownBlock as error:
                 logger.error("vLLM removes a block that it does not hold: %s", error)
 
-    def _told(self, change: PointsChange, stored_by: Iterable[_Chain]) -> Iterator[CacheEvent]:
+    def _told(self, change: PointsChange, stored_by: Iterable[_GroupChain]) -> Iterator[CacheEvent]:
         if change.lost:
             self._writers.forget(change.lost)
             yield BlockRemoved(change.lost)

@@ -61,7 +61,7 @@ class CheckedGrammar(msgspec.Struct, frozen=True, tag=True):
 ANY_TEXT = CheckedGrammar()
 
 
-class _Trial(NamedTuple):
+class _GrammarTrial(NamedTuple):
     problem: str | None
     num_bytes: int = 0
 
@@ -169,7 +169,7 @@ def _loosened(
     return json.dumps({"grammars": kept}, ensure_ascii=False)
 
 
-def _tried(grammar: str, vocabulary: LLTokenizer) -> _Trial:
+def _tried(grammar: str, vocabulary: LLTokenizer) -> _GrammarTrial:
     """Why llguidance cannot follow it, if so: found by beginning an answer."""
     before = heap_bytes()
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
@@ -181,8 +181,8 @@ def _tried(grammar: str, vocabulary: LLTokenizer) -> _Trial:
             break
         matcher.consume_tokens(matcher.compute_ff_tokens())
     if matcher.is_error():
-        return _Trial(why_not_followed(matcher.get_error()))
-    return _Trial(None, max(0, heap_bytes() - before))
+        return _GrammarTrial(why_not_followed(matcher.get_error()))
+    return _GrammarTrial(None, max(0, heap_bytes() - before))
 
 
 def _next_of(mask: bytes, vocab_size: int) -> int | None:

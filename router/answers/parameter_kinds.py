@@ -24,14 +24,14 @@ MAX_LOOKS = 256
 def kinds_of(schema: Any, root: Any) -> Kinds:
     """`root` is the schema that references in it are relative to."""
     try:
-        return _Finder(root).kinds(schema)
+        return _KindFinder(root).kinds(schema)
     except _TooMuch:
         return None
 
 
 def parameter_kinds(arguments: Any, name: str) -> Kinds:
     """Return one parameter's kinds by the schema of all arguments."""
-    finder = _Finder(arguments)
+    finder = _KindFinder(arguments)
     try:
         schema = finder.parameter(arguments, name)
         return finder.kinds(finder.any_other(arguments) if schema is None else schema)
@@ -42,14 +42,14 @@ def parameter_kinds(arguments: Any, name: str) -> Kinds:
 def has_parameter(arguments: Any, name: str) -> bool:
     """Whether the schema of all arguments describes one of this name."""
     try:
-        return _Finder(arguments).parameter(arguments, name) is not None
+        return _KindFinder(arguments).parameter(arguments, name) is not None
     except _TooMuch:
         return False
 
 
 def may_have_parameter(arguments: Any, name: str) -> bool:
     """Whether the schema has a parameter of this name, or does not list its parameters."""
-    finder = _Finder(arguments)
+    finder = _KindFinder(arguments)
     try:
         is_described = finder.parameter(arguments, name) is not None
         return is_described or not (finder.has_names or finder.any_other(arguments) is False)
@@ -60,7 +60,7 @@ def may_have_parameter(arguments: Any, name: str) -> bool:
 def followed(schema: Any, root: Any) -> Any:
     """Follow a schema that is only a reference within `root`."""
     try:
-        return _Finder(root).followed(schema)
+        return _KindFinder(root).followed(schema)
     except _TooMuch:
         return schema
 
@@ -84,7 +84,7 @@ class _TooMuch(Exception):
     """MAX_LOOKS were not enough."""
 
 
-class _Finder:
+class _KindFinder:
     """Looks through one schema, counting the looks. Raises _TooMuch."""
 
     def __init__(self, root: Any) -> None:

@@ -63,7 +63,7 @@ def _checked(schema: Any, parameter: str) -> dict[str, Any]:
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
         raise InvalidRequest("a JSON schema is an object", parameter=parameter)
-    reader = _Reader(parameter)
+    reader = _SchemaReader(parameter)
     checked = reader.schema(schema, depth=1)
     reader.check_followed_depth(checked)
     num_characters = len(json.dumps(checked, ensure_ascii=False))
@@ -72,7 +72,7 @@ def _checked(schema: Any, parameter: str) -> dict[str, Any]:
     return checked
 
 
-class _Reader:
+class _SchemaReader:
     """Copies one schema, counting its costly parts."""
 
     def __init__(self, parameter: str) -> None:

@@ -88,7 +88,7 @@ class Authenticator:
         else:
             await self._refuse(caller, scope, send)
 
-    def _caller_of(self, scope: Scope) -> "Caller | _Refusal":
+    def _caller_of(self, scope: Scope) -> "Caller | _KeyRefusal":
         dialect = _dialect_of(scope)
         key = next((key for name in dialect.headers if (key := _key_in(scope, name)) is not None), None)
         if key is None:
@@ -96,13 +96,13 @@ class Authenticator:
             return _no_key(dialect, misplaced)
         caller = self._keys.find(key, self._clock())
         if isinstance(caller, KeyFault):
-            return _Refusal(caller, _bad_key(caller))
+            return _KeyRefusal(caller, _bad_key(caller))
         if scope["path"].startswith(OPERATORS_PATHS) and not caller.may(Right.ADMIN):
-            return _Refusal(KeyFault.NOT_ALLOWED, _missing_right(Right.ADMIN))
+            return _KeyRefusal(KeyFault.NOT_ALLOWED, _missing_right(Right.ADMIN))
         group = header(scope, CACHE_GROUP)
         return caller if group is None else _with_group(caller, group.decode("latin-1"))
 
-    async def _refuse(self, refusal: "_Refusal", scope: Scope, send: Send) -> None:
+    async def _refuse(self, refusal: "_KeyRefusal", scope: Scope, send: Send) -> None:
         self._count(refusal.fault)
         shape, error = error_shape(scope), refusal.error
         request_id = client_request_id(scope) or self._new_id("req_")
@@ -114,7 +114,7 @@ class Authenticator:
         )
 
 
-class _Refusal(NamedTuple):
+class _KeyRefusal(NamedTuple):
     fault: KeyFault
     error: HttpError
 
@@ -136,24 +136,24 @@ def _key_in(scope: Scope, name: bytes) -> str | None:
     return text[len(_BEARER) :].strip() if text[: len(_BEARER)].lower() == _BEARER else None
 
 
-def _with_group(caller: Caller, group: str) -> "Caller | _Refusal":
+def _with_group(caller: Caller, group: str) -> "Caller | _KeyRefusal":
     if group == NO_GROUP:
         return msgspec.structs.replace(caller, group=None)
     if group in caller.tenant.groups:
         return msgspec.structs.replace(caller, group=group)
     message = f"This key's tenant is in no group '{group[:60]}': see '{CACHE_GROUP.decode()}'."
-    return _Refusal(
+    return _KeyRefusal(
         KeyFault.NOT_ALLOWED, HttpError(403, message, "permission_error", None, "cache_group_not_allowed")
     )
 
 
-def _no_key(dialect: _Dialect, misplaced: bytes | None) -> _Refusal:
+def _no_key(dialect: _Dialect, misplaced: bytes | None) -> _KeyRefusal:
     fault, words = KeyFault.MISSING, "There is no API key in this request."
     if misplaced is not None:
         fault = KeyFault.WRONG_HEADER
         words = f"The header '{misplaced.decode()}' has no API key for this route."
     message = f"{words} Send it as {dialect.how}."
-    return _Refusal(fault, HttpError(401, message, "invalid_request_error", None, "invalid_api_key"))
+    return _KeyRefusal(fault, HttpError(401, message, "invalid_request_error", None, "invalid_api_key"))
 
 
 def _bad_key(fault: KeyFault) -> HttpError:

@@ -29,7 +29,7 @@ Said = Text | Reasoning | ToolCall
 
 
 @dataclass(slots=True)
-class _Run:
+class _PartRun:
     """An uninterrupted piece so far; `name` is a tool's."""
 
     kind: type[Said]
@@ -100,7 +100,7 @@ class ChoiceOutput:
         self._is_plain = parser is None and stops is None and not is_silent
         self._shows_stop = shows_stop
         self._held: list[int] = []
-        self._runs: list[_Run] = []
+        self._runs: list[_PartRun] = []
         self._has_called = False
         self._has_broken_call = False
         self._num_calls = 0
@@ -186,7 +186,7 @@ class ChoiceOutput:
                 return ()
             if self._is_kept:
                 if not self._runs:
-                    self._runs.append(_Run(Text))
+                    self._runs.append(_PartRun(Text))
                 self._runs[-1].pieces.append(text)
             return (Text(text),)
         if finish is FinishReason.STOP and token_ids and token_ids[-1] in self._silent_token_ids:
@@ -273,10 +273,10 @@ class ChoiceOutput:
         runs = self._runs
         if type(part) is Text or type(part) is Reasoning:
             if not runs or runs[-1].kind is not type(part):
-                runs.append(_Run(type(part)))
+                runs.append(_PartRun(type(part)))
             runs[-1].pieces.append(part.text)
         elif type(part) is CallStart:
-            runs.append(_Run(ToolCall, part.name))
+            runs.append(_PartRun(ToolCall, part.name))
         elif type(part) is CallArguments:
             runs[-1].pieces.append(part.text)
 

@@ -15,13 +15,13 @@ from router.errors import InvalidRequest
 Request = TypeVar("Request")
 
 
-class _Asked(msgspec.Struct):
+class _AskedFields(msgspec.Struct):
     """A body of which only this is of use."""
 
     model: str
 
 
-_asked_decoder = msgspec.json.Decoder(_Asked)
+_asked_decoder = msgspec.json.Decoder(_AskedFields)
 
 encode_json = msgspec.json.Encoder().encode
 

@@ -42,7 +42,7 @@ class NoPrompt(ValueError):
     """No prompt comes of a body. The message is a sentence without its line."""
 
 
-class _Window(NamedTuple):
+class _LogWindow(NamedTuple):
     context_length: int
     vocab_size: int
     eos_token_ids: Sequence[int]
@@ -54,7 +54,7 @@ class _Window(NamedTuple):
 class LoggedModel:
     """A model's text files: a TextModel without a window."""
 
-    card: _Window
+    card: _LogWindow
     tokenizer: Tokenizer
     template: ChatTemplate
     quoter: Quoter
@@ -66,7 +66,7 @@ class LoggedModel:
         tokenizer = Tokenizer(bundle)
         template = ChatTemplate.from_bundle(bundle)
         return cls(
-            _Window(_NO_BOUND, tokenizer.vocab_size, (), image_rule),
+            _LogWindow(_NO_BOUND, tokenizer.vocab_size, (), image_rule),
             tokenizer,
             template,
             Quoter(tokenizer.special_tokens),

@@ -73,7 +73,7 @@ class Place:
     """A description, if there is more to say than the path."""
 
 
-class _Found(NamedTuple):
+class _FoundText(NamedTuple):
     """The place of a leaf; `number` counts the leaves of its group."""
 
     start: int
@@ -83,17 +83,17 @@ class _Found(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _LeafGroup:
     """Leaves, in the order in which templates write them, and the text that they are looked for in: from
     character `hole` on it lacks `num_missing` of the prompt's."""
 
     text: str
     leaves: Sequence[Leaf]
-    anchors: Sequence[_Found]
+    anchors: Sequence[_FoundText]
     hole: int
     num_missing: int
 
-    def around(self, start: int, end: int) -> list[_Found]:
+    def around(self, start: int, end: int) -> list[_FoundText]:
         """Return the leaves around a position of the prompt: the nearest long ones, and the short ones
         between."""
         start, end = self._inside(start), self._inside(end)
@@ -111,11 +111,11 @@ class _Group:
     def _inside(self, position: int) -> int:
         return position if position <= self.hole else max(self.hole, position - self.num_missing)
 
-    def _of_prompt(self, found: _Found) -> _Found:
+    def _of_prompt(self, found: _FoundText) -> _FoundText:
         if found.start < self.hole:
             return found
         start, end = found.start + self.num_missing, found.end + self.num_missing
-        return _Found(start, end, found.number, found.leaf)
+        return _FoundText(start, end, found.number, found.leaf)
 
 
 class PromptPlaces:
@@ -129,8 +129,8 @@ class PromptPlaces:
         start, end = _extent(text, tools, anchors)
         outside = text if start == end else text[:start] + HOLE + text[end:]
         self._groups = (
-            _Group(text, tools, anchors, len(text), 0),
-            _Group(outside, turns, _turn_anchors(outside, turns), start, max(0, end - start - len(HOLE))),
+            _LeafGroup(text, tools, anchors, len(text), 0),
+            _LeafGroup(outside, turns, _turn_anchors(outside, turns), start, max(0, end - start - len(HOLE))),
         )
 
     def at(self, start: int, end: int | None = None) -> Place:
@@ -145,7 +145,7 @@ class PromptPlaces:
         is_sure = len(hits) == 1 and not (follows and hit.start > start) and _is_anchored(hit, around)
         return _place_in(hit, start, is_certain=is_sure)
 
-    def _between(self, around: Sequence[_Found], start: int) -> Place:
+    def _between(self, around: Sequence[_FoundText], start: int) -> Place:
         before = max((found for found in around if found.end <= start), key=lambda f: f.end, default=None)
         after = min((found for found in around if found.start >= start), key=lambda f: f.start, default=None)
         if before is None:
@@ -201,11 +201,11 @@ def place_in_prompt(prompt: Any, number: int, start: int) -> Place:
     return Place(spelled(path), PlaceKind.VALUE, is_certain=True, offset=start)
 
 
-def _tool_anchors(text: str, leaves: Sequence[Leaf]) -> list[_Found]:
+def _tool_anchors(text: str, leaves: Sequence[Leaf]) -> list[_FoundText]:
     """The long leaves of the tools, which stand close together; a name or description of theirs may stand
     elsewhere as well."""
     strong = [index for index, leaf in enumerate(leaves) if len(leaf.forms[0]) >= STRONG_CHARACTERS]
-    best: list[_Found] = []
+    best: list[_FoundText] = []
     for first in range(min(NUM_FIRSTS, len(strong))):
         begin, until = strong[first], strong[first : first + NUM_LOOKED_AT][-1] + 1
         cursor = 0
@@ -222,27 +222,27 @@ def _tool_anchors(text: str, leaves: Sequence[Leaf]) -> list[_Found]:
     return _chain(text, leaves, best[0].number, best[0].start)
 
 
-def _length(found: Sequence[_Found]) -> int:
+def _length(found: Sequence[_FoundText]) -> int:
     return found[-1].end - found[0].start if found else 0
 
 
-def _chain(text: str, leaves: Sequence[Leaf], first: int, cursor: int) -> list[_Found]:
+def _chain(text: str, leaves: Sequence[Leaf], first: int, cursor: int) -> list[_FoundText]:
     """The long ones from `first` on, each no farther from the last than what lies between them may take."""
-    found: list[_Found] = []
+    found: list[_FoundText] = []
     slack = 0
     for index in range(first, len(leaves)):
         leaf = leaves[index]
         if len(leaf.forms[0]) >= STRONG_CHARACTERS:
             here = _first(text, leaf, cursor, cursor + slack)
             if here is not None:
-                found.append(_Found(*here, index, leaf))
+                found.append(_FoundText(*here, index, leaf))
                 cursor, slack = here[1], TEMPLATE_CHARACTERS
                 continue
         slack += len(leaf.forms[0]) + TEMPLATE_CHARACTERS
     return found
 
 
-def _extent(text: str, leaves: Sequence[Leaf], anchors: Sequence[_Found]) -> tuple[int, int]:
+def _extent(text: str, leaves: Sequence[Leaf], anchors: Sequence[_FoundText]) -> tuple[int, int]:
     """Return the range of the tools: their long leaves, and adjacent short ones."""
     if not anchors:
         return 0, 0
@@ -256,9 +256,9 @@ def _extent(text: str, leaves: Sequence[Leaf], anchors: Sequence[_Found]) -> tup
     return start, end
 
 
-def _turn_anchors(text: str, leaves: Sequence[Leaf]) -> list[_Found]:
+def _turn_anchors(text: str, leaves: Sequence[Leaf]) -> list[_FoundText]:
     """The long leaves of system texts and turns, from the first to the last. In `text` there are no tools."""
-    found: list[_Found] = []
+    found: list[_FoundText] = []
     cursor, slack = 0, HEAD_CHARACTERS
     for index, leaf in enumerate(leaves):
         length = len(leaf.forms[0])
@@ -267,7 +267,7 @@ def _turn_anchors(text: str, leaves: Sequence[Leaf]) -> list[_Found]:
             here = _first(text, leaf, cursor, cursor + slack)
             here = here or (_first(text, leaf, cursor, cursor + slack + wide) if wide else None)
             if here is not None and not _is_overtaken(text, leaves, index, cursor, here[0]):
-                found.append(_Found(*here, index, leaf))
+                found.append(_FoundText(*here, index, leaf))
                 cursor = here[1]
                 slack = HEAD_CHARACTERS if len(found) < NUM_FIRSTS else TEMPLATE_CHARACTERS
                 continue
@@ -285,8 +285,8 @@ def _is_overtaken(text: str, leaves: Sequence[Leaf], index: int, cursor: int, st
 
 
 def _short_between(
-    text: str, leaves: Sequence[Leaf], left: _Found | None, right: _Found | None
-) -> Iterable[_Found]:
+    text: str, leaves: Sequence[Leaf], left: _FoundText | None, right: _FoundText | None
+) -> Iterable[_FoundText]:
     """The short leaves between two long ones, each as near to the last as can be."""
     first = 0 if left is None else left.number + 1
     last = len(leaves) if right is None else right.number
@@ -294,7 +294,7 @@ def _short_between(
         return _backwards(text, leaves, first, right)
     cursor = 0 if left is None else left.end
     stop = len(text) if right is None else right.start
-    found: list[_Found] = []
+    found: list[_FoundText] = []
     slack = TEMPLATE_CHARACTERS if left is not None else HEAD_CHARACTERS
     for index in range(first, last):
         leaf = leaves[index]
@@ -302,14 +302,14 @@ def _short_between(
         if here is None:
             slack += len(leaf.forms[0])
             continue
-        found.append(_Found(*here, index, leaf))
+        found.append(_FoundText(*here, index, leaf))
         cursor, slack = here[1], TEMPLATE_CHARACTERS
     return found
 
 
-def _backwards(text: str, leaves: Sequence[Leaf], first: int, right: _Found) -> Iterable[_Found]:
+def _backwards(text: str, leaves: Sequence[Leaf], first: int, right: _FoundText) -> Iterable[_FoundText]:
     cursor, slack = right.start, TEMPLATE_CHARACTERS
-    found: list[_Found] = []
+    found: list[_FoundText] = []
     for index in range(right.number - 1, first - 1, -1):
         leaf = leaves[index]
         low = max(0, cursor - slack - len(leaf.forms[0]))
@@ -318,7 +318,7 @@ def _backwards(text: str, leaves: Sequence[Leaf], first: int, right: _Found) -> 
             slack += len(leaf.forms[0])
             continue
         end, start = max(ends)
-        found.append(_Found(start, end, index, leaf))
+        found.append(_FoundText(start, end, index, leaf))
         cursor, slack = start, TEMPLATE_CHARACTERS
     return reversed(found)
 
@@ -354,7 +354,7 @@ def _is_whole(text: str, start: int, end: int) -> bool:
     return not (text[end - 1].isalnum() and end < len(text) and text[end].isalnum())
 
 
-def _is_anchored(hit: _Found, around: Sequence[_Found]) -> bool:
+def _is_anchored(hit: _FoundText, around: Sequence[_FoundText]) -> bool:
     """Whether a leaf is long, or stands where it has to beside the leaf before or after it."""
     if hit.end - hit.start >= STRONG_CHARACTERS:
         return True
@@ -363,14 +363,14 @@ def _is_anchored(hit: _Found, around: Sequence[_Found]) -> bool:
     )
 
 
-def _place_in(hit: _Found, start: int, *, is_certain: bool) -> Place:
+def _place_in(hit: _FoundText, start: int, *, is_certain: bool) -> Place:
     path = hit.leaf.path
     if hit.leaf.is_key:
         return Place(spelled(path[:-1]), PlaceKind.KEYS, is_certain, key=str(path[-1]))
     return Place(spelled(path), PlaceKind.VALUE, is_certain, offset=max(0, start - hit.start))
 
 
-def _enclosing(leaf: Leaf, passed: str, after: _Found | None) -> Place:
+def _enclosing(leaf: Leaf, passed: str, after: _FoundText | None) -> Place:
     """The object or list whose punctuation it is."""
     path = leaf.path[:-1]
     for character in passed:
@@ -381,7 +381,7 @@ def _enclosing(leaf: Leaf, passed: str, after: _Found | None) -> Place:
     return Place(spelled(path), PlaceKind.KEYS, is_certain=False)
 
 
-def _common(leaf: Leaf, after: _Found | None) -> Path:
+def _common(leaf: Leaf, after: _FoundText | None) -> Path:
     if after is None:
         return leaf.element
     both = zip(leaf.path, after.leaf.path, strict=False)

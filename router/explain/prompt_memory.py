@@ -56,7 +56,7 @@ MAX_OF_GROUP = 8
 _MARKS = np.dtype("<u2")
 
 
-class _Tenant:
+class _TenantPrompts:
     def __init__(self, name: str, numbers: Iterator[int]) -> None:
         self.name = name
         self.tree = PrefixTree(numbers)
@@ -85,8 +85,8 @@ class PromptMemory:
         self.is_on = max_bytes > 0
         self.digests = Digests(key)
         self._max_bytes = max_bytes or BYTES_WHEN_OFF
-        self._tenants: dict[str, _Tenant] = {}
-        self._by_root: dict[BlockHash, dict[str, _Tenant]] = {}
+        self._tenants: dict[str, _TenantPrompts] = {}
+        self._by_root: dict[BlockHash, dict[str, _TenantPrompts]] = {}
         """Tenants with prompts under each root; the one that added the last is the last."""
         self._beginnings: BoundedCache[bytes, tuple[BlockHash, ...]] = BoundedCache(MAX_BEGINNINGS)
         """The last two namespaces in which each was seen."""
@@ -219,7 +219,7 @@ class PromptMemory:
         found by these. `after` is what `last_number` was when it could be compared."""
         mine = self._tenants.get(facts.tenant)
         if mine is None:
-            mine = self._tenants[facts.tenant] = _Tenant(facts.tenant, self._numbers)
+            mine = self._tenants[facts.tenant] = _TenantPrompts(facts.tenant, self._numbers)
             self.num_bytes += TENANT_BYTES
         before = mine.num_bytes
         after = self.last_number if after is None else after
@@ -251,7 +251,7 @@ class PromptMemory:
         mine.record_bytes += added
         self.num_bytes += added
 
-    def _count(self, mine: _Tenant, facts: PromptFacts, seen: Seen, number: int) -> int | None:
+    def _count(self, mine: _TenantPrompts, facts: PromptFacts, seen: Seen, number: int) -> int | None:
         def marks_from(start: int) -> bytes:
             block_size = facts.block_size
             return facts.marks(start * block_size, facts.num_blocks * block_size) if self.is_on else b""
@@ -269,12 +269,12 @@ class PromptMemory:
         return tip.number
 
     def _alike(
-        self, mine: _Tenant, numbers: Iterable[int], salt_tag: bytes, across_salts: bool
+        self, mine: _TenantPrompts, numbers: Iterable[int], salt_tag: bytes, across_salts: bool
     ) -> list[RememberedPrompt]:
         found = [mine.records[number] for number in numbers if number in mine.records]
         return [one for one in found if across_salts or one.salt_tag == salt_tag]
 
-    def _keep_bound(self, adds: _Tenant) -> None:
+    def _keep_bound(self, adds: _TenantPrompts) -> None:
         while self.num_bytes > self._max_bytes:
             share = self._max_bytes / len(self._tenants)
             victim = adds
@@ -287,7 +287,7 @@ class PromptMemory:
                     return
                 self._forget(victim, oldest)
 
-    def _forget(self, mine: _Tenant, number: int) -> None:
+    def _forget(self, mine: _TenantPrompts, number: int) -> None:
         """Forget the prompt, and the ends of prefixes that no later one had."""
         before = mine.num_bytes
         record = mine.records.pop(number, None)

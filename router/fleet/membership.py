@@ -48,7 +48,7 @@ OnRecords = Callable[[str, Mapping[ReplicaId, ReplicaRecord]], None]
 OnCards = Callable[[str, Sequence[tuple[ReplicaId, ModelCard]]], None]
 
 
-class _Refused(Exception):
+class _RefusedReplica(Exception):
     """The replica cannot be routed to in its present state. The message says why."""
 
 
@@ -85,7 +85,7 @@ def _cards(members: Sequence[Member]) -> list[tuple[ReplicaId, ModelCard]]:
 
 
 @dataclass(slots=True)
-class _Model:
+class _ModelMembers:
     """Properties on which replicas of one name must agree. None until the first was introduced."""
 
     identity: tuple[str, int] | None = None
@@ -127,7 +127,7 @@ class Membership:
         self._stall_seconds = stall_seconds
         self._proof_seconds = proof_seconds
         self._members: dict[ReplicaId, Member] = {}
-        self._models: dict[str, _Model] = {}
+        self._models: dict[str, _ModelMembers] = {}
         self.registered: Collection[str] = ()
         """Names of the models that the registry has, also of those without a replica."""
         self.num_lost_streams = 0
@@ -307,8 +307,8 @@ class Membership:
             try:
                 client = await self._client_of(member)
                 await self._connect(member, client)
-            except (_Refused, ReplicaLost) as error:
-                member.is_refused = isinstance(error, _Refused)
+            except (_RefusedReplica, ReplicaLost) as error:
+                member.is_refused = isinstance(error, _RefusedReplica)
                 self._complain(member, str(error))
             except Exception as error:  # outermost frame of the task: one replica must not end the others
                 reason = f"this router failed, its log says where: {error!r}"
@@ -348,7 +348,7 @@ class Membership:
         member.card_digest = record.card_digest
         card, _, replica_id, epoch = await client.describe(include_tokenizer=False)
         if (replica_id, epoch, card.name) != (record.replica_id, record.epoch, member.model):
-            raise _Refused(
+            raise _RefusedReplica(
                 f"at {record.address} is replica {replica_id} with epoch {epoch} and model {card.name},"
                 f" not {record.replica_id} with {record.epoch} and {member.model}"
             )
@@ -385,7 +385,7 @@ class Membership:
 
     async def _introduce(self, member: Member, client: ReplicaClient, card: ModelCard) -> None:
         """Make the model known, once; refuse a replica that serves something else under its name."""
-        model = self._models.setdefault(card.name, _Model())
+        model = self._models.setdefault(card.name, _ModelMembers())
         identity = (card.fingerprint, card.block_size)
         async with model.lock:  # of two replicas that join together one brings the tokenizer
             if model.identity != identity:
@@ -403,10 +403,10 @@ class Membership:
                 model.identity = identity
             member.is_accepted = True
 
-    def _refuse(self, member: Member, reason: str) -> _Refused:
+    def _refuse(self, member: Member, reason: str) -> _RefusedReplica:
         if member.complaint != reason:
             self.num_refused += 1
-        return _Refused(reason)
+        return _RefusedReplica(reason)
 
     def _complain(self, member: Member, reason: str) -> None:
         """Log a complaint once per reason: later attempts say the same."""

@@ -49,7 +49,7 @@ OLD_SECONDS = 10.0
 Name = TypeVar("Name", bound=str)
 
 
-class _Heard(NamedTuple):
+class _HeardLease(NamedTuple):
     """A replica's newest heartbeat, and when this router first read it."""
 
     epoch: Epoch
@@ -81,7 +81,7 @@ class RegistrySource:
         """With a seal, only leases that were signed under the cluster secret are believed."""
         self._seal = seal
         self._clock = clock
-        self._newest: dict[tuple[str, ReplicaId], _Heard] = {}
+        self._newest: dict[tuple[str, ReplicaId], _HeardLease] = {}
         self._redis_url = redis_url
         self._poll_seconds = poll_seconds
         self._forget_seconds = forget_seconds
@@ -193,7 +193,7 @@ class RegistrySource:
                 return
             if place < heard.place:
                 raise LeaseRefused(OLD, "its lease is older than one that was read before")
-        self._newest[name] = _Heard(record.epoch, place, now)
+        self._newest[name] = _HeardLease(record.epoch, place, now)
 
     def _refuse(self, subject: Hashable, message: str, reason: str = MALFORMED) -> None:
         self._num_refused[reason] += 1

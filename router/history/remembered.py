@@ -75,7 +75,7 @@ class RememberedHistory:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._records: OrderedDict[ConversationKey, Record] = OrderedDict()
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[str, _TenantAnswers] = {}
         self.num_bytes = 0
         self._serial = 0
         self.num_evicted = 0
@@ -211,7 +211,7 @@ class RememberedHistory:
         if before is not None and before.thought is not None and thought is not None:
             record.has_rivals = before.has_rivals or not is_thought(thought, before.thought)
         self._records[key] = record
-        holder = self._tenants.setdefault(tenant, _Tenant())
+        holder = self._tenants.setdefault(tenant, _TenantAnswers())
         holder.keys[key] = None
         holder.num_bytes += record.num_bytes
         self.num_bytes += record.num_bytes
@@ -250,7 +250,7 @@ class RememberedHistory:
             del self._tenants[record.tenant]
 
 
-class _Tenant:
+class _TenantAnswers:
     __slots__ = ("keys", "num_bytes")
 
     def __init__(self) -> None:

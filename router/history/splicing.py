@@ -49,7 +49,7 @@ def text_after(
     return None
 
 
-class _Place(NamedTuple):
+class _Seam(NamedTuple):
     """The first token that ends a turn behind the placeholder, with the texts before and behind it."""
 
     before: str
@@ -57,7 +57,7 @@ class _Place(NamedTuple):
     behind: str
 
 
-def _place(render: Render, conversation: Sequence[Message], ends_of_turn: Collection[str]) -> _Place | None:
+def _place(render: Render, conversation: Sequence[Message], ends_of_turn: Collection[str]) -> _Seam | None:
     try:
         text = render(conversation)
     except ValueError:
@@ -67,7 +67,7 @@ def _place(render: Render, conversation: Sequence[Message], ends_of_turn: Collec
     if not starts or STANDS_FOR_ANSWER in text:
         return None
     start, length = min(starts)  # of two at one place the longer, as a tokenizer reads it
-    return _Place(text[:start], text[start : start - length], text[start - length :])
+    return _Seam(text[:start], text[start : start - length], text[start - length :])
 
 
 def _is_before_next(

@@ -27,7 +27,7 @@ MARGIN = 1.5
 LEAST_SECONDS = 5
 
 
-class _Tenant:
+class _TenantGaps:
     __slots__ = ("call_share", "gaps")
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class ToolGaps:
     def __init__(self, most_seconds: int) -> None:
         self._most_seconds = most_seconds
         self._awaited: BoundedCache[ConversationKey, tuple[str, float]] = BoundedCache(MOST_AWAITED)
-        self._tenants: BoundedCache[str, _Tenant] = BoundedCache(MOST_TENANTS)
+        self._tenants: BoundedCache[str, _TenantGaps] = BoundedCache(MOST_TENANTS)
 
     @property
     def is_on(self) -> bool:
@@ -75,9 +75,9 @@ class ToolGaps:
         gap = gaps[min(len(gaps) - 1, math.floor(QUANTILE * len(gaps)))]
         return max(LEAST_SECONDS, min(self._most_seconds, math.ceil(MARGIN * gap)))
 
-    def _tenant(self, name: str) -> _Tenant:
+    def _tenant(self, name: str) -> _TenantGaps:
         known = self._tenants.get(name)
         if known is None:
-            known = _Tenant()
+            known = _TenantGaps()
             self._tenants.put(name, known)
         return known

@@ -41,7 +41,7 @@ def check(wished: WishedGrammar) -> CheckedGrammar:
     return CheckedGrammar(followed.text, followed.num_bytes, time.thread_time() - started)
 
 
-class _Known(NamedTuple):
+class _KnownGrammar(NamedTuple):
     """`owner` is whose request was the first with it."""
 
     grammar: CheckedGrammar
@@ -57,7 +57,7 @@ class GrammarChecks:
     def __init__(self, work_out: Callable[[WishedGrammar], Awaitable[CheckedGrammar]]) -> None:
         self._work_out = work_out
         self._places = FairPlaces(num_places=NUM_PLACES, most_waiting=MAX_WAITING, wait_seconds=WAIT_SECONDS)
-        self._known: BoundedCache[_Key, _Known] = BoundedCache(MAX_KNOWN)
+        self._known: BoundedCache[_Key, _KnownGrammar] = BoundedCache(MAX_KNOWN)
 
     async def checked(
         self, wished: WishedGrammar, namespace: Hashable = None, owner: str = ""
@@ -82,10 +82,10 @@ class GrammarChecks:
                 "Too many schemas and grammars are being worked out. Please try again.",
                 retry_after_seconds=RETRY_SECONDS,
             ) from error
-        self._remember(key, _Known(msgspec.structs.replace(grammar, seconds=0.0), owner))
+        self._remember(key, _KnownGrammar(msgspec.structs.replace(grammar, seconds=0.0), owner))
         return grammar
 
-    def _remember(self, key: _Key, known: _Known) -> None:
+    def _remember(self, key: _Key, known: _KnownGrammar) -> None:
         """Store a result; a full store evicts the LRU entry of the owner with most."""
         if len(self._known) >= self._known.max_size:
             num_of = Counter(each.owner for _, each in self._known.items())

@@ -49,7 +49,7 @@ NICENESS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
+class _WorkerModel:
     """A TextModel."""
 
     card: ModelWindow
@@ -60,13 +60,13 @@ class _Model:
 
 
 @dataclass(frozen=True, slots=True)
-class _Models:
+class _WorkerModels:
     """TextModels of one job."""
 
     windows: dict[str, ModelWindow]
-    loaded: dict[Digest, _Model]
+    loaded: dict[Digest, _WorkerModel]
 
-    def get(self, name: str) -> _Model:
+    def get(self, name: str) -> _WorkerModel:
         window = self.windows.get(name)
         model = None if window is None else self.loaded.get(window.digest)
         if window is None or model is None:
@@ -78,11 +78,11 @@ class _Models:
         return sorted(name for name, window in self.windows.items() if not window.is_other_name)
 
 
-class _Server:
+class _WorkerServer:
     def __init__(self, bounds: Bounds, perform: Perform) -> None:
         self._bounds = bounds
         self._perform = perform
-        self._loaded: dict[Digest, _Model] = {}
+        self._loaded: dict[Digest, _WorkerModel] = {}
 
     def serve(self, control: socket.socket) -> None:
         """Until the router is gone."""
@@ -106,7 +106,7 @@ class _Server:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where llguidance says that its memory is over
         _end_when_left(peer, True)
         try:
-            outcome = self._perform(job, _Models(job.models, self._loaded), body)
+            outcome = self._perform(job, _WorkerModels(job.models, self._loaded), body)
         except MemoryError:
             raise
         except Exception:  # the outermost frame of a job
@@ -134,7 +134,7 @@ class _Server:
             template = ChatTemplate.from_bundle(bundle, verdict=verdict)
             marks = answer_format(template.sources, tokenizer.added_tokens)
             window = ModelWindow(load.digest, 0, 0)
-            self._loaded[load.digest] = _Model(
+            self._loaded[load.digest] = _WorkerModel(
                 window, tokenizer, template, Quoter(tokenizer.special_tokens), marks
             )
         send(peer, answer)
@@ -215,7 +215,7 @@ def main(handle: int, bounds: Bounds, perform: Perform) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # how a child has ended does not matter
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # for what is not Python: threads do not survive a fork
     with socket.socket(fileno=handle) as control:
-        _Server(bounds, perform).serve(control)
+        _WorkerServer(bounds, perform).serve(control)
 
 
 if __name__ == "__main__":

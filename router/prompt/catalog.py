@@ -175,7 +175,7 @@ class _TextSide:
     template: ChatTemplate
 
 
-class _Claim(NamedTuple):
+class _NameClaim(NamedTuple):
     """The meaning of a name that is no model's own: the model, or an adapter of it. `replica_id` had it
     last."""
 
@@ -206,9 +206,9 @@ class ModelCatalog:
         self._text_sides: dict[str, _TextSide] = {}
         self._states: dict[str, object] = {}
         """By model: what its claims were read from."""
-        self._claims: dict[str, dict[tuple[bool, str], _Claim]] = {}
+        self._claims: dict[str, dict[tuple[bool, str], _NameClaim]] = {}
         """By model, then by whether it is an adapter, and by the name."""
-        self._others: dict[str, _Claim] = {}
+        self._others: dict[str, _NameClaim] = {}
         self._complaints: set[str] = set()
 
     def add(
@@ -254,8 +254,8 @@ class ModelCatalog:
             if known.model == model_name and known.replica_id not in present
         }
         for replica_id, card in cards:
-            claims |= {(False, alias): _Claim(model_name, None, replica_id) for alias in card.aliases}
-            claims |= {(True, each.name): _Claim(model_name, each, replica_id) for each in card.adapters}
+            claims |= {(False, alias): _NameClaim(model_name, None, replica_id) for alias in card.aliases}
+            claims |= {(True, each.name): _NameClaim(model_name, each, replica_id) for each in card.adapters}
         served = self._served_claims()
         for name, served_claim in served.items():
             self._serve(name, served_claim)
@@ -271,8 +271,8 @@ class ModelCatalog:
                 card, model.tokenizer, model.template, self._secret, model.created, self.chains
             )
 
-    def _served_claims(self) -> Mapping[str, _Claim]:
-        served: dict[str, _Claim] = {}
+    def _served_claims(self) -> Mapping[str, _NameClaim]:
+        served: dict[str, _NameClaim] = {}
         ordered = [
             (is_adapter, base, name) for base, claims in self._claims.items() for is_adapter, name in claims
         ]
@@ -286,7 +286,7 @@ class ModelCatalog:
                 served[name] = claim
         return served
 
-    def _serve(self, name: str, claim: _Claim | None) -> None:
+    def _serve(self, name: str, claim: _NameClaim | None) -> None:
         """Answer to a name from now on; None is no longer."""
         known = self._others.get(name)
         if claim is None:

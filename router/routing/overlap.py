@@ -56,22 +56,22 @@ class ChangeOutcome(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class _Prediction:
+class _PredictedBlocks:
     """Names at least one block, and has at least one ground."""
 
-    replica: "_Replica"
+    replica: "_ReplicaShare"
     block_hashes: set[BlockHash]
     is_own: bool
     is_announced: bool
 
 
 @dataclass(slots=True, eq=False)
-class _Replica:
+class _ReplicaShare:
     bit: int
     num_stored: int = 0
     epoch: Epoch | None = None
     last_change: int = 0
-    predictions: dict[int, _Prediction] = field(default_factory=dict)
+    predictions: dict[int, _PredictedBlocks] = field(default_factory=dict)
     predicted_again: dict[BlockHash, int] = field(default_factory=dict)
     """The hashes that are in several of its predictions: in how many besides one."""
 
@@ -99,10 +99,10 @@ class PrefixIndex:
         self._holders = Holders(self._on_departed)
         self._predicted: dict[BlockHash, int] = {}
         """The bits of the replicas that have a prediction with this hash."""
-        self._replicas: dict[ReplicaId, _Replica] = {}
+        self._replicas: dict[ReplicaId, _ReplicaShare] = {}
         self._slots: Slots | None = None
         """Bits of these replicas; None after they changed."""
-        self._predictions: dict[int, _Prediction] = {}
+        self._predictions: dict[int, _PredictedBlocks] = {}
         self._num_predicted_blocks = 0
 
     def thin(self, block_size: int, index_stride: int, *, is_sparse: bool = False) -> None:
@@ -324,7 +324,7 @@ class PrefixIndex:
         self._holders.sweep()
         return ChangeOutcome.APPLIED
 
-    def _change_points(self, replica: _Replica, change: IndexChange) -> int:
+    def _change_points(self, replica: _ReplicaShare, change: IndexChange) -> int:
         """Apply a change's resume points; returns how many more there are."""
         removed = as_points(change.points_removed)
         if replica.predictions:
@@ -351,7 +351,7 @@ class PrefixIndex:
         self._holders.give_back(replica.bit, is_clean=replica.num_stored == 0, retired=retired)
         self._slots = None
 
-    def _retired(self, replica_id: ReplicaId, replica: _Replica) -> Departure | None:
+    def _retired(self, replica_id: ReplicaId, replica: _ReplicaShare) -> Departure | None:
         epoch = replica.epoch
         return None if epoch is None else Departure(replica_id, epoch, True, self.departures.now)
 
@@ -387,7 +387,7 @@ class PrefixIndex:
             if not prediction.is_announced:
                 self._drop(announcement_id)
 
-    def _announce(self, replica: _Replica, announcement: Announcement) -> None:
+    def _announce(self, replica: _ReplicaShare, announcement: Announcement) -> None:
         announcement_id = announcement.announcement_id
         block_hashes = _names(announcement.block_hashes, announcement.points)
         own = replica.predictions.get(announcement_id)
@@ -401,7 +401,7 @@ class PrefixIndex:
     def _add(
         self,
         announcement_id: int,
-        replica: _Replica,
+        replica: _ReplicaShare,
         block_hashes: Collection[BlockHash],
         *,
         is_own: bool,
@@ -412,7 +412,7 @@ class PrefixIndex:
             return
         while self._num_predicted_blocks + len(hashes) > self._max_predicted_blocks:
             self._drop(next(iter(self._predictions)))
-        prediction = _Prediction(replica, hashes, is_own, is_announced)
+        prediction = _PredictedBlocks(replica, hashes, is_own, is_announced)
         self._predictions[announcement_id] = replica.predictions[announcement_id] = prediction
         self._num_predicted_blocks += len(hashes)
         predicted, bit = self._predicted, replica.bit
@@ -442,17 +442,17 @@ class PrefixIndex:
             else:
                 del predicted[block_hash]
 
-    def _drop_all(self, replica: _Replica) -> None:
+    def _drop_all(self, replica: _ReplicaShare) -> None:
         for announcement_id in list(replica.predictions):
             self._drop(announcement_id)
 
-    def _drop_announced(self, replica: _Replica) -> None:
+    def _drop_announced(self, replica: _ReplicaShare) -> None:
         for announcement_id, prediction in list(replica.predictions.items()):
             prediction.is_announced = False
             if not prediction.is_own:
                 self._drop(announcement_id)
 
-    def _cancel(self, replica: _Replica, block_hash: BlockHash) -> None:
+    def _cancel(self, replica: _ReplicaShare, block_hash: BlockHash) -> None:
         """Cancel all predictions of a removed block."""
         others = self._predicted.get(block_hash, 0) ^ replica.bit
         if others & replica.bit:
@@ -469,14 +469,14 @@ class PrefixIndex:
                 if not prediction.block_hashes:
                     self._drop(announcement_id)
 
-    def _unpredict_once(self, replica: _Replica, block_hash: BlockHash) -> None:
+    def _unpredict_once(self, replica: _ReplicaShare, block_hash: BlockHash) -> None:
         """One of several predictions with it is over."""
         replica.predicted_again[block_hash] -= 1
         if not replica.predicted_again[block_hash]:
             del replica.predicted_again[block_hash]
 
     def _become(
-        self, replica: _Replica, bit: int, num_stored: int, *, retired: Departure | None = None
+        self, replica: _ReplicaShare, bit: int, num_stored: int, *, retired: Departure | None = None
     ) -> None:
         """Switch the replica to this bit, with what is stored under it. Its old hashes depart as
         `retired`."""
@@ -486,9 +486,9 @@ class PrefixIndex:
         replica.bit, replica.num_stored = bit, num_stored
         self._slots = None
 
-    def _replica(self, replica_id: ReplicaId) -> _Replica:
+    def _replica(self, replica_id: ReplicaId) -> _ReplicaShare:
         replica = self._replicas.get(replica_id)
         if replica is None:
-            replica = self._replicas[replica_id] = _Replica(self._holders.take())
+            replica = self._replicas[replica_id] = _ReplicaShare(self._holders.take())
             self._slots = None
         return replica

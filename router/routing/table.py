@@ -46,7 +46,7 @@ nothing, for so long."""
 
 
 @dataclass(slots=True)
-class _Model:
+class _RoutedModel:
     index: PrefixIndex
     card: ModelCard
     """The first replica's card. All find hits alike."""
@@ -154,7 +154,7 @@ class RoutingTable:
         self._clock = clock
         self._linger_seconds = linger_seconds
         self._new_index = new_index
-        self._models: dict[str, _Model] = {}
+        self._models: dict[str, _RoutedModel] = {}
         self._model_of: dict[ReplicaId, str] = {}
         self._num_routed = 0
         self._first_id = rng.getrandbits(64)  # so that no two routers use the same ids
@@ -191,7 +191,7 @@ class RoutingTable:
         model = self._models.get(card.name)
         if model is None:
             index = self._new_index(card.block_size, index_stride, is_sparse=card.is_sparse)
-            model = self._models[card.name] = _Model(index, card, stride)
+            model = self._models[card.name] = _RoutedModel(index, card, stride)
         elif set(model.replicas) <= {replica_id}:
             model.index.thin(card.block_size, index_stride, is_sparse=card.is_sparse)
             model.card, model.blocks_per_stride = card, stride
@@ -409,7 +409,7 @@ class RoutingTable:
 
     def _decide(
         self,
-        fleet: _Model,
+        fleet: _RoutedModel,
         request: RoutingRequest,
         block_hashes: Sequence[BlockHash],
         exclude: Collection[ReplicaId],
@@ -452,7 +452,7 @@ class RoutingTable:
 
     def _act(
         self,
-        fleet: _Model,
+        fleet: _RoutedModel,
         request: RoutingRequest,
         block_hashes: Sequence[BlockHash],
         decision: Decision,
@@ -542,7 +542,7 @@ class RoutingTable:
             _, index, announcement_id = self._lingering.popleft()
             index.end_prediction(announcement_id)
 
-    def _ready(self, fleet: _Model, adapter: Adapter | None) -> Replicas:
+    def _ready(self, fleet: _RoutedModel, adapter: Adapter | None) -> Replicas:
         ready = fleet.ready.get(adapter)
         if ready is None:
             replica_ids = (
@@ -560,7 +560,7 @@ class RoutingTable:
             ready = fleet.ready[adapter] = Replicas(replica_ids, self.loads.view, layouts)
         return ready
 
-    def _model(self, name: str) -> _Model:
+    def _model(self, name: str) -> _RoutedModel:
         model = self._models.get(name)
         if model is None:
             raise UnknownModel(f"there is no model {name}")
@@ -568,7 +568,7 @@ class RoutingTable:
 
 
 def _points_left(
-    fleet: _Model, request: RoutingRequest, block_hashes: Sequence[BlockHash], decision: Decision
+    fleet: _RoutedModel, request: RoutingRequest, block_hashes: Sequence[BlockHash], decision: Decision
 ) -> tuple[BlockHash, ...]:
     """Return the resume points that a sparse replica will have after the prompt, and had not before.
 

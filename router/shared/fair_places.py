@@ -17,7 +17,7 @@ class NoPlace(Exception):
     """The line has no room, or no place became free in time."""
 
 
-class _Waiting(NamedTuple):
+class _PlaceWaiter(NamedTuple):
     future: "asyncio.Future[None]"
     """Done once it has a place; NoPlace if another took its place in the line."""
     work: float | None
@@ -40,7 +40,7 @@ class FairPlaces:
         owner_share: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.line: FairLine[_Waiting] = FairLine(
+        self.line: FairLine[_PlaceWaiter] = FairLine(
             num_places=num_places,
             most_waiting=most_waiting,
             most_of_owner=None if owner_share is None else max(1, int(num_places * owner_share)),
@@ -67,7 +67,7 @@ class FairPlaces:
         await self._take(owner, work)
 
     async def _take(self, owner: Hashable, work: float | None) -> None:
-        waiting = _Waiting(asyncio.get_running_loop().create_future(), work)
+        waiting = _PlaceWaiter(asyncio.get_running_loop().create_future(), work)
         lost = self.line.enter(owner, waiting)
         if lost is not None and not lost.future.done():
             lost.future.set_exception(NoPlace)

@@ -50,7 +50,7 @@ _REASONS = {
 
 
 @dataclass(slots=True, eq=False)
-class _Connection:
+class _PeerConnection:
     channel: grpc.Channel
     num_calls: int = 0
     last_used: float = field(default=0.0)
@@ -64,7 +64,7 @@ class Peers:
         self._tls = tls
         self._clock = clock
         self._lock = threading.Lock()
-        self._connections: dict[str, _Connection] = {}
+        self._connections: dict[str, _PeerConnection] = {}
         self._breakers: OrderedDict[PullHint, Breaker] = OrderedDict()
 
     @property
@@ -130,7 +130,7 @@ class Peers:
         for each in connections:
             each.channel.close()
 
-    def _take(self, peer: PullHint) -> _Connection:
+    def _take(self, peer: PullHint) -> _PeerConnection:
         tls = None if self._tls is None else self._tls.current()
         with self._lock:
             connection = self._connections.get(peer.address)
@@ -141,7 +141,7 @@ class Peers:
                 else:
                     options = [*_OPTIONS, *tls.options]
                     channel = grpc.secure_channel(peer.address, tls.credentials, options=options)
-                connection = self._connections[peer.address] = _Connection(channel)
+                connection = self._connections[peer.address] = _PeerConnection(channel)
             connection.num_calls += 1
             return connection
 

@@ -65,7 +65,7 @@ class Pulls(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _AskedPeer:
     """`outcomes` lack those of chunks that are `coming`, each of which is leased."""
 
     number: int
@@ -84,7 +84,7 @@ class TakeOvers:
         self._directory = directory
         self._leases = leases
         self._pulls = pulls
-        self._asked: list[_Asked] = []
+        self._asked: list[_AskedPeer] = []
         self._list: LeaseList | None = None
         """The list being made. Only the last requested one is awaited."""
         self._answers: list[StoreAnswer] = []
@@ -156,7 +156,7 @@ class TakeOvers:
             self._answers.append(StoreAnswer(number, outcomes=busy))
             return
         source = take_over.source.epoch
-        asked = _Asked(number, source, take_over.chunks)
+        asked = _AskedPeer(number, source, take_over.chunks)
         self._asked.append(asked)
         chunks = self._within_room(asked)
         refusals = self._directory.take_leases([*map(_record, chunks)], source)
@@ -177,12 +177,12 @@ class TakeOvers:
         asked.pulled = self._pull(take_over, to_pull)
         self.poll()
 
-    def _has_before(self, asked: _Asked, chunk: LeasedChunk) -> bool:
+    def _has_before(self, asked: _AskedPeer, chunk: LeasedChunk) -> bool:
         """Whether the chunk before it is here or on its way, by this request or another."""
         before = chunk.parent
         return before is None or before in asked.coming or self._directory.place(before) is not None
 
-    def _within_room(self, asked: _Asked) -> list[LeasedChunk]:
+    def _within_room(self, asked: _AskedPeer) -> list[LeasedChunk]:
         """Return the chunks that may be pulled and must be; the others get an outcome."""
         room = int(self._directory.num_host_slots * MAX_HOST_SHARE) - self._num_pulled.get(asked.source, 0)
         chunks: list[LeasedChunk] = []
@@ -213,7 +213,7 @@ class TakeOvers:
             self._num_pulled.popitem(last=False)
         return coming
 
-    def _answer_if_done(self, asked: _Asked) -> None:
+    def _answer_if_done(self, asked: _AskedPeer) -> None:
         if not asked.coming:
             self._asked.remove(asked)
             outcomes = tuple(asked.outcomes[chunk.key] for chunk in asked.chunks)

@@ -109,7 +109,7 @@ def _request(asked: GenerateContent, config: GenerationConfig, unknown: list[str
         if thinking.thinking_budget == 0:
             arguments["enable_thinking"] = False
     tools = _tools(asked)
-    messages = _Messages()
+    messages = _GeminiMessages()
     return ChatRequest(
         model=asked.model.removeprefix(MODELS),
         stream=asked.stream,
@@ -183,7 +183,7 @@ def _check(asked: GenerateContent, config: GenerationConfig, max_choices: int) -
         )
 
 
-class _Messages:
+class _GeminiMessages:
     """Contents as messages, with ids for calls that have none: templates pair results with calls by them."""
 
     def __init__(self) -> None:

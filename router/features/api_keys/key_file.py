@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 2.0
 
 
-class _Version(NamedTuple):
+class _FileVersion(NamedTuple):
     """Version of a file, by metadata alone."""
 
     device: int
@@ -31,7 +31,7 @@ class _Version(NamedTuple):
     changed_ns: int
 
 
-class _Look(NamedTuple):
+class _FileLook(NamedTuple):
     """`found` is new content; `is_newest` says that the last content read is still current."""
 
     found: KeySet | None
@@ -73,23 +73,23 @@ class KeyFile:
             elif look.is_newest:
                 self._keys.confirm()
 
-    def _look(self) -> _Look:
+    def _look(self) -> _FileLook:
         """In a thread. Raises BadKeys or OSError."""
         now = _version(self._path.stat())
         before, self._seen = self._seen, now
         if now == self._read:
             if self._refusal is not None:
                 raise self._refusal
-            return _Look(None, is_newest=True)
+            return _FileLook(None, is_newest=True)
         if now != before:
-            return _Look(None, is_newest=False)
+            return _FileLook(None, is_newest=False)
         try:
             found = self._read_file()
         except BadKeys as error:
             self._read, self._refusal = now, error
             raise
         self._read, self._refusal = now, None
-        return _Look(found, is_newest=True)
+        return _FileLook(found, is_newest=True)
 
     def _read_file(self) -> KeySet:
         """Raises BadKeys or OSError."""
@@ -113,5 +113,5 @@ class KeyFile:
         return f"the file of keys {self._path} is wrong: {error}"
 
 
-def _version(found: os.stat_result) -> _Version:
-    return _Version(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+def _version(found: os.stat_result) -> _FileVersion:
+    return _FileVersion(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)

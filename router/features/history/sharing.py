@@ -43,7 +43,7 @@ class Sought(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Heard:
+class _HeardRecord:
     position: int
     record: HistoryRecord
     mark: Mark
@@ -108,10 +108,10 @@ class HistorySharing:
 
     def _linked(
         self, sought: Sought, positions: Sequence[int], answers: Sequence[HistoryRecord | None]
-    ) -> dict[int, _Heard]:
+    ) -> dict[int, _HeardRecord]:
         """By position: records that continue nothing, each other, or an answer that is remembered here."""
         assert sought.encoded.history is not None
-        heard: dict[int, _Heard] = {}
+        heard: dict[int, _HeardRecord] = {}
         by_mark: dict[bytes, int] = {}
         for position, record in zip(positions, answers, strict=True):
             if record is None:
@@ -122,7 +122,7 @@ class HistorySharing:
             if record.parent and parent is None:
                 continue
             mark = record.mark
-            heard[position] = _Heard(position, record, mark, parent)
+            heard[position] = _HeardRecord(position, record, mark, parent)
             by_mark[mark] = position
         return heard
 
@@ -133,16 +133,16 @@ class HistorySharing:
                 return place
         return None
 
-    def _longest(self, heard: dict[int, _Heard]) -> list[_Heard]:
+    def _longest(self, heard: dict[int, _HeardRecord]) -> list[_HeardRecord]:
         """The last record and those that it needs, earliest first."""
         place = max(heard, default=None)
-        chain: list[_Heard] = []
+        chain: list[_HeardRecord] = []
         while place is not None and place in heard:
             chain.append(heard[place])
             place = heard[place].parent
         return chain[::-1]
 
-    def _adopt(self, sought: Sought, heard: _Heard, retracing: Retracing) -> bool:
+    def _adopt(self, sought: Sought, heard: _HeardRecord, retracing: Retracing) -> bool:
         """Remember the record. False if it does not fit the conversation, or there is no room."""
         record, model = heard.record, sought.model
         assert sought.encoded.history is not None

@@ -71,7 +71,7 @@ class Prefixes(Protocol):
     def recent(self, count: int, /) -> list[PrefixNode]: ...
 
 
-class _Kept:
+class _KeptAnswer:
     """An answer that is made at most once in a while, by one asker at a time."""
 
     def __init__(self, seconds: float, make: Callable[[], Awaitable[Any]]) -> None:
@@ -89,7 +89,7 @@ class _Kept:
             return self._content
 
 
-class _Watch(Feature):
+class _LiveWatch(Feature):
     def __init__(self, live: Live) -> None:
         self._live = live
 
@@ -106,13 +106,13 @@ class LivePage(Feature):
         self._access = admin_access(context.config)
         self._live = Live(lambda model: context.catalog.get(model).card.block_size)
         if self._access is not AdminAccess.NOBODY:
-            self.store = _Watch(self._live)
+            self.store = _LiveWatch(self._live)
         self._started_at = context.wall_clock()
         self._prefixes_seen = prefixes
-        self._state = _Kept(STATE_SECONDS, self._make_state)
+        self._state = _KeptAnswer(STATE_SECONDS, self._make_state)
         self._prefixes = {
-            "used": _Kept(PREFIXES_SECONDS, lambda: self._make_prefixes(prefixes.most_used)),
-            "recent": _Kept(PREFIXES_SECONDS, lambda: self._make_prefixes(prefixes.recent)),
+            "used": _KeptAnswer(PREFIXES_SECONDS, lambda: self._make_prefixes(prefixes.most_used)),
+            "recent": _KeptAnswer(PREFIXES_SECONDS, lambda: self._make_prefixes(prefixes.recent)),
         }
 
     def operator_routes(self) -> Sequence[Route]:

@@ -30,19 +30,19 @@ class Sent(Struct):
     input: Raw = Raw(b"")
 
 
-class _Item(Struct):
+class _StoredItem(Struct):
     type: str = ""
     id: str = ""
 
 
-class _Answer(Struct):
+class _StoredAnswer(Struct):
     output: Raw = Raw(b"[]")
 
 
-_answer_decoder = msgspec.json.Decoder(_Answer)
+_answer_decoder = msgspec.json.Decoder(_StoredAnswer)
 _sent_decoder = msgspec.json.Decoder(Sent)
 _list_decoder = msgspec.json.Decoder(list[Raw])
-_item_decoder = msgspec.json.Decoder(_Item)
+_item_decoder = msgspec.json.Decoder(_StoredItem)
 
 
 def may_go_on(body: bytes) -> bool:
@@ -166,7 +166,7 @@ def _listed_id(raw: Raw, position: int, response_id: str) -> str:
     try:
         item = _item_decoder.decode(raw)
     except msgspec.ValidationError:
-        item = _Item()
+        item = _StoredItem()
     return item.id or f"{_PREFIXES.get(item.type, 'item')}_in_{response_id.partition('_')[2]}{position:04x}"
 
 
