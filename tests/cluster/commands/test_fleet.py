@@ -43,7 +43,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
 def pools(fleet: RunningFleet) -> list[dict[str, Any]]:
     """Two models: the one that ships, and one that differs from it in a comment of its template."""
     other = fleet.folder / "other"
-    shutil.copytree(toy_model_path(), other, ignore=shutil.ignore_patterns("*.py", "corpus", "__pycache__"))
+    shutil.copytree(toy_model_path(), other, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     template = other / "chat_template.jinja"
     template.write_text("{#- another model -#}" + template.read_text())
     return [pool("alpha", toy_model_path(), 2), pool("beta", other, 1)]

@@ -48,9 +48,7 @@ def write_quantized(method: str, directory: Path) -> Path:
     """Write the toy model with the weights of all its layers in the format of `QUANTIZATION[method]`."""
     from safetensors.torch import load_file, save_file
 
-    shutil.copytree(
-        toy_model_path(), directory, ignore=shutil.ignore_patterns("*.py", "corpus", "__pycache__")
-    )
+    shutil.copytree(toy_model_path(), directory, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     write = {"int8": _int8, "gptq": _gptq, "awq": _awq}[method]
     tensors: dict[str, Any] = {}
     for name, weight in load_file(directory / "model.safetensors").items():

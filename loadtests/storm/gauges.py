@@ -1,20 +1,11 @@
-"""Figures of a soak test: the growth of memory, errors, gauges that should return to zero.
+"""Gauges that a cluster at rest has back at zero.
 
-Owns which gauges may be above zero on an idle cluster.
+Owns which may be above zero there.
 """
 
-import itertools
-import math
-import statistics
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
-
-NUM_BINS = 10
-T_95 = 2.306
-"""Student's t for two parameters from `NUM_BINS` means, two-sided."""
 
 RAISED_AT_REST = frozenset(
     {
@@ -65,30 +56,6 @@ RAISED_AT_REST = frozenset(
 """Any other gauge of ours counts what is under way."""
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """A slope per second and the half width of its 95 % interval."""
-
-    per_second: float
-    margin: float
-
-
-def growth(seconds: Sequence[float], values: Sequence[float]) -> Growth:
-    """Fit a line through the means of ten parts of the time: neighbouring samples are alike, and would make
-    the interval too narrow. Raises ValueError with fewer than two samples for each."""
-    if len(seconds) < 2 * NUM_BINS:
-        raise ValueError(f"{len(seconds)} samples are too few")
-    edges = [round(number * len(seconds) / NUM_BINS) for number in range(NUM_BINS + 1)]
-    bins = [slice(start, end) for start, end in itertools.pairwise(edges)]
-    times = [statistics.fmean(seconds[each]) for each in bins]
-    means = [statistics.fmean(values[each]) for each in bins]
-    slope, intercept = statistics.linear_regression(times, means)
-    rest = sum((y - intercept - slope * x) ** 2 for x, y in zip(times, means, strict=True))
-    middle = statistics.fmean(times)
-    spread = sum((x - middle) ** 2 for x in times)
-    return Growth(slope, T_95 * math.sqrt(rest / (NUM_BINS - 2) / spread))
-
-
 def raised_gauges(metrics_text: str) -> dict[str, float]:
     """The gauges of a router or replica that count something under way, by name, summed over labels."""
     found: Counter[str] = Counter()
@@ -100,14 +67,3 @@ def raised_gauges(metrics_text: str) -> dict[str, float]:
             for sample in family.samples:
                 found[sample.name] += abs(sample.value)  # type: ignore[assignment]
     return {name: value for name, value in found.items() if value}
-
-
-def errors_by_kind(metrics_text: str) -> dict[str, int]:
-    """Count a router's errors by kind."""
-    found: Counter[str] = Counter()
-    for family in text_string_to_metric_families(metrics_text):
-        if family.name == "router_request_errors":
-            for sample in family.samples:
-                if sample.name == "router_request_errors_total":
-                    found[sample.labels["kind"]] += int(sample.value)
-    return {kind: count for kind, count in found.items() if count}
