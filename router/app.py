@@ -12,28 +12,26 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api.access import admin_access
-from router.api.anthropic.messages import prepare_message
 from router.api.anthropic.routes import AnthropicRoutes
-from router.api.api_request import Prepare
+from router.api.api_request import ApiRequest, Prepare
 from router.api.authenticator import Authenticator
+from router.api.chats import prepare_chats
 from router.api.context import ApiContext
 from router.api.control import ControlRoutes
 from router.api.cross_origin import CrossOrigin
-from router.api.error_shapes import REQUEST_ID, error_shape, with_request_id
-from router.api.gemini.answers import prepare_content
+from router.api.dialects import DIALECTS, vendor_of
+from router.api.gemini.answers import read_path
 from router.api.gemini.models import GeminiRoutes
 from router.api.gemini.paths import COUNT, GENERATE_CONTENT, MODELS_PATHS, model_method
-from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
 from router.api.passed import PassedExchange, passed_endpoints, prepare_passed
 from router.api.previews import PreviewRoutes
 from router.api.request_guard import RequestGuard
-from router.api.responses.answers import prepare_plain_response
 from router.api.serving import GenerationEndpoint
-from router.edge.http import ClientGone
+from router.edge.http import ClientGone, client_request_id
 from router.edge.http_error import INTERNAL_ERROR, HttpError, http_error, method_not_allowed, unknown_route
 from router.errors import RouterError
 from router.openapi.routes import docs_routes
@@ -47,11 +45,19 @@ class Apps:
     admin: ASGIApp | None
 
 
+REQUEST_ID = "kvasir.request_id"
+"""Scope key of the request id, on routes that generate nothing."""
+
+
+async def prepare_content(context: ApiContext, asked: ApiRequest) -> None:
+    """Prepare a request whose path names model and method."""
+    read_path(asked)
+    await prepare_chats("gemini")(context, asked)
+
+
 PREPARES: Mapping[str, Prepare] = {
-    "/v1/chat/completions": prepare_chat,
+    **{dialect.path: prepare_chats(kind) for kind, dialect in DIALECTS.items()},
     "/v1/completions": prepare_completion,
-    "/v1/messages": prepare_message,
-    "/v1/responses": prepare_plain_response,
     GENERATE_CONTENT: prepare_content,
 }
 """Preparation by path. A feature may replace it. Gemini's paths include the model."""
@@ -205,8 +211,26 @@ async def _on_any_error(request: Request, error: Exception) -> Response:
 
 
 def _response(request: Request, error: HttpError) -> Response:
-    errors = error_shape(request.scope)
+    errors = vendor_of(request.scope).errors
     response = Response(errors.body(error, request.scope.get(REQUEST_ID)), errors.status(error))
     for name, value in error.headers():
         response.headers[name.decode()] = value.decode()
     return response
+
+
+def with_request_id(scope: Scope, send: Send, new_id: Callable[[str], str]) -> Send:
+    """Sends an answer with the request's id, as those have it that generate. The scope has it, too."""
+    if scope["type"] != "http":
+        return send
+    request_id = client_request_id(scope) or new_id("req_")
+    scope[REQUEST_ID] = request_id
+    headers = [(name, request_id.encode()) for name in vendor_of(scope).errors.request_id_headers]
+
+    async def send_named(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            have = {name.lower() for name, _ in message["headers"]}
+            missing = [header for header in headers if header[0] not in have]
+            message = {**message, "headers": [*message["headers"], *missing]}
+        await send(message)
+
+    return send_named

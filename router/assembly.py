@@ -25,6 +25,7 @@ from replicas.protocol.lease_seal import LeaseSeal
 from replicas.protocol.status import ModelCard, ReplicaId, TokenizerBundle
 from router.api.context import ApiContext
 from router.api.gemini.paths import GENERATE_CONTENT
+from router.api.prepare_in_worker import prepare_in_worker
 from router.app import PREPARES, Apps, create_apps, create_gateway_app
 from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
@@ -118,6 +119,7 @@ class Router:
             metrics=metrics,
             num_replicas=lambda model: len(self._table.replica_ids(model)),
             rng=rng,
+            prepare_beside=prepare_in_worker,
             index_of=self._table.index,
             tracing=self._tracing,
             bounds=bounds or Bounds(),

@@ -35,6 +35,7 @@ from replicas.protocol.status import ModelCard, ReplicaId
 from replicas.toy_model import toy_model_path
 from router.api.context import ApiContext
 from router.api.gemini.paths import GENERATE_CONTENT
+from router.api.prepare_in_worker import prepare_in_worker
 from router.app import PREPARES, create_gateway_app
 from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
@@ -76,6 +77,7 @@ def new_app(config: RouterConfig) -> ASGIApp:
         metrics=RouterMetrics(CollectorRegistry()),
         num_replicas=lambda model: 2,
         rng=rng,
+        prepare_beside=prepare_in_worker,
         index_of=table.index,
     )
     context.add(Explanations(context))

@@ -6,14 +6,13 @@ app behind finds the Caller in the scope. What a caller may ask for, and how muc
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.api.anthropic.errors import ANTHROPIC_ERRORS
-from router.api.error_shapes import error_shape
-from router.api.gemini.errors import GEMINI_ERRORS
+from router.api.context import FindsCallers
+from router.api.dialects import Vendor, vendor_of
 from router.caller import CALLER, Caller, Right
 from router.edge.http import Header, client_request_id, header, send_whole
 from router.edge.http_error import HttpError
@@ -31,24 +30,6 @@ _X_API_KEY = b"x-api-key"
 _X_GOOG_API_KEY = b"x-goog-api-key"
 _KEY_HEADERS = (_AUTHORIZATION, _X_API_KEY, _X_GOOG_API_KEY)
 _BEARER = "bearer "
-
-
-class FindsCallers(Protocol):
-    """The keys in force: a Keyring, whichever that is just now."""
-
-    def find(self, key: str, now: float) -> Caller | KeyFault: ...
-
-
-class _Dialect(NamedTuple):
-    """`headers` are those that its clients have keys in."""
-
-    headers: tuple[bytes, ...]
-    how: str
-
-
-_OPENAI = _Dialect((_AUTHORIZATION,), "'Authorization: Bearer KEY'")
-_ANTHROPIC = _Dialect((_X_API_KEY, _AUTHORIZATION), "'x-api-key: KEY' or 'Authorization: Bearer KEY'")
-_GEMINI = _Dialect((_X_GOOG_API_KEY, _AUTHORIZATION), "'x-goog-api-key: KEY' or 'Authorization: Bearer KEY'")
 
 
 class Authenticator:
@@ -89,11 +70,11 @@ class Authenticator:
             await self._refuse(caller, scope, send)
 
     def _caller_of(self, scope: Scope) -> "Caller | _KeyRefusal":
-        dialect = _dialect_of(scope)
-        key = next((key for name in dialect.headers if (key := _key_in(scope, name)) is not None), None)
+        vendor = vendor_of(scope)
+        key = next((key for name in vendor.key_headers if (key := _key_in(scope, name)) is not None), None)
         if key is None:
             misplaced = next((name for name in _KEY_HEADERS if header(scope, name) is not None), None)
-            return _no_key(dialect, misplaced)
+            return _no_key(vendor, misplaced)
         caller = self._keys.find(key, self._clock())
         if isinstance(caller, KeyFault):
             return _KeyRefusal(caller, _bad_key(caller))
@@ -104,7 +85,7 @@ class Authenticator:
 
     async def _refuse(self, refusal: "_KeyRefusal", scope: Scope, send: Send) -> None:
         self._count(refusal.fault)
-        shape, error = error_shape(scope), refusal.error
+        shape, error = vendor_of(scope).errors, refusal.error
         request_id = client_request_id(scope) or self._new_id("req_")
         headers: list[Header] = [(name, request_id.encode()) for name in shape.request_id_headers]
         if error.status == 401:
@@ -117,13 +98,6 @@ class Authenticator:
 class _KeyRefusal(NamedTuple):
     fault: KeyFault
     error: HttpError
-
-
-def _dialect_of(scope: Scope) -> _Dialect:
-    shape = error_shape(scope)
-    if shape is ANTHROPIC_ERRORS:
-        return _ANTHROPIC
-    return _GEMINI if shape is GEMINI_ERRORS else _OPENAI
 
 
 def _key_in(scope: Scope, name: bytes) -> str | None:
@@ -147,12 +121,12 @@ def _with_group(caller: Caller, group: str) -> "Caller | _KeyRefusal":
     )
 
 
-def _no_key(dialect: _Dialect, misplaced: bytes | None) -> _KeyRefusal:
+def _no_key(vendor: Vendor, misplaced: bytes | None) -> _KeyRefusal:
     fault, words = KeyFault.MISSING, "There is no API key in this request."
     if misplaced is not None:
         fault = KeyFault.WRONG_HEADER
         words = f"The header '{misplaced.decode()}' has no API key for this route."
-    message = f"{words} Send it as {dialect.how}."
+    message = f"{words} Send it as {vendor.key_words}."
     return _KeyRefusal(fault, HttpError(401, message, "invalid_request_error", None, "invalid_api_key"))
 
 

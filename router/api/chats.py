@@ -4,14 +4,15 @@ Owns what is done beside the event loop and what in a process of its own. Knows 
 and an answer is written is given.
 """
 
-from collections.abc import Callable
+from functools import cache
 
 from replicas.protocol.frames import BodyForm
 from router.answers.parser import AnswerParser, new_parser
 from router.answers.wishes import ToolMode
-from router.api.api_request import AnswerWriter, ApiRequest, OutputWishes, Prepare, Prompt, make_prompt
+from router.api.api_request import ApiRequest, OutputWishes, Prepare, make_prompt
 from router.api.chat_request import ChatRequest
 from router.api.context import ApiContext
+from router.api.dialects import DIALECTS, NewWriter
 from router.api.prepare import PreparedChat, prepared_chat
 from router.api.prepare_in_worker import received_chat
 from router.api.prepare_on_loop import OnLoop
@@ -24,11 +25,11 @@ from router.large_bodies.jobs import PreparedRequest
 from router.prompt.catalog import ServedModel
 from router.prompt.engines import TooMuchWork
 
-NewWriter = Callable[[ApiContext, ChatRequest, ServedModel, Prompt], AnswerWriter]
 
-
-def prepare_chats(kind: str, new_writer: NewWriter) -> Prepare:
-    """For bodies of a kind in READERS."""
+@cache
+def prepare_chats(kind: str) -> Prepare:
+    """Return the way of bodies of a kind in DIALECTS."""
+    new_writer = DIALECTS[kind].new_writer
 
     async def prepare(context: ApiContext, asked: ApiRequest) -> None:
         """Raises InvalidRequest, UnknownModel or RouterBusy."""
@@ -95,6 +96,7 @@ def _fill(
     )
     prompt.outline = encoded.outline
     asked.writer, asked.compared_id = new_writer(context, request, model, prompt), request.compared_id
+    asked.failed = getattr(asked.writer, "failed", None)
     asked.model, asked.asked_model = model, request.model
     asked.prompts, asked.stream = [prompt], bool(request.stream)
     asked.end_user, asked.offers_tools = request.end_user, bool(request.tools)

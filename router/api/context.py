@@ -16,17 +16,16 @@ from starlette.types import Receive, Scope
 
 from replicas.protocol.frames import TokenDelta
 from replicas.protocol.status import ReplicaId
-from router.api.authenticator import FindsCallers
-from router.api.prepare_in_worker import prepare_in_worker
 from router.caller import Caller, Right
 from router.config import RouterConfig
 from router.edge.connections import Connections, address_of
 from router.edge.http import read_body
+from router.errors import KeyFault
 from router.feature import Feature, Hooks
 from router.fleet.inflight import Listener
 from router.generation import Generation
 from router.large_bodies.grammar_checks import GrammarChecks
-from router.large_bodies.jobs import Bounds
+from router.large_bodies.jobs import Bounds, Perform
 from router.large_bodies.worker import Worker
 from router.limits.admission import Admission, demand_of
 from router.limits.body_budget import BodyBudget, BodyHold
@@ -81,6 +80,12 @@ class Dispatches(Protocol):
     def retry_after_seconds(self, model: str) -> float: ...
 
 
+class FindsCallers(Protocol):
+    """The keys in force: a Keyring, whichever that is just now."""
+
+    def find(self, key: str, now: float) -> Caller | KeyFault: ...
+
+
 def no_index(model: str) -> PrefixIndex | None:
     return None
 
@@ -95,6 +100,8 @@ class ApiContext:
     metrics: RouterMetrics
     num_replicas: Callable[[str], int]
     rng: random.Random
+    prepare_beside: Perform
+    """Works on a body in the process beside this one."""
     index_of: Callable[[str], PrefixIndex | None] = no_index
     """Index of a served model."""
     wall_clock: Callable[[], float] = time.time
@@ -128,7 +135,7 @@ class ApiContext:
     def __post_init__(self) -> None:
         self.worker = Worker(
             self.catalog,
-            prepare_in_worker,
+            self.prepare_beside,
             max_choices=self.config.max_choices,
             max_prompts=self.config.max_prompts,
             pass_fields=self.config.pass_fields,

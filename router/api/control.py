@@ -16,11 +16,11 @@ from starlette.routing import Route
 
 from router.api.anthropic.models import model_object, model_page
 from router.api.context import ApiContext
-from router.api.error_shapes import is_for_anthropic
+from router.api.dialects import ANTHROPIC, vendor_of
 from router.api.gemini.models import GeminiModel, gemini_model
 from router.api.json_body import encode_json
+from router.api.openai.token_counts import detokenize, tokenize
 from router.api.routes import json_response
-from router.api.token_counts import detokenize, tokenize
 from router.api.written_answers import WriteAnswer, written_answer
 from router.errors import UnknownModel
 from router.prompt.catalog import ServedModel
@@ -108,7 +108,7 @@ class ControlRoutes:
         some of OpenAI's otherwise, and are known by a header."""
         catalog = self._context.catalog
         models = {name: catalog.get(name) for name in catalog.all_names()}
-        if is_for_anthropic(request.scope):
+        if vendor_of(request.scope) is ANTHROPIC:
             return json_response(model_page(models, request.query_params))
         return json_response(
             Models(
@@ -120,7 +120,7 @@ class ControlRoutes:
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         model = self._context.catalog.get(name)
-        if is_for_anthropic(request.scope):
+        if vendor_of(request.scope) is ANTHROPIC:
             return json_response(model_object(name, model))
         both = (
             encode_json(_model_object(name, model))[:-1] + b"," + encode_json(gemini_model(name, model))[1:]

@@ -17,8 +17,8 @@ from replicas.protocol.blocks import Namespace, pack_token_ids, unpack_token_ids
 from replicas.protocol.status import TokenizerBundle
 from router.answers.formats import AnswerFormat, answer_format
 from router.api.chat_prompt import as_read, render_chat, shown_chat
-from router.api.openai.completion_prompt import CompletionRequest, prompts_of
-from router.api.prepare import READERS
+from router.api.completion_prompt import CompletionRequest, prompts_of
+from router.api.dialects import DIALECTS
 from router.errors import InvalidRequest, RouterError
 from router.explain.linting.linter import LoggedPrompt
 from router.explain.linting.log_lines import COMPLETION, LoggedRequest
@@ -96,7 +96,7 @@ def logged_prompts(
 def _chat(
     model: LoggedModel, logged: LoggedRequest, body: dict[str, Any], line: int, block_size: int
 ) -> LoggedPrompt:
-    request = as_read(model, READERS[logged.kind](json.dumps(body).encode(), MAX_CHOICES))
+    request = as_read(model, DIALECTS[logged.kind].read(json.dumps(body).encode(), MAX_CHOICES))
     chat = render_chat(model, request)
     token_ids = model.tokenizer.encode(chat.text, is_quoted=chat.is_quoted)
     shown = shown_chat(model, request, token_ids)

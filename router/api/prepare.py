@@ -4,7 +4,7 @@ Owns the steps and their order. A `Site` has what differs: how a text is encoded
 whether all must be bounded.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,13 +14,9 @@ from router.answers.formats import AnswerFormat
 from router.answers.grammar_check import ANY_TEXT, NO_GRAMMAR, CheckedGrammar, WishedGrammar
 from router.answers.grammars import grammar_for
 from router.answers.wishes import OutputFormat, ToolChoice, ToolMode
-from router.api.anthropic.body import read_message
 from router.api.chat_prompt import as_read, encoded_prompt, render_chat, shown_chat
 from router.api.chat_request import ChatRequest
-from router.api.conversation import encoded_history, encoded_tail
-from router.api.gemini.body import read_gemini
-from router.api.openai.chat_body import read_chat
-from router.api.openai.completion_prompt import (
+from router.api.completion_prompt import (
     COMPLETION,
     CompletionRequest,
     check_completion,
@@ -28,10 +24,11 @@ from router.api.openai.completion_prompt import (
     echo_of,
     prompts_of,
 )
-from router.api.openai.structured_outputs import output_format_of
-from router.api.responses.body import read_response
+from router.api.conversation import encoded_history, encoded_tail
+from router.api.dialects import DIALECTS
 from router.api.sampling import bounded_tokens, kept_tokens
 from router.api.sent_body import sent_body
+from router.api.structured_outputs import output_format_of
 from router.encoded import EncodedPrompt, TailOf
 from router.errors import InvalidRequest, about_model
 from router.large_bodies.grammar_checks import check
@@ -95,18 +92,9 @@ class PreparedCompletion(NamedTuple):
     sent: bytes = b""
 
 
-READERS: Mapping[str, Callable[[bytes, int], ChatRequest]] = {
-    "chat": read_chat,
-    "gemini": read_gemini,
-    "messages": read_message,
-    "responses": read_response,
-}
-"""Each dialect's way from a body to a conversation; the number is the most choices allowed."""
-
-
 async def prepared_chat(site: Site, kind: str, body: bytes) -> PreparedChat:
-    """`kind` is a key of READERS. Raises a RouterError, and TooMuchWork on a bounded site."""
-    request = READERS[kind](body, site.max_choices)
+    """`kind` is a key of DIALECTS. Raises a RouterError, and TooMuchWork on a bounded site."""
+    request = DIALECTS[kind].read(body, site.max_choices)
     model = site.model(request.model, request.cache_salt)
     with about_model(request.model):
         check_form(model, kind)

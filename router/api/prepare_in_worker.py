@@ -12,13 +12,10 @@ import msgspec
 
 from replicas.protocol.blocks import pack_token_ids
 from router.answers.grammar_check import WishedGrammar
-from router.api.anthropic.counts import count_message_tokens
 from router.api.chat_request import ChatRequest
-from router.api.gemini.count import count_tokens
-from router.api.openai.completion_prompt import CompletionRequest
-from router.api.openai.structured_outputs import without_formats
+from router.api.completion_prompt import CompletionRequest
+from router.api.dialects import COUNTS, DIALECTS
 from router.api.prepare import (
-    READERS,
     PreparedChat,
     PreparedCompletion,
     PreparedText,
@@ -26,7 +23,7 @@ from router.api.prepare import (
     prepared_chat,
     prepared_completion,
 )
-from router.api.token_counts import detokenize, tokenize
+from router.api.structured_outputs import without_formats
 from router.encoded import EncodedPrompt
 from router.errors import InvalidRequest, RouterError
 from router.large_bodies.grammar_checks import check
@@ -108,12 +105,9 @@ def _grammar(site: Site, body: bytes) -> Outcome:
 
 
 KINDS: Mapping[str, Callable[[Site, bytes], Outcome]] = {
-    **{kind: functools.partial(_chat, kind) for kind in READERS},
+    **{kind: functools.partial(_chat, kind) for kind in DIALECTS},
     "completion": _completion,
     GRAMMAR: _grammar,
-    "tokenize": functools.partial(_written, tokenize),
-    "detokenize": functools.partial(_written, detokenize),
-    "gemini_count": functools.partial(_written, count_tokens),
-    "message_count": functools.partial(_written, count_message_tokens),
+    **{kind: functools.partial(_written, write) for kind, write in COUNTS.items()},
 }
 """How a body of each kind is worked on."""

@@ -15,9 +15,9 @@ from router.api.answer_usage import AnswerUsage
 from router.api.api_request import ApiRequest, Prompt
 from router.api.chat_request import ChatRequest
 from router.api.choice_output import ChoiceOutput
+from router.api.completion_prompt import CompletionRequest
 from router.api.context import ApiContext
 from router.api.json_body import encode_json, with_fields
-from router.api.openai.completion_prompt import CompletionRequest
 from router.api.sse import COMMENT
 from router.errors import InvalidRequest
 from router.prompt.catalog import ServedModel

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from replicas.protocol.passed_routes import FORM, FORM_ROUTES
 from router.api.cross_origin import CrossOrigin, allowing, preflight_headers
-from router.api.error_shapes import error_shape
+from router.api.dialects import vendor_of
 from router.edge.http import Header, client_request_id, send_whole
 from router.edge.http_error import HttpError
 from router.edge.inflating import GZIP
@@ -78,7 +78,7 @@ class RequestGuard:
             return
         self._count(fault)
         error, headers = _refusal(fault, scope)
-        shape = error_shape(scope)
+        shape = vendor_of(scope).errors
         request_id = client_request_id(scope) or self._new_id("req_")
         body = shape.body(error, request_id)
         headers += [(name, request_id.encode()) for name in shape.request_id_headers]

@@ -13,9 +13,9 @@ import msgspec
 from replicas.protocol.frames import SamplingParams
 from replicas.protocol.sampling_defaults import PARAMETERS, SamplingDefaults
 from router.answers.grammar_check import ANY_TEXT, CheckedGrammar
+from router.api.caching import PromptCacheOptions, check_caching
 from router.api.field_table import FieldTable
 from router.api.json_body import check_range, check_salt, check_timeout, invalid, unsupported
-from router.api.openai.caching import PromptCacheOptions, check_caching
 from router.errors import ContextLengthExceeded, Excess, InvalidRequest
 from router.prompt.catalog import ServedModel
 from router.prompt.text_model import TextModel

@@ -11,18 +11,20 @@ from typing import Any
 
 import msgspec
 
-from router.api.anthropic.body import MESSAGE
+from router.api.completion_prompt import COMPLETION
+from router.api.dialects import DIALECTS
 from router.api.field_table import FieldTable
 from router.api.json_body import encode_json
-from router.api.openai.chat_body import CHAT
-from router.api.openai.completion_prompt import COMPLETION
 from router.api.sampling import StreamOptions
 from router.errors import InvalidRequest
 
 SET_HERE = frozenset({"cache", "cache_salt", "priority", "timeout"})
 """Fields for the router alone, or that are sent as they count for their sender."""
 
-_TABLES: Mapping[str, FieldTable[Any]] = {"chat": CHAT, "completion": COMPLETION, "messages": MESSAGE}
+_TABLES: Mapping[str, FieldTable[Any]] = {
+    **{kind: each.sent_fields for kind, each in DIALECTS.items() if each.sent_fields is not None},
+    "completion": COMPLETION,
+}
 _READ = {
     kind: frozenset(table.kind.__struct_encode_fields__) - table.refused.keys()
     for kind, table in _TABLES.items()

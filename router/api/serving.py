@@ -14,9 +14,10 @@ from starlette.types import Receive, Scope, Send
 from replicas.protocol.frames import PromptUsage, TokenDelta, TokenLogprobs
 from router.answers.parts import Part, Text
 from router.api.api_request import AnswerWriter, ApiRequest, Prepare, Prompt
+from router.api.caching import lease_headers
 from router.api.context import ApiContext, Runs
-from router.api.error_shapes import OPENAI_ERRORS, error_shape
-from router.api.openai.caching import lease_headers
+from router.api.dialects import vendor_of
+from router.api.error_shapes import OPENAI_ERRORS
 from router.api.sse import EVENT_STREAM_HEADERS
 from router.api.timeouts import set_timeout, timeout_of
 from router.edge.http import (
@@ -165,7 +166,7 @@ class Exchange:
 
     def __init__(self, context: ApiContext, request: ApiRequest, send: Send, trace: Trace) -> None:
         self.trace = trace
-        self._errors = error_shape(request.scope)
+        self._errors = vendor_of(request.scope).errors
         self._context = context
         self._request = request
         self._send = send

@@ -18,6 +18,7 @@ from router.api.anthropic.counts import MessageTokens
 from router.api.anthropic.errors import AnthropicError
 from router.api.anthropic.messages import Message
 from router.api.anthropic.models import AnthropicModel, AnthropicModels
+from router.api.completion_prompt import CompletionRequest
 from router.api.control import Health, Model, Models, Readiness, Version
 from router.api.gemini.answers import GeneratedContent
 from router.api.gemini.count import CountedTokens
@@ -27,11 +28,10 @@ from router.api.gemini.models import GeminiModel, GeminiModels
 from router.api.json_body import encode_json
 from router.api.openai.chat import ChatCompletion
 from router.api.openai.chat_body import ChatBody, TokenizedChat
-from router.api.openai.completion_prompt import CompletionRequest
 from router.api.openai.completions import Completion
+from router.api.openai.token_counts import DetokenizedTokens, PlainText, TokenizedText, Tokens
 from router.api.responses.answers import Response
 from router.api.responses.body import Repeated, ResponsesBody
-from router.api.token_counts import DetokenizedTokens, PlainText, TokenizedText, Tokens
 from router.edge.http_error import OpenAiError
 from router.features.explanations.answer import CacheExplanation
 from router.features.named_caches.body import CacheChange, NewCache

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from router.api.anthropic.body import MESSAGE
+from router.api.completion_prompt import COMPLETION
 from router.api.field_table import FieldTable
 from router.api.json_body import encode_json
 from router.api.openai.chat_body import CHAT
-from router.api.openai.completion_prompt import COMPLETION
 from router.api.responses.body import RESPONSE
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.api.prepare import READERS
+from router.api.dialects import DIALECTS
 from router.errors import InvalidRequest
 from tests.clients.conftest import act
 
@@ -101,7 +101,7 @@ BODIES = {"chats": chats, "responses": responses, "messages": messages, "gemini"
 
 def taken(dialect: str, group: str, place: str, blocks: list[Any]) -> tuple[str, Any, int]:
     body = {"model": "m", **BODIES[dialect](group, place, blocks)}
-    request = READERS[READER.get(dialect, dialect)](json.dumps(body).encode(), 1)
+    request = DIALECTS[READER.get(dialect, dialect)].read(json.dumps(body).encode(), 1)
     return json.dumps(request.messages).replace("\\n", ""), request.tools, len(request.images)
 
 

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from replicas.process.settings import build
-from router.api.authenticator import FindsCallers
-from router.api.context import ApiContext
+from router.api.context import ApiContext, FindsCallers
+from router.api.prepare_in_worker import prepare_in_worker
 from router.app import create_apps
 from router.config import RouterConfig
 from router.edge.connections import Connections
@@ -98,6 +98,7 @@ async def http_server(
         metrics=RouterMetrics(CollectorRegistry()),
         num_replicas=lambda model: 1 if model == tiny_model.MODEL else 0,
         rng=random.Random(0),
+        prepare_beside=prepare_in_worker,
         bounds=bounds or Bounds(),
         keys=keys,
     )

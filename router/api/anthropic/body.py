@@ -14,11 +14,11 @@ from router.answers.wishes import FormatKind, OutputFormat, ToolChoice, ToolMode
 from router.api.anthropic.caching import MarkPosition, Marks
 from router.api.anthropic.errors import NO_THREADS
 from router.api.anthropic.turns import Turns
+from router.api.caching import keep_seconds
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.field_table import MOST_NAMED, FieldRefusal, FieldTable
 from router.api.json_body import check_range, missing
-from router.api.openai.caching import keep_seconds
-from router.api.openai.peer_fields import PEER_HINTS, Names, PeerFields, idle_at, moved, refused_fields
+from router.api.peer_fields import PEER_HINTS, Names, PeerFields, idle_at, moved, refused_fields
 from router.api.sampling import GenerationFields, check_fields, check_stop_strings, stream_options_table
 from router.errors import InvalidRequest, about_model
 

@@ -11,8 +11,8 @@ from msgspec import UNSET, Struct, UnsetType
 
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import HOUR_SECONDS, PrefixLease
+from router.api.caching import LeaseOutcome, tell_leases
 from router.api.chat_request import KeepThrough
-from router.api.openai.caching import LeaseOutcome, tell_leases
 from router.errors import InvalidRequest
 from router.shared.answer_types import Count
 

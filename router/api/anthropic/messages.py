@@ -18,7 +18,6 @@ from router.api.anthropic.body import ShownAnswer
 from router.api.anthropic.caching import MessageUsage, ThinkingTokens, usage_of
 from router.api.api_request import Prompt
 from router.api.chat_request import ChatRequest
-from router.api.chats import prepare_chats
 from router.api.choice_output import TOOL_CALLS, ChoiceOutput, Said, ToolCall
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
@@ -68,7 +67,7 @@ _DELTA_END = b"}}\n\n"
 _MESSAGE_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
 
-class _MessageWriter:
+class MessageWriter:
     """An answer has one choice, and each of its blocks ends before the next one begins."""
 
     keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -212,6 +211,3 @@ def _event(kind: str, content: dict[str, Any]) -> bytes:
 def _object(arguments: str) -> msgspec.Raw:
     """Return the arguments as the model wrote them; for a call that breaks off, as SDKs read its stream."""
     return msgspec.Raw((arguments if is_object(arguments) else completed_object(arguments)).encode())
-
-
-prepare_message = prepare_chats("messages", _MessageWriter)

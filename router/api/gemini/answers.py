@@ -16,13 +16,12 @@ from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Reason
 from router.api.answer_usage import AnswerUsage
 from router.api.api_request import ApiRequest, Prompt
 from router.api.chat_request import ChatRequest
-from router.api.chats import prepare_chats
 from router.api.choice_output import ChoiceOutput, Said, ToolCall
 from router.api.context import ApiContext
 from router.api.gemini.modalities import ModalityTokens, details
 from router.api.gemini.paths import STREAM, model_method, with_path_fields
 from router.api.json_body import encode_json
-from router.api.openai.logprobs import finite
+from router.api.logprobs import finite
 from router.errors import InvalidRequest
 from router.prompt.catalog import ServedModel
 from router.prompt.tokenizer import Tokenizer
@@ -118,7 +117,7 @@ class _Candidate:
         self.is_malformed = False
 
 
-class _GeminiWriter:
+class GeminiWriter:
     keep_alive = b"\n\n"
     """Gemini's clients take a comment for an answer."""
 
@@ -256,10 +255,6 @@ def usage_of(usage: AnswerUsage) -> UsageMetadata:
     )
 
 
-prepare_gemini = prepare_chats(KIND, _GeminiWriter)
-"""For bodies that say what their path does."""
-
-
 def read_path(asked: ApiRequest) -> None:
     """Have its body say what its path does. Raises InvalidRequest."""
     found = model_method(asked.scope["path"])
@@ -274,9 +269,3 @@ def read_path(asked: ApiRequest) -> None:
 def _framing(asked: ApiRequest) -> str | None:
     query = QueryParams(asked.scope.get("query_string", b""))
     return query.get("alt") or query.get("$alt")
-
-
-async def prepare_content(context: ApiContext, asked: ApiRequest) -> None:
-    """Prepare a request whose path names model and method."""
-    read_path(asked)
-    await prepare_gemini(context, asked)

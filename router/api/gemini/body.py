@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 from router.answers.wishes import FormatKind, OutputFormat, ToolChoice, ToolMode
+from router.api.caching import keep_seconds
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.gemini.fields import (
     Content,
@@ -38,7 +39,6 @@ from router.api.json_body import (
     unsupported,
     wrong_type,
 )
-from router.api.openai.caching import keep_seconds
 from router.api.sampling import MAX_INTEGER, check_stop_strings
 from router.errors import InvalidRequest, about_model
 from router.prompt.unread import unread

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Raw, Struct, field
 
-from router.api.openai.caching import PromptCacheOptions
+from router.api.caching import PromptCacheOptions
 
 
 class FunctionCall(Struct, rename="camel", kw_only=True):

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from router.api.field_table import FieldRefusal, FieldTable
 from router.api.gemini.fields import CountTokens, GenerateContent, GenerationConfig, ThinkingConfig
-from router.api.openai.peer_fields import PEER_HINTS, Names, PeerFields, idle_at, moved, refused_fields
+from router.api.peer_fields import PEER_HINTS, Names, PeerFields, idle_at, moved, refused_fields
 from router.api.sampling import GenerationFields
 
 

@@ -13,12 +13,11 @@ from router.answers.parts import CallArguments, CallStart, Part, Reasoning, Text
 from router.api.answer_usage import AnswerUsage
 from router.api.api_request import Prompt
 from router.api.chat_request import ChatRequest
-from router.api.chats import prepare_chats
 from router.api.choice_output import TOOL_CALLS, ChoiceOutput, ToolCall
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
+from router.api.logprobs import TokenLogprob, logprobs_of
 from router.api.openai.choice import AnswerHead, Stop, TokenIds, stop_fields, usage_so_far
-from router.api.openai.logprobs import TokenLogprob, logprobs_of
 from router.api.openai.usage import OpenAiUsage, TokensSoFar, usage_of
 from router.api.sse import COMMENT, DONE, ChunkWriter
 from router.explain.diagnosis import CacheDiagnostics, openai_diagnostics
@@ -72,7 +71,7 @@ class ChatCompletion(AnswerHead, kw_only=True):
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
-class _ChatWriter:
+class ChatWriter:
     keep_alive = COMMENT
 
     def __init__(self, context: ApiContext, request: ChatRequest, model: ServedModel, prompt: Prompt) -> None:
@@ -241,6 +240,3 @@ class _ChatWriter:
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
         as_ids = bool(self._request.return_tokens_as_token_ids)
         return ChatLogprobs(logprobs_of(self._tokenizer, logprobs, as_ids=as_ids))
-
-
-prepare_chat = prepare_chats("chat", _ChatWriter)

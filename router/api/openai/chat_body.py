@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 
 from router.answers.wishes import ToolChoice
+from router.api.caching import compared_id, keeps_of
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.field_table import FieldRefusal, FieldTable
 from router.api.json_body import check_range, invalid, unsupported
-from router.api.openai.caching import compared_id, keeps_of
 from router.api.openai.messages import read_messages
-from router.api.openai.peer_fields import PEER_HINTS, PeerFields, idle_at, moved, refused_fields
-from router.api.openai.structured_outputs import output_format_of
 from router.api.openai.tools import ToolFields, tool_choice_of, tools_of
+from router.api.peer_fields import OPENAI_HINTS, OPENROUTER_HINTS, PeerFields, idle_at, moved, refused_fields
 from router.api.reasoning_effort import reasoning_arguments, thinking_arguments
 from router.api.sampling import GenerationFields, check_fields, stream_options_table
+from router.api.structured_outputs import output_format_of
 from router.errors import InvalidRequest, about_model
 
 MAX_TOP_LOGPROBS = 20
@@ -55,8 +55,6 @@ class TokenizedChat(ChatBody, kw_only=True):
 _FIELDS = GenerationFields.__struct_fields__
 """The first fields of a body."""
 
-OPENAI_HINTS = PEER_HINTS | {"metadata", "moderation", "prediction", "service_tier", "store", "verbosity"}
-OPENROUTER_HINTS = frozenset({"models", "provider", "route", "transforms", "usage"})
 _SYSTEM = FieldRefusal("'{name}' is not supported in chats: it is a message with the role 'system'.")
 _OF_RESPONSES = FieldRefusal("'{name}' is a field of Responses.")
 _REFUSED = {

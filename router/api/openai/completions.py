@@ -13,16 +13,16 @@ from replicas.protocol.frames import BodyForm, TokenLogprobs
 from router.answers.parts import Part, Text
 from router.api.answer_usage import AnswerUsage
 from router.api.api_request import ApiRequest, OutputWishes, Prompt, make_prompt
+from router.api.caching import keeps_of
 from router.api.choice_output import ChoiceOutput
-from router.api.context import ApiContext
-from router.api.json_body import encode_json
-from router.api.openai.caching import keeps_of
-from router.api.openai.choice import AnswerHead, Stop, TokenIds, stop_fields, usage_so_far
-from router.api.openai.completion_prompt import (
+from router.api.completion_prompt import (
     DEFAULT_MAX_TOKENS,
     CompletionRequest,
 )
-from router.api.openai.logprobs import finite, token_name
+from router.api.context import ApiContext
+from router.api.json_body import encode_json
+from router.api.logprobs import finite, token_name
+from router.api.openai.choice import AnswerHead, Stop, TokenIds, stop_fields, usage_so_far
 from router.api.openai.usage import OpenAiUsage, usage_of
 from router.api.prepare import PreparedCompletion, prepared_completion
 from router.api.prepare_in_worker import received_completion

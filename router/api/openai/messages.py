@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from router.api.caching import check_breakpoint
 from router.api.images import TEXT_KINDS, Images, content_of, read_or_unread
 from router.api.json_body import (
     invalid,
@@ -18,7 +19,6 @@ from router.api.json_body import (
     unsupported,
     wrong_type,
 )
-from router.api.openai.caching import check_breakpoint
 from router.errors import InvalidRequest
 from router.prompt.images import SentImage
 from router.prompt.unread import unread

@@ -6,7 +6,7 @@ Owns its shape, for chats and plain completions, and that of the prompt's detail
 from msgspec import UNSET, Struct, UnsetType
 
 from router.api.answer_usage import AnswerUsage
-from router.api.openai.caching import LeaseOutcome, tell_leases
+from router.api.caching import LeaseOutcome, tell_leases
 from router.shared.answer_types import Count
 
 

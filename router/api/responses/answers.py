@@ -15,13 +15,12 @@ from msgspec import UNSET, Struct, UnsetType
 from replicas.protocol.frames import FinishReason, TokenLogprobs
 from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Text
 from router.api.answer_usage import AnswerUsage
-from router.api.api_request import ApiRequest, Prompt
+from router.api.api_request import Prompt
 from router.api.chat_request import ChatRequest
-from router.api.chats import prepare_chats
 from router.api.choice_output import ChoiceOutput, ToolCall
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
-from router.api.openai.logprobs import logprobs_of
+from router.api.logprobs import logprobs_of
 from router.api.openai.usage import OutputDetails, PromptDetails, prompt_details
 from router.api.responses.body import Echo
 from router.api.responses.items import (
@@ -258,13 +257,3 @@ def _parts(output: ChoiceOutput) -> list[Part]:
         else:
             parts.append(said)
     return parts
-
-
-_prepare = prepare_chats("responses", ResponseWriter)
-
-
-async def prepare_plain_response(context: ApiContext, request: ApiRequest) -> None:
-    """Raises InvalidRequest, UnknownModel or RouterBusy."""
-    await _prepare(context, request)
-    assert isinstance(request.writer, ResponseWriter)
-    request.failed = request.writer.failed

@@ -9,17 +9,16 @@ from typing import Annotated, Any
 import msgspec
 
 from router.answers.wishes import FormatKind, OutputFormat
+from router.api.caching import compared_id, keeps_of
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.field_table import FieldRefusal, FieldTable
 from router.api.json_body import check_range, encode_json, invalid, missing, unsupported
-from router.api.openai.caching import compared_id, keeps_of
-from router.api.openai.chat_body import OPENAI_HINTS
-from router.api.openai.peer_fields import Names, PeerFields, idle_at, moved, refused_fields
-from router.api.openai.structured_outputs import output_format_of
+from router.api.peer_fields import OPENAI_HINTS, Names, PeerFields, idle_at, moved, refused_fields
 from router.api.reasoning_effort import reasoning_arguments
 from router.api.responses.input import Conversation
 from router.api.responses.tools import offered_tools, tool_choice
 from router.api.sampling import GenerationFields, check_fields, stream_options_table
+from router.api.structured_outputs import output_format_of
 from router.errors import InvalidRequest, about_model
 
 MAX_TOP_LOGPROBS = 20

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from router.api.caching import check_breakpoint
 from router.api.images import Images, content_of
 from router.api.json_body import (
     invalid,
@@ -20,7 +21,6 @@ from router.api.json_body import (
     unsupported,
     wrong_type,
 )
-from router.api.openai.caching import check_breakpoint
 from router.api.openai.messages import pieces_of
 from router.errors import InvalidRequest
 from router.large_bodies.body_weight import MOST_BYTES

@@ -13,7 +13,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from replicas.protocol.frames import TokenLogprobs
 from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
-from router.api.openai.logprobs import TokenLogprob
+from router.api.logprobs import TokenLogprob
 from router.api.responses.input import packed_reasoning
 
 IN_PROGRESS: Final = "in_progress"

@@ -9,9 +9,9 @@ from starlette.routing import Route
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.api.api_request import Prepare
+from router.api.chats import prepare_chats
 from router.api.context import ApiContext
 from router.api.gemini.paths import GENERATE_CONTENT, VERSIONS
-from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
 from router.feature import Feature
 from router.features.named_caches.bounds import CacheBounds
@@ -46,7 +46,7 @@ class NamedCacheFeature(Feature):
 
     def preparers(self) -> Mapping[str, Prepare]:
         return {
-            "/v1/chat/completions": with_caches(self.store, CacheKind.CHAT, prepare_chat),
+            "/v1/chat/completions": with_caches(self.store, CacheKind.CHAT, prepare_chats("chat")),
             "/v1/completions": with_caches(self.store, CacheKind.COMPLETION, prepare_completion),
             GENERATE_CONTENT: with_cached_contents(self.store),
         }

@@ -9,8 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.api_request import ApiRequest, Prepare
+from router.api.chats import prepare_chats
 from router.api.context import ApiContext
-from router.api.gemini.answers import prepare_gemini, read_path
+from router.api.gemini.answers import read_path
 from router.api.gemini.body import MODELS
 from router.api.json_body import invalid
 from router.api.paging import DEFAULT_PAGE, MAX_PAGE
@@ -43,7 +44,7 @@ def with_cached_contents(caches: NamedCaches | None) -> Prepare:
         read_path(request)
         use = gemini_cache_use(request.body)
         if use is None:
-            await prepare_gemini(context, request)
+            await prepare_chats("gemini")(context, request)
             return
         with about_model(use.model.removeprefix(MODELS)):
             assert use.cached_content is not None
@@ -55,7 +56,7 @@ def with_cached_contents(caches: NamedCaches | None) -> Prepare:
                 raise
             check_gemini_use(use, record)
             request.body = with_cached_content(request.body, use, content, context.config.max_body_bytes)
-        await prepare_gemini(context, request)
+        await prepare_chats("gemini")(context, request)
         keep_beginning(request, record, context.wall_clock())
 
     return prepare_content

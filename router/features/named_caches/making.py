@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from router.api.api_request import ApiRequest, Prepare, Prompt
+from router.api.chats import prepare_chats
 from router.api.context import ApiContext
-from router.api.gemini.answers import prepare_gemini
-from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
 from router.edge.http_error import http_error
 from router.errors import CacheGone, CachesUnavailable, ErrorKind, RouterError, about_model
@@ -33,9 +32,9 @@ NOT_WARMED = "not_warmed"
 """The word for a beginning that no replica has computed: none was ready, or it took too long."""
 
 _WARMINGS: Mapping[CacheKind, tuple[Prepare, Callable[[CacheRecord, CacheContent], bytes]]] = {
-    CacheKind.CHAT: (prepare_chat, warming_body),
+    CacheKind.CHAT: (prepare_chats("chat"), warming_body),
     CacheKind.COMPLETION: (prepare_completion, warming_body),
-    CacheKind.GEMINI: (prepare_gemini, gemini_warming_body),
+    CacheKind.GEMINI: (prepare_chats("gemini"), gemini_warming_body),
 }
 
 

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from router.api.api_request import ApiRequest
+from router.api.caching import LeaseOutcome, lease_outcome
 from router.api.context import ApiContext
-from router.api.openai.caching import LeaseOutcome, lease_outcome
 from router.api.paging import Page, new_page, page_limit
 from router.api.routes import by_method, json_response
 from router.caller import tenant_of

@@ -15,9 +15,9 @@ from starlette.routing import Route
 from replicas.protocol.blocks import PublishedBeginning
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.api.api_request import ApiRequest
+from router.api.chats import prepare_chats
 from router.api.context import ApiContext
 from router.api.json_body import decode_body, unsupported
-from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
 from router.api.routes import by_method, json_response
 from router.caller import Right, caller_of
@@ -125,7 +125,7 @@ class Published(Feature):
         new = decode_body(_decoder, body)
         if new.name is not None and len(new.name) > MAX_NAME_CHARACTERS:
             raise InvalidRequest(f"A name has at most {MAX_NAME_CHARACTERS} characters.", parameter="name")
-        prepare = prepare_chat if new.prompt is None else prepare_completion
+        prepare = prepare_chats("chat") if new.prompt is None else prepare_completion
         prepared = ApiRequest(request.scope, _without_answer(body))
         await prepare(context, prepared)
         (prompt,) = prepared.prompts

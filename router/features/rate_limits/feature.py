@@ -10,10 +10,9 @@ from asyncio import CancelledError
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
-from router.api.anthropic.errors import ANTHROPIC_ERRORS
 from router.api.api_request import ApiRequest
 from router.api.context import ApiContext
-from router.api.error_shapes import OPENAI_ERRORS, error_shape
+from router.api.dialects import ANTHROPIC, OPENAI, vendor_of
 from router.edge.http import Header
 from router.feature import Feature
 from router.features.rate_limits.rate_account import Ask, Quota
@@ -60,10 +59,10 @@ class RequestRates(Feature):
         quotas = self.limits.quotas(request.caller, self.clock())
         if quotas is None:
             return []
-        shape = error_shape(request.scope)
-        if shape is ANTHROPIC_ERRORS:
+        vendor = vendor_of(request.scope)
+        if vendor is ANTHROPIC:
             return _anthropic_headers(quotas, self.wall_clock())
-        return _openai_headers(quotas) if shape is OPENAI_ERRORS else []
+        return _openai_headers(quotas) if vendor is OPENAI else []
 
 
 class RateHold:

@@ -16,10 +16,11 @@ from starlette.routing import Route
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.api.api_request import ApiRequest, Prepare
+from router.api.chats import prepare_chats
 from router.api.context import ApiContext
 from router.api.json_body import unsupported
 from router.api.paging import Page, new_page, page_limit
-from router.api.responses.answers import ResponseWriter, prepare_plain_response
+from router.api.responses.answers import ResponseWriter
 from router.api.routes import by_method, json_response
 from router.caller import tenant_of
 from router.errors import InvalidRequest, ResponseGone, about_model
@@ -160,7 +161,7 @@ class StoredResponses(Feature):
             with about_model(sent.model):
                 await _add_what_came_before(self.store, context, request, sent)
         try:
-            await prepare_plain_response(context, request)
+            await prepare_chats("responses")(context, request)
         except InvalidRequest as error:
             if sent is not None:
                 tell_sent_positions(error, sent, request.body)

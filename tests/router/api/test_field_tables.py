@@ -11,11 +11,11 @@ import pytest
 
 from router.api.anthropic.body import MESSAGE, read_message
 from router.api.chat_request import ChatRequest
+from router.api.completion_prompt import COMPLETION
 from router.api.field_table import FieldTable
 from router.api.gemini.body import read_gemini
 from router.api.gemini.tables import GENERATE, GENERATION_CONFIG
 from router.api.openai.chat_body import CHAT, read_chat, read_tokenized_chat
-from router.api.openai.completion_prompt import COMPLETION
 from router.api.responses.body import RESPONSE, read_response
 from router.errors import InvalidRequest
 from router.observation.unknown_fields import MOST_LOGGED, UnknownFields

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from router.answers.wishes import ToolChoice, ToolMode
 from router.api.chat_request import ChatRequest, KeepThrough
+from router.api.completion_prompt import CompletionRequest, check_completion, prompts_of
 from router.api.json_body import decode_body
 from router.api.openai.chat_body import read_chat, read_tokenized_chat
-from router.api.openai.completion_prompt import CompletionRequest, check_completion, prompts_of
-from router.api.openai.structured_outputs import output_format_of
+from router.api.structured_outputs import output_format_of
 from router.errors import InvalidRequest, RouterError
 
 HELLO = {"role": "user", "content": "Hello"}

@@ -15,8 +15,8 @@ from replicas.protocol.image_rules import CellRule, written_rule
 from replicas.protocol.media import MAX_IMAGES
 from router.api.chat_prompt import as_read, counted_chat
 from router.api.chat_request import ChatRequest
+from router.api.dialects import DIALECTS
 from router.api.logged_prompts import LoggedModel, logged_prompts
-from router.api.prepare import READERS
 from router.explain.linting.log_lines import read_line
 from router.explain.places import PlaceKind, PromptPlaces
 from router.features.history.feature import HistoryOutcome
@@ -140,7 +140,7 @@ def path_of(dialect: str, what: str) -> str:
 
 
 def read(dialect: str, body: dict[str, Any]) -> ChatRequest:
-    return READERS[dialect](json.dumps({"model": MODEL, **body}).encode(), 8)
+    return DIALECTS[dialect].read(json.dumps({"model": MODEL, **body}).encode(), 8)
 
 
 ROUTES = {

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from router.api import dialects
 from router.api.chat_prompt import RenderedChat, render_chat
-from router.api.prepare import READERS
 from router.explain.leaves import Path
 from router.prompt.catalog import ModelCatalog
 from router.prompt.quoting import unquote
@@ -213,7 +213,7 @@ def catalog(template: str) -> ModelCatalog:
 
 
 def rendered(dialect: str, body: dict[str, Any], template: str) -> RenderedChat:
-    request = READERS[dialect](json.dumps(body).encode(), 8)
+    request = dialects.DIALECTS[dialect].read(json.dumps(body).encode(), 8)
     return render_chat(catalog(template).get(request.model), request)
 
 

@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from replicas.process.settings import build
 from replicas.protocol.status import ModelCard, ReplicaId
-from router.api.authenticator import FindsCallers
-from router.api.context import ApiContext
+from router.api.context import ApiContext, FindsCallers
 from router.api.gemini.paths import GENERATE_CONTENT
+from router.api.prepare_in_worker import prepare_in_worker
 from router.app import PREPARES, create_gateway_app
 from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
@@ -98,6 +98,7 @@ async def picking_fleet(
         metrics=RouterMetrics(CollectorRegistry()),
         num_replicas=lambda model: len(table.replica_ids(model)),
         rng=rng,
+        prepare_beside=prepare_in_worker,
         index_of=table.index,
         keys=keys,
     )

@@ -7,8 +7,7 @@ from typing import Any
 
 from router.api.field_table import NOTHING, FieldRefusal, FieldTable
 from router.api.json_body import check_range, unsupported, wrong_type
-from router.api.openai.chat_body import OPENAI_HINTS, OPENROUTER_HINTS
-from router.api.openai.peer_fields import PeerFields, moved, refused_fields
+from router.api.peer_fields import OPENAI_HINTS, OPENROUTER_HINTS, PeerFields, moved, refused_fields
 from router.api.sampling import (
     check_fields,
     check_prompt_length,

@@ -141,6 +141,8 @@ PEER_HINTS = frozenset(
         "xtc_threshold",
     }
 )
+OPENAI_HINTS = PEER_HINTS | {"metadata", "moderation", "prediction", "service_tier", "store", "verbosity"}
+OPENROUTER_HINTS = frozenset({"models", "provider", "route", "transforms", "usage"})
 """Other servers' fields for placement, names, and options of features that are off."""
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from router.answers.wishes import FormatKind, OutputFormat
 from router.api.json_body import invalid, missing, read_object, unsupported, wrong_type
-from router.api.openai.peer_fields import PeerFields
+from router.api.peer_fields import PeerFields
 from router.errors import InvalidRequest
 
 MAX_CHOICES = 1024
