@@ -32,7 +32,8 @@ OTHER_FOLDERS = {
 
 def tracked_files() -> list[str]:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
+    names = listed.stdout.splitlines()
+    return [name for name in names if (ROOT / name).exists() and not name.endswith("_pb2.py")]  # generated
 
 
 def source_files() -> list[str]:

@@ -22,8 +22,8 @@ PYTHON = "3.11"
 TORCH_LIBRARIES = re.compile(r"(nvidia|cuda)-|triton$")
 
 ROUTER = """cryptography fastokens grpcio httptools jinja2 llguidance minijinja msgspec numpy
-    prometheus-client opentelemetry-exporter-otlp-proto-http opentelemetry-sdk pyyaml redis[hiredis] starlette
-    tokenizers uvicorn uvloop""".split()
+    prometheus-client opentelemetry-exporter-otlp-proto-http opentelemetry-sdk protobuf pyyaml redis[hiredis]
+    starlette tokenizers uvicorn uvloop""".split()
 
 VLLM = "0.32.0"
 

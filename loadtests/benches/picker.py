@@ -42,9 +42,9 @@ from router.dispatch.dispatcher import Dispatcher
 from router.features.explanations.feature import Explanations
 from router.memory import return_large_blocks, spare_long_lived_objects
 from router.observation.metrics import RouterMetrics
+from router.picker import ext_proc_pb2 as pb
 from router.picker.endpoint import picked_endpoints
 from router.picker.messages import METHOD, SERVICE, Body, decode, destined, go_on
-from router.picker.protobuf import field
 from router.picker.server import Call, Picker
 from router.picker.stream import GatewayStream, Tally
 from router.prompt.catalog import ModelCatalog
@@ -165,15 +165,17 @@ def _body(**fields: object) -> bytes:
 
 def messages_of(path: str, body: bytes) -> Iterator[bytes]:
     """A request as a gateway sends it: its headers, and its body in pieces."""
-    head = {":method": "POST", ":path": path, "content-type": "application/json"}
-    pairs = [field(1, field(1, name) + field(3, value)) for name, value in head.items()]
-    yield field(2, field(1, b"".join(pairs)))
+    sent = {":method": "POST", ":path": path, "content-type": "application/json"}
+    listed = pb.HeaderMap(headers=[{"key": key.encode(), "raw_value": sent[key].encode()} for key in sent])
+    head = pb.Headers(headers=listed.SerializeToString())
+    yield pb.Request(request_headers=head).SerializeToString()
     for start in range(0, len(body), PIECE_BYTES):
         is_last = start + PIECE_BYTES >= len(body)
-        yield field(4, field(1, body[start : start + PIECE_BYTES]) + field(2, is_last))
+        part = pb.Body(body=body[start : start + PIECE_BYTES], end_of_stream=is_last)
+        yield pb.Request(request_body=part).SerializeToString()
 
 
-END = field(3, field(3, 1))
+END: bytes = pb.Request(response_headers=pb.Headers(end_of_stream=True)).SerializeToString()
 """The head of an answer without a body."""
 
 

@@ -1,15 +1,16 @@
 """Messages of `envoy.service.ext_proc.v3.ExternalProcessor`: what a gateway says, and what it is told.
 
-Pure. Owns the numbers of the fields that are used here, and the names that the endpoint-picker protocol of
-the Gateway API Inference Extension gives to headers and metadata. Fields that are not used are skipped.
+Pure. Owns the names that the endpoint-picker protocol of the Gateway API Inference Extension gives to headers
+and metadata. `ext_proc.proto` has the fields that are used; others are skipped.
 """
 
 import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
+from google.protobuf.message import DecodeError
 
-from router.picker.protobuf import content, field, fields, text
+from router.picker import ext_proc_pb2 as pb
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 METHOD = "Process"
@@ -33,8 +34,6 @@ MOST_HEADERS = 256
 """Headers of one head. Envoy's own limit is 100."""
 MOST_ENDPOINTS = 4096
 """Entries of a subset."""
-_FEW = 4
-"""Fields of a header, or of an entry of a map."""
 
 Header = tuple[bytes, bytes]
 Change = tuple[bytes, bytes | None]
@@ -91,189 +90,143 @@ _PARTS: Mapping[int, tuple[type[Head | Body | Trailers], bool]] = {
     6: (Trailers, False),
     7: (Trailers, True),
 }
+_METADATA, _MODES = 8, 11
 
 
 def decode(encoded: bytes) -> Message:
-    """Costs milliseconds at most, whatever the bytes are. Raises ValueError."""
+    """Decode a message in time and memory that grow with its bytes alone. Raises ValueError."""
+    try:
+        return _decoded(encoded)
+    except DecodeError as error:
+        raise ValueError("a message is not of this protocol") from error
+
+
+def _decoded(encoded: bytes) -> Message:
     part: Head | Body | Trailers | None = None
     is_response = False
     subset: frozenset[str] | None = None
     modes = BodyMode.FULL_DUPLEX, BodyMode.FULL_DUPLEX
-    for number, value in fields(encoded):
+    for descriptor, value in pb.Request.FromString(encoded).ListFields():
+        number = descriptor.number
         if number in _PARTS:
             if part is not None:
                 raise ValueError("a message has two parts")
             kind, is_response = _PARTS[number]
             if kind is Body:
-                part = _body(content(value))
+                part = Body(value.body, value.end_of_stream or value.end_of_stream_without_message)
             elif len(encoded) > FIRST_BYTES:
                 raise ValueError(f"a message without a body has more than {FIRST_BYTES} bytes")
             else:
-                part = _head(content(value)) if kind is Head else Trailers()
-        elif number == 8 and subset is None and len(encoded) <= FIRST_BYTES:
-            subset = _subset(content(value))
-        elif number == 11:
-            modes = _modes(content(value))
+                part = _head(value) if kind is Head else Trailers()
+        elif number == _METADATA and len(encoded) <= FIRST_BYTES:
+            subset = _subset(value)
+        elif number == _MODES:
+            modes = BodyMode(value.request_body_mode), BodyMode(value.response_body_mode)
     if part is None:
         raise ValueError("a message has neither headers nor a body nor trailers")
     return Message(part, is_response, subset, *modes)
 
 
-def _head(encoded: bytes) -> Head:
-    headers: list[Header] | None = None
-    is_last = False
-    for number, value in fields(encoded):
-        if number == 1:
-            if headers is not None:
-                raise ValueError("a head has two lists of headers")
-            listed = content(value)
-            if len(listed) > MOST_HEAD_BYTES:
-                raise ValueError(f"the headers have more than {MOST_HEAD_BYTES} bytes")
-            headers = [_header(content(each)) for at, each in fields(listed, MOST_HEADERS) if at == 1]
-        elif number == 3:
-            is_last = bool(value)
-    return Head(headers or [], is_last)
-
-
-def _header(encoded: bytes) -> Header:
-    """A value is in the field for text or in that for bytes."""
-    name = value = b""
-    for number, found in fields(encoded, _FEW):
-        if number == 1:
-            name = content(found).lower()
-        elif number in (2, 3):
-            value = content(found) or value
-    return name, value
-
-
-def _body(encoded: bytes) -> Body:
-    body, is_last = b"", False
-    for number, value in fields(encoded):
-        if number == 1:
-            body = content(value)
-        elif number in (2, 3):
-            is_last = is_last or bool(value)
-    return Body(body, is_last)
-
-
-def _modes(encoded: bytes) -> tuple[BodyMode, BodyMode]:
-    found = {number: value for number, value in fields(encoded) if isinstance(value, int)}
-    return BodyMode(found.get(1, 0)), BodyMode(found.get(2, 0))
+def _head(head: pb.Headers) -> Head:
+    """Decode headers. A value is in the field for text or in that for bytes."""
+    if len(head.headers) > MOST_HEAD_BYTES:
+        raise ValueError(f"the headers have more than {MOST_HEAD_BYTES} bytes")
+    headers = pb.HeaderMap.FromString(head.headers).headers
+    if len(headers) > MOST_HEADERS:
+        raise ValueError(f"a head has more than {MOST_HEADERS} headers")
+    return Head([(each.key.lower(), each.raw_value or each.value) for each in headers], head.end_of_stream)
 
 
 def _subset(metadata: bytes) -> frozenset[str] | None:
-    for number, entry in fields(metadata):
-        if number == 1:
-            name, struct = _entry(content(entry))
-            if name == SUBSET_NAMESPACE:
-                for key, value in _struct(struct):
-                    if key == SUBSET:
-                        return frozenset(_endpoints(value))
-    return None
-
-
-def _struct(encoded: bytes) -> Iterator[tuple[str, bytes]]:
-    for number, entry in fields(encoded):
-        if number == 1:
-            yield _entry(content(entry))
-
-
-def _entry(encoded: bytes) -> tuple[str, bytes]:
-    """Decode an entry of a map."""
-    key, value = "", b""
-    for number, found in fields(encoded, _FEW):
-        if number == 1:
-            key = text(found)
-        elif number == 2:
-            value = content(found)
-    return key, value
-
-
-def _endpoints(value: bytes) -> Iterator[str]:
-    """Decode a `google.protobuf.Value`, which has one field: endpoints with commas between, or a list of
-    these."""
-    for number, found in fields(value, 1):
-        if number == 3:
-            yield from _listed(text(found))
-        elif number == 6:
-            for at, item in fields(content(found), MOST_ENDPOINTS):
-                if at == 1:
-                    for kind, each in fields(content(item), 1):
-                        if kind == 3:
-                            yield from _listed(text(each))
-
-
-def _listed(endpoints: str) -> Iterator[str]:
-    if endpoints.count(",") >= MOST_ENDPOINTS:
+    """Decode endpoints with commas between, or a list of these."""
+    namespaces = pb.Metadata.FromString(metadata).filter_metadata
+    if SUBSET_NAMESPACE not in namespaces or SUBSET not in namespaces[SUBSET_NAMESPACE].fields:
+        return None
+    value = namespaces[SUBSET_NAMESPACE].fields[SUBSET]
+    texts = [value.string_value, *(each.string_value for each in value.list_value.values)]
+    if len(texts) + sum(text.count(",") for text in texts) > MOST_ENDPOINTS:
         raise ValueError(f"a subset has more than {MOST_ENDPOINTS} endpoints")
-    return (each for part in endpoints.split(",") if (each := part.strip()))
+    return frozenset(each for text in texts for part in text.split(",") if (each := part.strip()))
 
 
 # What the gateway is told.
 
+_ANSWERS = {
+    Head: ("request_headers", "response_headers"),
+    Body: ("request_body", "response_body"),
+    Trailers: ("request_trailers", "response_trailers"),
+}
+
 
 def go_on(message: Message) -> bytes:
     """Answer headers, a body that is not streamed, or trailers: as they are."""
-    return field(_answer_number(message), b"")
+    return _encoded(pb.Response(**{_answer(message): {}}))
 
 
 def same_piece(message: Message) -> bytes:
     """Answer a piece of a full-duplex body with the same piece."""
     assert isinstance(message.part, Body)
-    return _piece(_answer_number(message), message.part.content, is_last=message.part.is_last)
+    return _piece(_answer(message), message.part.content, is_last=message.part.is_last)
 
 
-_ANSWERS = {Head: (1, 2), Body: (3, 4), Trailers: (5, 6)}
-
-
-def _answer_number(message: Message) -> int:
+def _answer(message: Message) -> str:
     return _ANSWERS[type(message.part)][message.is_response]
 
 
-def _piece(number: int, body: bytes, *, is_last: bool) -> bytes:
-    streamed = field(1, body) + field(2, is_last)
-    return field(number, field(1, field(3, field(3, streamed))))
+def _encoded(response: pb.Response) -> bytes:
+    encoded: bytes = response.SerializeToString()
+    return encoded
+
+
+def _piece(name: str, body: bytes, *, is_last: bool) -> bytes:
+    response = pb.Response()
+    streamed = getattr(response, name).response.body_mutation.streamed_response
+    streamed.body, streamed.end_of_stream = body, is_last
+    return _encoded(response)
 
 
 def destined(endpoint: str, headers: Sequence[Change], body: bytes, *, ends: bool) -> Iterator[bytes]:
     """Send a full-duplex request to an endpoint, with headers set and this body. Without `ends`, trailers
     follow."""
-    yield field(1, field(1, _changes(endpoint, headers))) + _metadata(endpoint)
+    response = pb.Response()
+    _send_to(response, response.request_headers.response, endpoint, headers)
+    yield _encoded(response)
     for start in range(0, max(1, len(body)), PIECE_BYTES):
         is_last = ends and start + PIECE_BYTES >= len(body)
-        yield _piece(3, body[start : start + PIECE_BYTES], is_last=is_last)
+        yield _piece("request_body", body[start : start + PIECE_BYTES], is_last=is_last)
 
 
 def destined_buffered(endpoint: str, headers: Sequence[Change], body: bytes) -> bytes:
     """The same for a request whose headers wait for its whole body."""
-    changed = _changes(endpoint, headers, field(3, field(1, body)))
-    return field(3, field(1, changed)) + _metadata(endpoint)
+    response = pb.Response()
+    common = response.request_body.response
+    _send_to(response, common, endpoint, headers)
+    common.body_mutation.body = body
+    return _encoded(response)
 
 
-def _changes(endpoint: str, headers: Sequence[Change], body: bytes = b"") -> bytes:
-    """Encode a CommonResponse that sets headers, has the route chosen anew, and changes the body as given."""
-    destination = (DESTINATION.encode(), endpoint.encode())
-    return field(2, _header_mutation([destination, *headers])) + body + field(5, True)
+def _send_to(response: pb.Response, common: pb.Common, endpoint: str, headers: Sequence[Change]) -> None:
+    """Set headers and have the route chosen anew. The destination is in a header and in the metadata."""
+    _change(common.header_mutation, [(DESTINATION.encode(), endpoint.encode()), *headers])
+    common.clear_route_cache = True
+    inner = response.dynamic_metadata.fields[DESTINATION_NAMESPACE].struct_value
+    inner.fields[DESTINATION].string_value = endpoint
 
 
-def _header_mutation(headers: Iterable[Change]) -> bytes:
+def _change(mutation: pb.HeaderMutation, headers: Iterable[Change]) -> None:
     """Set headers in the place of any of these names, or remove those."""
-    return b"".join(
-        [
-            field(2, name)
-            if value is None
-            else field(1, field(1, field(1, name) + field(3, value)) + field(3, _OVERWRITE))
-            for name, value in headers
-        ]
-    )
-
-
-def _metadata(endpoint: str) -> bytes:
-    inner = field(1, field(1, DESTINATION) + field(2, field(3, endpoint)))
-    return field(8, field(1, field(1, DESTINATION_NAMESPACE) + field(2, field(5, inner))))
+    for name, value in headers:
+        if value is None:
+            mutation.remove_headers.append(name)
+        else:
+            option = mutation.set_headers.add(append_action=_OVERWRITE)
+            option.header.key, option.header.raw_value = name, value
 
 
 def immediate(status: int, headers: Iterable[Header], body: bytes) -> bytes:
     """Answer the client at once, without asking a server."""
-    answer = field(1, field(1, status)) + field(2, _header_mutation(headers)) + field(3, body)
-    return field(7, answer)
+    response = pb.Response()
+    answer = response.immediate_response
+    answer.status.code, answer.body = status, body
+    _change(answer.headers, headers)
+    return _encoded(response)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import grpc
+from google.protobuf.message import DecodeError
 from starlette.types import ASGIApp
 
 from replicas.process.settings import SettingsError
@@ -17,8 +18,8 @@ from replicas.process.tls import FollowedFiles, TlsFiles, server_credentials
 from replicas.protocol.status import ModelCard, ReplicaId
 from router.config import RouterConfig
 from router.edge.http import ClientGone
+from router.picker.ext_proc_pb2 import HealthAnswer, HealthQuestion
 from router.picker.messages import METHOD, SERVICE, decode
-from router.picker.protobuf import field, fields, text
 from router.picker.stream import GatewayStream, Tally, Unsupported, Write
 from router.shared.instruments import Instrument, counter, gauge
 
@@ -143,13 +144,14 @@ class Picker:
 
     async def _check(self, request: bytes, call: Call) -> bytes:
         try:
-            name = next((text(value) for number, value in fields(request) if number == 1), "")
-        except ValueError:
+            name = HealthQuestion.FromString(request).service
+        except DecodeError:
             name = "?"
         if name not in SERVICES:
             await call.abort(grpc.StatusCode.NOT_FOUND, "there is no such service")
         is_well = name == "liveness" or (self._is_ready() and not self._is_stopping)
-        return field(1, SERVING if is_well else NOT_SERVING)
+        answer: bytes = HealthAnswer(status=SERVING if is_well else NOT_SERVING).SerializeToString()
+        return answer
 
     async def _process(self, _: AsyncIterator[bytes], call: Call) -> None:
         lock = asyncio.Lock()

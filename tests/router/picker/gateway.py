@@ -1,49 +1,60 @@
 """A gateway of our own in front of a picker: speaks Envoy's side of external processing over gRPC."""
 
 import asyncio
+import dataclasses
 import json
 import struct
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import grpc
 
+from router.picker import ext_proc_pb2 as pb
 from router.picker.messages import DESTINATION, METHOD, SERVICE, SUBSET, SUBSET_NAMESPACE, BodyMode
-from router.picker.protobuf import content, fields
-from router.picker.protobuf import field as encoded
 
 END = b""
 
 
-def known(number: int, message: bytes) -> list[bytes]:
-    return [content(value) for at, value in fields(message) if at == number]
-
-
-def head_of(headers: Mapping[str, str], *, is_last: bool = False) -> bytes:
-    listed = [encoded(1, encoded(1, name) + encoded(3, value)) for name, value in headers.items()]
-    return encoded(1, b"".join(listed)) + encoded(3, is_last)
+def head_of(headers: Mapping[str, str], *, is_last: bool = False) -> pb.Headers:
+    listed = pb.HeaderMap()
+    for name, value in headers.items():
+        listed.headers.add(key=name.encode(), raw_value=value.encode())
+    return pb.Headers(headers=listed.SerializeToString(), end_of_stream=is_last)
 
 
 def subset_of(endpoints: Sequence[str]) -> bytes:
-    values = encoded(6, b"".join(encoded(1, encoded(3, each)) for each in endpoints))
-    struct = encoded(1, encoded(1, SUBSET) + encoded(2, values))
-    return encoded(8, encoded(1, encoded(1, SUBSET_NAMESPACE) + encoded(2, struct)))
+    metadata = pb.Metadata()
+    value = metadata.filter_metadata[SUBSET_NAMESPACE].fields[SUBSET]
+    value.list_value.SetInParent()
+    for each in endpoints:
+        value.list_value.values.add(string_value=each)
+    encoded: bytes = metadata.SerializeToString()
+    return encoded
 
 
-def _set_headers(mutation: bytes) -> dict[str, str]:
+def field(number: int, value: bytes) -> bytes:
+    """Encode a field of bytes by hand, also in an order or number that no library makes."""
+    size = len(value)
+    length = bytearray()
+    while size > 127:
+        length.append(size & 127 | 128)
+        size >>= 7
+    return b"%c%b%c%b" % (number << 3 | 2, length, size, value)
+
+
+def _set_headers(mutation: pb.HeaderMutation) -> dict[str, str]:
     """Those that are removed have no value."""
-    pairs = [dict(fields(known(1, option)[0])) for option in known(1, mutation)]
-    found = {content(pair[1]).decode(): content(pair[3]).decode() for pair in pairs}
-    return found | {name.decode(): "" for name in known(2, mutation)}
+    found = {each.header.key.decode(): each.header.raw_value.decode() for each in mutation.set_headers}
+    return found | {name.decode(): "" for name in mutation.remove_headers}
 
 
 @dataclass
 class Told:
     """What the gateway was told of one request. `status` is that of an answer in the place of a server's."""
 
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = dataclasses.field(default_factory=dict)
     metadata: str | None = None
     body: bytes = b""
     has_whole_body: bool = False
@@ -85,6 +96,9 @@ class Asked:
     def send(self, message: bytes) -> None:
         self._outbox.put_nowait(message)
 
+    def say(self, **parts: Any) -> None:
+        self.send(pb.Request(**parts).SerializeToString())
+
     def end(self) -> None:
         self._outbox.put_nowait(END)
 
@@ -98,39 +112,28 @@ class Asked:
             return False
         told = self.told
         told.num_messages += 1
-        for number, value in fields(message):
-            inner = content(value)
-            common = next(iter(known(1, inner)), b"") if number in (1, 3, 4) else b""
-            if number == 7:
-                told.status = int(dict(fields(known(1, inner)[0]))[1])
-                told.headers |= _set_headers(known(2, inner)[0])
-                told.body = next(iter(known(3, inner)), b"")
-            elif number == 8:
-                (outer,) = known(1, inner)
-                assert known(1, outer) == [b"envoy.lb"]
-                (struct,) = known(5, known(2, outer)[0])
-                (entry,) = known(1, struct)
-                assert known(1, entry) == [DESTINATION.encode()]
-                told.metadata = known(3, known(2, entry)[0])[0].decode()
-            elif number == 2:
-                self.num_answer_heads += 1
-            elif common:
-                for mutation in known(2, common):
-                    told.headers |= _set_headers(mutation)
-                self._take_body(number, known(3, common))
-            elif number == 3:
-                self.num_empty_replies += 1
+        response = pb.Response.FromString(message)
+        for namespace, value in response.dynamic_metadata.fields.items():
+            assert namespace == "envoy.lb" and list(value.struct_value.fields) == [DESTINATION]
+            told.metadata = value.struct_value.fields[DESTINATION].string_value
+        name = response.WhichOneof("response")
+        answer = getattr(response, name)
+        if name == "immediate_response":
+            told.status, told.body = answer.status.code, answer.body
+            told.headers |= _set_headers(answer.headers)
+            return True
+        self.num_answer_heads += name == "response_headers"
+        told.headers |= _set_headers(answer.response.header_mutation)
+        mutation, streamed = answer.response.body_mutation, answer.response.body_mutation.streamed_response
+        if name == "response_body":
+            self.answer += streamed.body
+        elif answer.response.HasField("body_mutation"):
+            is_streamed = mutation.HasField("streamed_response")
+            told.body += streamed.body if is_streamed else mutation.body
+            told.has_whole_body = streamed.end_of_stream or not is_streamed
+        elif name == "request_body":
+            self.num_empty_replies += not answer.HasField("response")
         return True
-
-    def _take_body(self, number: int, mutations: list[bytes]) -> None:
-        for mutation in mutations:
-            for at, value in fields(mutation):
-                piece = dict(fields(content(value))) if at == 3 else {1: value, 2: 1}
-                if number == 4:
-                    self.answer += content(piece[1])
-                else:
-                    self.told.body += content(piece[1])
-                    self.told.has_whole_body = bool(piece[2])
 
     async def until_decided(self) -> Told:
         while not self.told.has_whole_body and self.told.status is None and await self.read():
@@ -139,9 +142,9 @@ class Asked:
 
     async def answers(self, headers: Mapping[str, str], *pieces: bytes) -> bytes:
         """Have a server answer; returns what went to the client."""
-        self.send(encoded(3, head_of(headers)))
+        self.say(response_headers=head_of(headers))
         for number, piece in enumerate(pieces):
-            self.send(encoded(5, encoded(1, piece) + encoded(2, number == len(pieces) - 1)))
+            self.say(response_body=pb.Body(body=piece, end_of_stream=number == len(pieces) - 1))
         for _ in range(1 + len(pieces)):
             assert await self.read()
         return self.answer
@@ -190,15 +193,17 @@ class Gateway:
         asked = Asked(self)
         sent = {":method": method, ":path": path, ":authority": "models.example", ":scheme": "http"}
         sent |= {"content-type": "application/json", **(headers or {})}
-        first = encoded(2, head_of(sent, is_last=body is None))
-        modes = encoded(11, encoded(1, request_mode) + encoded(2, response_mode))
-        asked.send(first + modes + (b"" if subset is None else subset_of(subset)))
+        asked.say(
+            request_headers=head_of(sent, is_last=body is None),
+            protocol_config=pb.Modes(request_body_mode=request_mode, response_body_mode=response_mode),
+            metadata_context=b"" if subset is None else subset_of(subset),
+        )
         if body is not None:
             text = body if isinstance(body, bytes) else json.dumps(body).encode()
             size = len(text) if request_mode is BodyMode.BUFFERED else piece_bytes
             for start in range(0, len(text), size):
                 is_last = is_whole and start + size >= len(text)
-                asked.send(encoded(4, encoded(1, text[start : start + size]) + encoded(2, is_last)))
+                asked.say(request_body=pb.Body(body=text[start : start + size], end_of_stream=is_last))
         return asked
 
     async def decide(self, path: str, body: Mapping[str, Any] | bytes | None, **options: Any) -> Told:

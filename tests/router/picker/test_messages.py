@@ -2,6 +2,7 @@
 
 import pytest
 
+from router.picker import ext_proc_pb2 as pb
 from router.picker.messages import (
     FIRST_BYTES,
     MOST_ENDPOINTS,
@@ -21,7 +22,7 @@ from router.picker.messages import (
     immediate,
     same_piece,
 )
-from router.picker.protobuf import content, field, fields
+from tests.router.picker.gateway import field
 
 HEAD = (
     "12620a600a0f0a073a6d6574686f641a04504f53540a1c0a053a706174681a132f76312f636f6d706c6574696f6e733f"
@@ -55,10 +56,6 @@ IMMEDIATE = "3a210a0308f70312160a140a100a0b72657472792d61667465721a013118021a026
 ENDPOINT = "10.0.0.1:8000"
 LENGTH = [(b"content-length", b"9")]
 BOTH = frozenset({ENDPOINT, "10.0.0.2:8000"})
-
-
-def known(number: int, message: bytes) -> list[bytes]:
-    return [content(value) for at, value in fields(message) if at == number]
 
 
 def test_a_head_with_its_subset_and_the_modes() -> None:
@@ -103,13 +100,13 @@ def test_nonsense_is_refused(encoded: str) -> None:
 
 
 def subset(value: bytes) -> bytes:
-    struct = field(1, field(1, SUBSET) + field(2, value))
-    return field(8, field(1, field(1, SUBSET_NAMESPACE) + field(2, struct)))
+    struct = field(1, field(1, SUBSET.encode()) + field(2, value))
+    return field(8, field(1, field(1, SUBSET_NAMESPACE.encode()) + field(2, struct)))
 
 
 EMPTY_HEAD = field(2, b"")
-HEADER = field(1, field(1, "x"))
-NESTED = field(3, "a")
+HEADER = field(1, field(1, b"x"))
+NESTED = field(3, b"a")
 for _ in range(3000):
     NESTED = field(6, field(1, NESTED))
 
@@ -117,20 +114,19 @@ for _ in range(3000):
 @pytest.mark.parametrize(
     ("encoded", "reason"),
     [
-        (field(2, field(1, HEADER * (MOST_HEADERS + 1))), f"more than {MOST_HEADERS} fields"),
-        (field(2, field(1, field(1, b"\x0a\x00" * 5))), "more than 4 fields"),
-        (field(2, field(1, HEADER) * 2), "two lists of headers"),
+        (field(2, field(1, HEADER * (MOST_HEADERS + 1))), f"more than {MOST_HEADERS} headers"),
         (field(2, field(1, field(1, field(3, bytes(FIRST_BYTES))))), f"more than {FIRST_BYTES} bytes"),
         (
             field(2, field(1, field(1, field(3, bytes(MOST_HEAD_BYTES))))),
             f"more than {MOST_HEAD_BYTES} bytes",
         ),
-        (EMPTY_HEAD * 2, "two parts"),
-        (b"\x0a\x00" * 65, "more than 64 fields"),
-        (field(4, b"\x0a\x00" * 65), "more than 64 fields"),
-        (EMPTY_HEAD + subset(field(3, "," * MOST_ENDPOINTS)), f"more than {MOST_ENDPOINTS} endpoints"),
-        (EMPTY_HEAD + subset(field(6, field(1, b"") * (MOST_ENDPOINTS + 1))), "more than 4096 fields"),
-        (EMPTY_HEAD + subset(NESTED * 2), "more than 1 fields"),
+        (EMPTY_HEAD + field(4, b""), "two parts"),
+        (EMPTY_HEAD + subset(field(3, b"," * MOST_ENDPOINTS)), f"more than {MOST_ENDPOINTS} endpoints"),
+        (
+            EMPTY_HEAD + subset(field(6, field(1, b"") * (MOST_ENDPOINTS + 1))),
+            f"more than {MOST_ENDPOINTS} endpoints",
+        ),
+        (EMPTY_HEAD + subset(field(3, b"\xff")), "not of this protocol"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -161,16 +157,15 @@ def test_a_long_body_goes_in_pieces_of_which_the_last_ends_it(size: int) -> None
     read = []
     for piece in pieces:
         assert len(piece) < 2**16
-        (outer,) = known(3, piece)
-        (streamed,) = known(3, known(3, known(1, outer)[0])[0])
-        read.append(dict(fields(streamed)))
-    assert b"".join(content(each[1]) for each in read) == body
-    assert [each[2] for each in read] == [0] * (len(read) - 1) + [1]
+        response = pb.Response.FromString(piece).request_body.response
+        read.append(response.body_mutation.streamed_response)
+    assert b"".join(each.body for each in read) == body
+    assert [each.end_of_stream for each in read] == [False] * (len(read) - 1) + [True]
 
 
 def test_with_trailers_no_piece_is_the_last() -> None:
     _, piece = destined(ENDPOINT, [], b"x", ends=False)
-    assert piece.hex() == "1a0b0a091a071a050a01781000"
+    assert piece.hex() == "1a090a071a051a030a0178"
 
 
 def test_parts_of_an_answer_go_on_as_they_are() -> None:
@@ -178,9 +173,3 @@ def test_parts_of_an_answer_go_on_as_they_are() -> None:
     assert go_on(Message(Trailers(), is_response=False)).hex() == "2a00"
     piece = same_piece(Message(Body(b"x", is_last=True), is_response=True))
     assert piece.hex() == "220b0a091a071a050a01781001"
-
-
-def test_numbers_of_many_bytes() -> None:
-    for number in (0, 127, 128, 300, 2**32, 2**63):
-        assert list(fields(field(7, number))) == [(7, number)]
-    assert list(fields(field(2000, b"x"))) == [(2000, b"x")]

@@ -22,14 +22,14 @@ from router.feature import Feature
 from router.limits.body_budget import BodyHold
 from router.misses import Cause
 from router.picker import endpoint, server, stream
+from router.picker import ext_proc_pb2 as pb
 from router.picker.messages import METHOD, SERVICE, BodyMode, Message
-from router.picker.protobuf import field
 from router.picker.server import SERVICES
 from router.picker.stream import MOST_AFTER_END, GatewayStream
 from router.prompt.catalog import ServedModel
 from tests.router import tiny_model
 from tests.router.picker.conftest import A, B, Picking, picking_fleet
-from tests.router.picker.gateway import Asked, deaf_call, head_of
+from tests.router.picker.gateway import Asked, deaf_call, field, head_of
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 12
 COMPLETION: dict[str, Any] = {"model": tiny_model.MODEL, "prompt": LONG, "max_tokens": 4}
@@ -472,7 +472,8 @@ async def test_a_peer_that_takes_no_answer_loses_its_place(
 ) -> None:
     monkeypatch.setattr(stream, "WRITE_SECONDS", 0.2)
     _, writer = await asyncio.open_connection("127.0.0.1", picking.picker.port)
-    message = field(2, head_of({":method": "GET", ":path": "/v1/models"}, is_last=True))
+    head = head_of({":method": "GET", ":path": "/v1/models"}, is_last=True)
+    message = pb.Request(request_headers=head).SerializeToString()
     writer.write(deaf_call(f"/{SERVICE}/{METHOD}", message))
     tally = picking.picker._tally
     await picking.until(lambda: tally.num_answered == tally.num_open == 1)
@@ -490,8 +491,8 @@ async def test_a_client_that_leaves_gives_everything_back(picking: Picking, when
         await asked.until_decided()
         assert picking.table.loads.num_reserved == 1
     if when == "in the answer":
-        asked.send(field(3, head_of(SSE_HEAD)))
-        asked.send(field(5, field(1, b"data: {}\n\n")))
+        asked.say(response_headers=head_of(SSE_HEAD))
+        asked.say(response_body=pb.Body(body=b"data: {}\n\n"))
         assert await asked.read() and await asked.read()
     if how == "cancels":
         asked.leave()
@@ -550,14 +551,14 @@ async def test_a_repeated_end_of_the_body_changes_nothing(
     for each in (replica_ids := picking.table.replica_ids(tiny_model.MODEL)):
         picking.table.set_stalled(each, is_stalled=True)
     async with picking.gateway.ask("/v1/completions", COMPLETION, request_mode=mode) as asked:
-        repeat = field(4, field(1, content) + field(2, True))
+        repeat = pb.Body(body=content, end_of_stream=True)
         if not is_decided:
-            asked.send(repeat)
+            asked.say(request_body=repeat)
         await picking.until(lambda: len(taken) == 2 - is_decided)
         picking.table.set_stalled(replica_ids[0], is_stalled=False)
         told = await asked.until_decided()
         if is_decided:
-            asked.send(repeat)
+            asked.say(request_body=repeat)
         if mode is BodyMode.BUFFERED:
             assert await asked.read() and asked.num_empty_replies == 1
         assert (told.destination, json.loads(told.body)["prompt"]) == (A, LONG)
@@ -573,7 +574,7 @@ async def test_a_body_that_ends_again_and_again_ends_its_stream(picking: Picking
     async with picking.gateway.ask("/v1/completions", COMPLETION) as asked:
         await asked.until_decided()
         for _ in range(MOST_AFTER_END + 1):
-            asked.send(field(4, field(2, True)))
+            asked.say(request_body=pb.Body(end_of_stream=True))
         assert not await asked.read()
     await picking.until_idle()
 
@@ -653,13 +654,13 @@ async def test_keys_are_asked_for_as_at_the_http_port() -> None:
 
 async def test_health() -> None:
     async with picking_fleet() as picking:
-        names = {name: field(1, name) if name else b"" for name in SERVICES}
+        names = {name: field(1, name.encode()) if name else b"" for name in SERVICES}
         before = {name: await picking.gateway.check(asking) for name, asking in names.items()}
-        assert before == {name: field(1, 1 if name == "liveness" else 2) for name in SERVICES}
+        assert before == {name: b"\x08\x01" if name == "liveness" else b"\x08\x02" for name in SERVICES}
         picking.join("a", A)
-        assert {await picking.gateway.check(asking) for asking in names.values()} == {field(1, 1)}
+        assert {await picking.gateway.check(asking) for asking in names.values()} == {b"\x08\x01"}
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await picking.gateway.check(field(1, "other"))
+            await picking.gateway.check(field(1, b"other"))
         assert error.value.code() is grpc.StatusCode.NOT_FOUND
 
 

@@ -8,7 +8,7 @@ import sys
 
 import grpc
 
-from router.picker.protobuf import field
+from tests.router.picker.gateway import field
 
 _PICKER = re.compile(r"gateways are served on 127\.0\.0\.1:(\d+)")
 
@@ -26,8 +26,8 @@ def test_a_router_says_where_gateways_find_it_and_ends_in_order() -> None:
         port = next(found[1] for line in process.stderr if (found := _PICKER.search(line)))
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             check = channel.unary_unary("/grpc.health.v1.Health/Check")
-            assert check(field(1, "liveness"), timeout=30) == field(1, 1)
-            assert check(b"", timeout=30) == field(1, 2)
+            assert check(field(1, b"liveness"), timeout=30) == b"\x08\x01"
+            assert check(b"", timeout=30) == b"\x08\x02"
             process.send_signal(signal.SIGTERM)
             _, log = process.communicate(timeout=50)
     assert process.returncode == 0, log

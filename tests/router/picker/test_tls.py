@@ -9,10 +9,10 @@ import pytest
 from replicas.process.settings import SettingsError
 from replicas.process.tls import TlsFiles
 from router.config import RouterConfig
-from router.picker.protobuf import field
-from router.picker.server import SERVING, Picker
+from router.picker.server import Picker
 from tests.certificates import REPLICA_NAME, Authority, copied
 from tests.router.picker.conftest import picking_fleet
+from tests.router.picker.gateway import field
 
 NAME = [("grpc.ssl_target_name_override", REPLICA_NAME)]
 
@@ -42,8 +42,8 @@ async def is_served(port: int, ca: Authority | None) -> bool:
     """Whether a gateway that believes this CA is answered; None: one without TLS."""
     async with channel_to(port, ca) as channel:
         try:
-            answer: bytes = await channel.unary_unary("/grpc.health.v1.Health/Check")(field(1, "liveness"))
-            return answer == field(1, SERVING)
+            answer: bytes = await channel.unary_unary("/grpc.health.v1.Health/Check")(field(1, b"liveness"))
+            return answer == b"\x08\x01"
         except grpc.aio.AioRpcError:
             return False
 
