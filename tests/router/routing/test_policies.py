@@ -8,11 +8,10 @@ import pytest
 from msgspec import structs
 
 from replicas.protocol.status import ReplicaId
-from router.routing.baselines import BOUNDED_LOAD_FACTOR, BOUNDED_LOAD_SLACK
 from router.routing.cost import CostParameters
 from router.routing.decision import Claim, Decision, DecisionReason, RoutingRequest
 from router.routing.load import ReplicaLoad
-from router.routing.policies import POLICIES
+from router.routing.policies import BOUNDED_LOAD_FACTOR, BOUNDED_LOAD_SLACK, POLICIES
 from tests.router.routing.fleets import fleet, overlapping, ranked, ready, request
 
 PARAMETERS = CostParameters()
