@@ -13,14 +13,16 @@ from router.routing.cost import cost_of
 from router.routing.decision import Candidate, Decision, DecisionReason
 from router.routing.load import ReplicaLoad
 from tests.router.routing.fleets import BLOCK_SIZE
-from tests.router.routing.test_cost_of_tiers import (
+from tests.router.routing.test_decision import (
     FAST,
     LOADS,
     PARAMETERS,
     RATES,
     REACHES,
-    decided,
     seconds_of,
+)
+from tests.router.routing.test_decision import (
+    in_tiers as decided,
 )
 
 NUM_TOKENS = 5000

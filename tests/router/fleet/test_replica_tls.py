@@ -1,26 +1,28 @@
-"""A router and replicas over TLS: who is believed, what is said of the others, and renewals under way."""
+"""Routers and replicas over TLS, and with a cluster secret: who is believed, and what is said of others."""
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import pytest
 
+from replicas.host import ReplicaHost
 from replicas.process.tls import FollowedFiles, RouterTls, TlsFiles, server_credentials
 from replicas.protocol.blocks import BlockHash
+from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.status import ReplicaId
 from router.fleet.inflight import ReplicaLost
-from router.fleet.registry_source import RegistrySource
+from router.fleet.registry_source import RegistrySource, ReplicaRecords
 from router.fleet.replica_client import ReplicaClient
 from tests.certificates import REPLICA_NAME, Authority, copied
 from tests.own_log import own_records
+from tests.replicas.whole_replica import MODEL, config
 from tests.router.scripted_replica import ScriptedReplica, asking, eventually, token_at
-from tests.router.watched_fleet import POLL_SECONDS, Registry, World, registry, watching
-
-__all__ = ["registry"]
+from tests.router.watched_fleet import POLL_SECONDS, Registry, World, watching
 
 ROOT = BlockHash(bytes(16))
 Start = Callable[[str, TlsFiles | None], Awaitable[ScriptedReplica]]
@@ -239,3 +241,67 @@ async def test_a_plain_channel_gets_nothing_of_a_replica_with_tls(ca: Authority,
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=30)
     assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+OURS, NEXT, FOREIGN = b"s" * 32, b"n" * 32, b"f" * 32
+
+
+class KnownReplica:
+    """A source that has found this one."""
+
+    def __init__(self, host: ReplicaHost) -> None:
+        self._host = host
+
+    async def views(self) -> AsyncIterator[ReplicaRecords]:
+        record = self._host.record()
+        while True:
+            yield {MODEL: {record.replica_id: record}}
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def seen_by_router(
+    redis_url: str, *, replica: str | None, router: ClusterSecret | None
+) -> AsyncIterator[World]:
+    host = ReplicaHost(config(redis_url, secret=replica))
+    await host.start()
+    try:
+        async with watching(KnownReplica(host), secret=router) as world:
+            yield world
+    finally:
+        await host.stop()
+
+
+def complaint(world: World) -> str | None:
+    return next((member.complaint for member in world.membership.members()), None)
+
+
+@pytest.mark.parametrize(
+    ("replica", "router"),
+    [
+        (OURS.hex(), ClusterSecret(OURS)),
+        (f"{OURS.hex()}\n{NEXT.hex()}", ClusterSecret(NEXT, (OURS,))),
+        (f"{NEXT.hex()}\n{OURS.hex()}", ClusterSecret(OURS)),
+        (None, ClusterSecret(OURS)),
+        (None, None),
+    ],
+    ids=["the same", "the next one in the router first", "in the replica first", "only one has it", "none"],
+)
+async def test_a_router_is_served_by_replicas_that_believe_its_secret_or_have_none(
+    redis_url: str, replica: str | None, router: ClusterSecret | None
+) -> None:
+    async with seen_by_router(redis_url, replica=replica, router=router) as world:
+        await eventually(lambda: world.membership.client(ReplicaId("r0")) is not None)
+
+
+@pytest.mark.parametrize(
+    ("router", "words"),
+    [(ClusterSecret(FOREIGN), "another cluster secret"), (None, "this router has none: set secret_file")],
+)
+async def test_a_router_with_another_secret_or_none_says_so_and_routes_nothing_there(
+    redis_url: str, router: ClusterSecret | None, words: str
+) -> None:
+    async with seen_by_router(redis_url, replica=OURS.hex(), router=router) as world:
+        await eventually(lambda: complaint(world) is not None)
+        assert words in (complaint(world) or "")
+        assert world.membership.client(ReplicaId("r0")) is None

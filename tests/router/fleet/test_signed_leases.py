@@ -29,9 +29,7 @@ from replicas.registration import Registration
 from router.fleet import registry_source
 from router.fleet.registry_source import RegistrySource
 from tests.router.scripted_replica import CARD, eventually
-from tests.router.watched_fleet import POLL_SECONDS, Registry, Start, World, registry, start, watching
-
-__all__ = ["registry", "start"]
+from tests.router.watched_fleet import POLL_SECONDS, Registry, Start, World, watching
 
 SECRET = ClusterSecret(b"s" * 32)
 SEAL = LeaseSeal(SECRET)

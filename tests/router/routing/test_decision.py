@@ -1,9 +1,10 @@
-"""Costs, near-ties and the bounded set of candidates."""
+"""Costs, near-ties, tiers, claims of programs, and the bounded set of candidates."""
 
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import msgspec
@@ -11,13 +12,17 @@ import pytest
 from hypothesis import given
 from msgspec import structs
 
-from replicas.protocol.blocks import ImageTokens
+from replicas.protocol.blocks import ImageTokens, hash_blocks
+from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import ReplicaId
-from replicas.protocol.ways import Reach
-from router.routing.cost import CostParameters, cost_of, fleet_rates
-from router.routing.decision import Decision, DecisionReason, Replicas, RoutingRequest, decide
+from replicas.protocol.ways import DISK_MOVE_SECONDS, HOST_MOVE_SECONDS, PULL_MOVE_SECONDS, MoveSpeeds, Reach
+from router.routing.cost import CostParameters, FleetRates, cost_of, fleet_rates, with_future
+from router.routing.decision import Claim, Decision, DecisionReason, Replicas, RoutingRequest, decide
+from router.routing.levels import Overlaps, Slots, View
 from router.routing.load import ReplicaLoad
+from router.routing.table import RoutingTable
 from tests.router.routing.fleets import BLOCK_SIZE, fleet, overlapping, ranked, ready, request
+from tests.router.routing.tables import CARD, ROOT, STRIDE, prompt, store, table_of
 
 PARAMETERS = CostParameters()
 
@@ -456,3 +461,293 @@ def test_images_that_wait_to_be_encoded_are_waited_for() -> None:
             asked, ready(fleet(2, r0=busy, r1=busy)), overlapping({}), PARAMETERS, random.Random(1)
         )
         assert decision.candidates[0].cost.wait_seconds == pytest.approx(1.0)
+
+
+TOKENS = prompt(0, 1, 4000)
+HASHES = hash_blocks(ROOT, TOKENS, BLOCK_SIZE)
+
+
+def asked(home: ReplicaId | None = None, **beyond: int) -> RoutingRequest:
+    return structs.replace(
+        request(), claim=Claim(home, {ReplicaId(each): num for each, num in beyond.items()})
+    )
+
+
+def holding_home(size: int, blocks: int = 250) -> tuple[ReplicaId, Mapping[str, int]]:
+    """A home that is not the first in the affinity order, and what it holds of the prompt."""
+    home = ranked(size)[-1]
+    return home, {home: blocks}
+
+
+def test_an_overbooked_home_is_left_where_another_has_room() -> None:
+    home, overlaps = holding_home(3)
+    assert decided(fleet(3), overlaps, asked=asked(home)).replica_id == home
+    moved = decided(fleet(3), overlaps, asked=asked(home, **{home: 1_000_000}))
+    assert moved.replica_id != home and moved.claim is not None and moved.claim.home == home
+    stays = decided(fleet(3), overlaps, asked=asked(home, **{home: 3_000}))
+    assert stays.replica_id == home, "to compute the prompt elsewhere would cost more"
+
+
+@pytest.mark.parametrize("size", [3, 40])
+def test_where_all_are_overbooked_alike_a_turn_stays_home(size: int) -> None:
+    home, overlaps = holding_home(size)
+    everywhere = asked(home, **{f"r{number}": 1_000_000 for number in range(size)})
+    assert decided(fleet(size), overlaps, asked=everywhere).replica_id == home
+
+
+def test_a_home_is_compared_in_a_large_fleet_also_if_nothing_says_that_it_holds_the_prompt() -> None:
+    """In its whole affinity order it is the last."""
+    home = ranked(100)[-1]
+    others = {each: ReplicaLoad(num_requests=30, num_pending_tokens=50_000) for each in ranked(100)[:-1]}
+    loads = fleet(100, **others)
+    found = decided(loads, asked=asked(home))
+    assert [each.replica_id for each in found.candidates].count(home) == 1
+    assert found.replica_id == home
+    gone = {each: load for each, load in loads.items() if each != home}
+    assert decided(gone, asked=asked(home)).replica_id != home, "nor one that is not ready"
+    assert len(decided(loads, asked=asked(ranked(100)[0])).candidates) == len(
+        decided(loads, asked=asked(None)).candidates
+    ), "one in the order is not compared twice"
+
+
+def test_the_price_is_that_of_having_the_tokens_again() -> None:
+    parameters, load = CostParameters(future_price=2.0), ReplicaLoad()
+    rates, plain = fleet_rates([load], parameters), decided(fleet(1)).candidates[0].cost
+    for host, seconds in ((None, rates.prefill_seconds_per_token), (1e-5, 1e-5), (1.0, None)):
+        there = structs.replace(load, speeds=load.speeds._replace(host=host))
+        cost = with_future(plain, there, 1000, rates, parameters)
+        assert cost.future_seconds == pytest.approx(2000 * (seconds or rates.prefill_seconds_per_token))
+        assert cost.seconds == pytest.approx(plain.seconds + cost.future_seconds)
+
+
+def test_without_a_claim_or_with_one_that_says_nothing_all_costs_are_the_same() -> None:
+    loads = fleet(5, r1=ReplicaLoad(num_requests=4, num_pending_tokens=9000))
+    plain = decided(loads, {"r1": 300, "r2": 100})
+    empty = decided(loads, {"r1": 300, "r2": 100}, asked=asked(ReplicaId("r2")))
+    assert [each.cost for each in plain.candidates] == [each.cost for each in empty.candidates]
+    assert plain.claim is None and empty.claim is not None and empty.claim.home == "r2"
+
+
+def route(table: RoutingTable, claim: Claim | None, *, by_load: bool = False) -> Decision:
+    asked = RoutingRequest(b"b" * 16, len(TOKENS), BLOCK_SIZE, claim=claim, by_load=by_load)
+    with table.route("m", asked, HASHES) as routed:
+        return routed.decision
+
+
+@pytest.mark.parametrize("policy", ["by load", "random", "round_robin"])
+def test_other_policies_decide_as_without_a_claim(policy: str) -> None:
+    found: list[Sequence[ReplicaId]] = []
+    for claim in (None, Claim(ReplicaId("r0"), {ReplicaId("r2"): 10**6})):
+        table = table_of(4, "kvasir" if policy == "by load" else policy)
+        for number in (0, 1, 3):
+            table.update_load(ReplicaId(f"r{number}"), LoadSnapshot(num_running=3))
+        found.append([route(table, claim, by_load=policy == "by load").replica_id for _ in range(12)])
+    assert found[0] == found[1]
+    if policy == "by load":
+        assert set(found[0]) == {"r2"}
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_table_moves_a_turn_from_its_overbooked_home_whatever_its_model_is(is_sparse: bool) -> None:
+    table = table_of(0)
+    for number in range(3):
+        table.add_replica(ReplicaId(f"r{number}"), replace(CARD, is_sparse=is_sparse), STRIDE)
+    home = ReplicaId("r1")
+    store(table, home, TOKENS)
+    assert route(table, None).replica_id == route(table, Claim(home)).replica_id == home
+    assert route(table, Claim(home, {home: 10**6})).replica_id != home
+    everywhere = {ReplicaId(f"r{number}"): 10**6 for number in range(3)}
+    assert route(table, Claim(home, everywhere)).replica_id == home
+
+
+def test_a_table_knows_the_room_of_a_replica_only_where_its_card_tells() -> None:
+    table = table_of(1)
+    table.add_replica(ReplicaId("r1"), replace(CARD, num_blocks=0), STRIDE)
+    names = [ReplicaId(name) for name in ("r0", "r1", "unknown")]
+    assert [table.capacity(each) for each in names] == [CARD.num_blocks * BLOCK_SIZE, None, None]
+    assert set(table.ready_ids("m")) == {"r0", "r1"} and list(table.ready_ids("unknown")) == []
+    table.set_stalled(ReplicaId("r0"), is_stalled=True)
+    assert set(table.ready_ids("m")) == {"r1"}
+
+
+RATES = FleetRates(1e-4, 1e-2)
+
+SPEEDS = st.none() | st.sampled_from([1e-7, 5e-6, 5e-5, 1e-4, 1e-3])
+LOADS = st.builds(
+    ReplicaLoad,
+    num_requests=st.integers(0, 20),
+    num_pending_tokens=st.integers(0, 5000),
+    cache_fill=st.floats(0, 1),
+    speeds=st.builds(MoveSpeeds, SPEEDS, SPEEDS, SPEEDS, st.sampled_from([0.0, 0.05, 2.0])),
+)
+IMAGES = st.lists(st.tuples(st.integers(0, 900), st.integers(1, 400)), max_size=4).map(
+    lambda images: tuple(ImageTokens(b"", 1000 * n + gap, length) for n, (gap, length) in enumerate(images))
+)
+REACHES = st.lists(st.integers(0, 4000), min_size=4, max_size=4).map(lambda ends: Reach(*sorted(ends)))
+
+
+def seconds_of(
+    load: ReplicaLoad,
+    reach: Reach,
+    num_tokens: int,
+    num_ready: int,
+    images: Sequence[ImageTokens] = (),
+    encode: float = 0.0,
+) -> float:
+    """Time to first token and what others lose, if just so much is made ready; infinite if it cannot be."""
+    wait = load.num_pending_tokens * 1e-4 + load.num_requests * 1e-2 + load.num_pending_image_tokens * encode
+    move = load.speeds.backlog_seconds if num_ready > reach.device else 0.0
+    ways = (
+        (reach.device, reach.host, 0.0, HOST_MOVE_SECONDS),
+        (reach.host, reach.local, load.speeds.disk, DISK_MOVE_SECONDS),
+        (reach.local, reach.peer, load.speeds.pull, PULL_MOVE_SECONDS),
+    )
+    for start, end, per_token, fixed in ways:
+        if start < end <= num_ready:
+            if load.speeds.host is None or per_token is None:
+                return float("inf")
+            move += fixed + (end - start) * (load.speeds.host + per_token)
+    prefill = (num_tokens - num_ready) * 1e-4
+    for image in images:
+        if any(place >= num_ready for place in range(image.start, image.start + image.length)):
+            prefill += image.length * encode
+    return max(wait, move) + prefill * (1 + PARAMETERS.delay_price * load.num_requests)
+
+
+@given(LOADS, REACHES)
+def test_the_cheapest_way_is_taken(load: ReplicaLoad, reach: Reach) -> None:
+    cost = cost_of(load, num_tokens=5000, reach=reach, rates=RATES, parameters=PARAMETERS)
+    wanted = {end: seconds_of(load, reach, 5000, end) for end in reach}
+    assert cost.seconds - cost.room_seconds == pytest.approx(min(wanted.values()))
+    assert cost.num_ready_tokens in reach
+    assert wanted[cost.num_ready_tokens] == pytest.approx(min(wanted.values()))
+
+
+@given(LOADS, REACHES, IMAGES, st.sampled_from([1e-5, 1e-3]), st.integers(0, 5000))
+def test_the_cheapest_way_is_taken_of_a_prompt_with_images(
+    load: ReplicaLoad, reach: Reach, images: tuple[ImageTokens, ...], encode: float, num_pending: int
+) -> None:
+    load = structs.replace(load, num_pending_image_tokens=num_pending)
+    rates = RATES._replace(encode_seconds_per_token=encode)
+    cost = cost_of(load, num_tokens=5000, reach=reach, rates=rates, parameters=PARAMETERS, media=images)
+    wanted = {end: seconds_of(load, reach, 5000, end, images, encode) for end in reach}
+    assert cost.seconds - cost.room_seconds == pytest.approx(min(wanted.values()))
+    assert wanted[cost.num_ready_tokens] == pytest.approx(min(wanted.values()))
+    assert cost.prefill_seconds - cost.encode_seconds == pytest.approx((5000 - cost.num_ready_tokens) * 1e-4)
+
+
+@given(LOADS, REACHES)
+def test_what_is_known_below_the_device_never_makes_a_replica_dearer(load: ReplicaLoad, reach: Reach) -> None:
+    only_device = Reach(*[reach.device] * 4)
+    with_tiers = cost_of(load, num_tokens=5000, reach=reach, rates=RATES, parameters=PARAMETERS)
+    without = cost_of(load, num_tokens=5000, reach=only_device, rates=RATES, parameters=PARAMETERS)
+    assert with_tiers.seconds <= without.seconds + 1e-9
+
+
+def test_an_unknown_speed_is_never_taken() -> None:
+    reach = Reach(0, 1000, 2000, 3000)
+    for load, num_ready in (
+        (ReplicaLoad(), 0),
+        (ReplicaLoad(speeds=MoveSpeeds(None, 1e-9, 1e-9)), 0),
+        (ReplicaLoad(speeds=MoveSpeeds(1e-9, None, None)), 1000),
+        (ReplicaLoad(speeds=MoveSpeeds(1e-9, 1e-9, None)), 2000),
+        (ReplicaLoad(speeds=MoveSpeeds(1e-9, None, 1e-9)), 1000),
+    ):
+        cost = cost_of(load, num_tokens=5000, reach=reach, rates=RATES, parameters=PARAMETERS)
+        assert cost.num_ready_tokens == num_ready
+
+
+def test_a_move_that_delays_more_than_it_saves_is_not_taken() -> None:
+    """200 tokens save 20 ms, and take 21 to load; behind 3,000 that lie on the device already."""
+    idle = ReplicaLoad(speeds=MoveSpeeds(1e-4, None, None))
+    reach = Reach(3000, 3200, 3200, 3200)
+    cost = cost_of(idle, num_tokens=5000, reach=reach, rates=RATES, parameters=PARAMETERS)
+    assert (cost.num_ready_tokens, cost.move_seconds) == (3000, 0.0)
+
+
+def test_a_move_that_is_shorter_than_the_queue_costs_no_time() -> None:
+    busy = ReplicaLoad(num_requests=4, num_pending_tokens=5000, speeds=MoveSpeeds(1e-5, None, None))
+    cost = cost_of(
+        busy, num_tokens=5000, reach=Reach(0, 4000, 4000, 4000), rates=RATES, parameters=PARAMETERS
+    )
+    assert (cost.move_seconds, cost.num_ready_tokens) == (0.0, 4000)
+
+
+FAST = ReplicaLoad(speeds=MoveSpeeds(5e-6, 3e-5, 1e-5))
+
+
+def in_tiers(depths: dict[str, tuple[int, int, int]], loads: dict[str, ReplicaLoad]) -> Decision:
+    """Depths in blocks on the device, in host memory or faster, and anywhere."""
+    slots = Slots({ReplicaId(name): 1 << number for number, name in enumerate(depths)})
+
+    def levels(tier: int) -> list[tuple[int, int]]:
+        return sorted(
+            ((ends[tier], slots.bit(ReplicaId(name))) for name, ends in depths.items() if ends[tier]),
+            reverse=True,
+        )
+
+    tiers = {View.ON_DEVICE: 0, View.IN_HOST: 1, View.STORED: 2}
+    overlaps = Overlaps(slots, levels(2), lambda view: levels(tiers[view]))
+    return decide(request(), ready(fleet(len(loads), **loads)), overlaps, PARAMETERS, random.Random(1))
+
+
+def test_what_lies_in_host_memory_is_as_good_as_on_the_device() -> None:
+    for holder, other in (("r0", "r1"), ("r1", "r0")):
+        decision = in_tiers({holder: (0, 400, 400), other: (100, 100, 100)}, {"r0": FAST, "r1": FAST})
+        assert (decision.replica_id, decision.overlap_tokens) == (holder, 400 * BLOCK_SIZE)
+        assert decision.pull_from is None
+
+
+def test_a_busy_holder_is_pulled_from() -> None:
+    busy = ReplicaLoad(num_requests=30, num_pending_tokens=60_000, speeds=MoveSpeeds(5e-6, None, None))
+    decision = in_tiers({"r0": (400, 400, 400)}, {"r0": busy, "r1": FAST})
+    assert (decision.replica_id, decision.pull_from) == ("r1", "r0")
+    assert decision.overlap_tokens == 400 * BLOCK_SIZE
+
+
+def test_what_cannot_be_pulled_is_computed() -> None:
+    busy = ReplicaLoad(num_requests=30, num_pending_tokens=60_000)
+    decision = in_tiers({"r0": (400, 400, 400)}, {"r0": busy, "r1": ReplicaLoad()})
+    assert (decision.replica_id, decision.pull_from, decision.overlap_tokens) == ("r1", None, 0)
+
+
+def test_a_replica_that_does_not_say_what_moving_takes_has_all_its_tiers_counted() -> None:
+    """As one whose engine moves KV by itself."""
+    decision = in_tiers({"r0": (0, 0, 0), "r1": (0, 400, 400)}, {"r0": ReplicaLoad(), "r1": ReplicaLoad()})
+    assert (decision.replica_id, decision.overlap_tokens) == ("r1", 400 * BLOCK_SIZE)
+
+
+def test_what_cannot_be_reached_attracts_nothing() -> None:
+    """A copy on a disk of unknown speed, next to a little less on a device."""
+    host_only = ReplicaLoad(speeds=MoveSpeeds(5e-6, None, None))
+    decision = in_tiers({"r0": (0, 0, 24), "r1": (22, 22, 22)}, {"r0": host_only, "r1": host_only})
+    assert (decision.replica_id, decision.overlap_tokens) == ("r1", 22 * BLOCK_SIZE)
+
+
+def test_only_a_replica_that_may_serve_is_pulled_from() -> None:
+    slots = Slots({ReplicaId("gone"): 1, ReplicaId("r0"): 2})
+    overlaps = Overlaps(slots, [(400, 1)], lambda view: [(400, 1)])
+    decision = decide(request(), ready(fleet(1, r0=FAST)), overlaps, PARAMETERS, random.Random(1))
+    assert (decision.pull_from, decision.overlap_tokens) == (None, 0)
+
+
+def test_what_is_only_predicted_is_not_pulled() -> None:
+    slots = Slots({ReplicaId("r0"): 1, ReplicaId("r1"): 2})
+    predicted = {View.ON_DEVICE: [(400, 1)], View.IN_HOST: [(400, 1)], View.STORED: []}
+    overlaps = Overlaps(slots, [(400, 1)], predicted.__getitem__)
+    busy = ReplicaLoad(num_requests=30, num_pending_tokens=60_000, speeds=MoveSpeeds(5e-6, None, None))
+    replicas = ready(fleet(2, r0=busy, r1=FAST))
+    decision = decide(request(), replicas, overlaps, PARAMETERS, random.Random(1))
+    assert decision.pull_from is None
+
+
+@pytest.mark.parametrize(("layouts", "source"), [("aa", "r0"), ("ab", None), ("a", None), ("", None)])
+def test_only_who_lays_out_its_kv_alike_is_pulled_from(layouts: str, source: str | None) -> None:
+    busy = ReplicaLoad(num_requests=30, num_pending_tokens=60_000, speeds=MoveSpeeds(5e-6, None, None))
+    loads = fleet(2, r0=busy, r1=FAST)
+    overlaps = Overlaps(Slots({ReplicaId("r0"): 1}), [(400, 1)], lambda view: [(400, 1)])
+    replicas = Replicas(loads, loads.__getitem__, dict(zip(sorted(loads), layouts, strict=False)))
+    for each in (replicas, replicas.without([ReplicaId("r2")])):
+        decision = decide(request(), each, overlaps, PARAMETERS, random.Random(1))
+        assert (decision.replica_id, decision.pull_from) == ("r1", source)
+        assert decision.overlap_tokens == (400 * BLOCK_SIZE if source else 0)

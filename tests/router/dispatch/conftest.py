@@ -1,0 +1,3 @@
+from tests.router.dispatched_fleet import fleet
+
+__all__ = ["fleet"]
