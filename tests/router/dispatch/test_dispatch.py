@@ -137,24 +137,6 @@ async def test_the_prefill_reservation_ends_with_the_first_token(fleet: Dispatch
         assert fleet.table.loads.num_reserved == 1
 
 
-async def test_the_reservation_is_given_back_with_the_last_token(fleet: DispatchedFleet) -> None:
-    await fleet.add("r0")
-    async with fleet.dispatcher.run(GENERATION) as run:
-        async for _ in run:
-            pass
-        assert fleet.table.loads.num_reserved == 0
-
-
-async def test_leaving_a_run_stops_it_on_the_replica(fleet: DispatchedFleet) -> None:
-    replica = await fleet.add("r0")
-    replica.script.step_seconds = 0.005
-    async with fleet.dispatcher.run(long_generation()) as run:
-        await anext(run)
-    fleet.assert_nothing_reserved()
-    await eventually(lambda: replica.num_live == 0)
-    assert replica.num_aborts == 1
-
-
 async def test_an_aborted_choice_ends_and_the_others_go_on(fleet: DispatchedFleet) -> None:
     replica = await fleet.add("r0")
     replica.script.step_seconds = 0.002
@@ -229,22 +211,6 @@ async def test_a_run_cancelled_while_it_waits_for_a_replica_gives_everything_bac
     fleet.assert_nothing_reserved()
 
 
-async def test_a_run_cancelled_while_it_waits_for_a_place_to_resume_gives_everything_back(
-    fleet: DispatchedFleet,
-) -> None:
-    replica = await fleet.add("r0")
-    replica.script.step_seconds = 0.005
-    fleet.dispatcher.retry = RetryPolicy(first_wait_seconds=60)
-    task = asyncio.create_task(generate(fleet, long_generation()))
-    await eventually(lambda: replica.num_tokens_sent > 2)
-    await replica.kill()
-    await eventually(lambda: fleet.dispatcher.num_lost == 1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    fleet.assert_nothing_reserved()
-
-
 ADAPTER = Adapter("sql", "f1")
 ADAPTED = changed(GENERATION, adapter=ADAPTER, user=UserTag(b"somebody"))
 
@@ -266,12 +232,6 @@ async def test_adapter_and_user_are_the_same_wherever_a_generation_is_tried_or_r
     assert {(submit.adapter, submit.user) for submit in submits} == {("sql", b"somebody")}
     assert any(submit.num_output_tokens for submit in submits)
     assert [replica.submits for replica in unable] == [[], []]
-
-
-async def test_without_adapter_and_user_none_are_sent(fleet: DispatchedFleet) -> None:
-    replica = await fleet.add("r0", ADAPTER)
-    await generate(fleet)
-    assert [(submit.adapter, submit.user) for submit in replica.submits] == [(None, b"")]
 
 
 async def test_an_adapter_that_no_replica_has_ready_is_named_in_the_refusal(fleet: DispatchedFleet) -> None:
@@ -421,19 +381,6 @@ async def test_finished_choices_are_not_resumed(fleet: DispatchedFleet) -> None:
     assert tokens_of(deltas, 1) == expected_tokens(1)
 
 
-async def test_a_generation_survives_several_losses(fleet: DispatchedFleet) -> None:
-    for name in ("r0", "r1", "r2"):
-        (await fleet.add(name)).script.step_seconds = 0.01
-    deltas: list[TokenDelta] = []
-    async with fleet.dispatcher.run(GENERATION) as run:
-        async for batch in run:
-            deltas += batch
-            if len(deltas) >= 5 * run.num_attempts and run.num_attempts < 3:
-                await fleet.replicas[run.replica_id].kill()
-        assert run.num_attempts == 3
-    assert_complete(deltas, 1)
-
-
 async def test_when_every_replica_is_dead_the_client_is_told_within_bounds(fleet: DispatchedFleet) -> None:
     for name in ("r0", "r1"):
         await (await fleet.add(name)).kill()
@@ -526,18 +473,6 @@ async def test_a_request_waits_a_little_for_a_model_whose_first_replica_is_just_
     task = asyncio.create_task(generate(fleet))
     await eventually(lambda: fleet.dispatcher.num_running == 1)
     await fleet.add("r0")
-    assert_complete(await task, 1)
-
-
-async def test_a_request_waits_a_little_for_a_replica_that_is_just_reconnecting(
-    fleet: DispatchedFleet,
-) -> None:
-    replica = await fleet.add("r0")
-    await fleet.clients[replica.replica_id].close()
-    fleet.dispatcher.retry = RetryPolicy(first_wait_seconds=0.2)
-    task = asyncio.create_task(generate(fleet))
-    await eventually(lambda: fleet.dispatcher.num_running == 1)
-    fleet.connect(replica)
     assert_complete(await task, 1)
 
 

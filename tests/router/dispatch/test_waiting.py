@@ -87,13 +87,6 @@ async def ask(fleet: DispatchedFleet, numbers: Sequence[int]) -> list[asyncio.Ta
     return tasks
 
 
-async def test_who_asks_while_all_are_away_is_answered_when_one_is_back(emptied: DispatchedFleet) -> None:
-    tasks = await ask(emptied, range(50))
-    assert emptied.dispatcher.room.num_bytes > 50 * len(PROMPT)
-    await emptied.add("back")
-    await asyncio.gather(*tasks)
-
-
 def unplaced(fleet: DispatchedFleet) -> dict[str, dict[str, float]]:
     found = {}
     for name in ("requests", "tokens"):
@@ -523,15 +516,6 @@ async def test_a_prompt_whose_replica_is_lost_costs_its_tenant_nothing(fleet: Di
     with pytest.raises(RouterError):
         await asking
     assert counters.counter_of_waiting("red") == 0
-
-
-async def test_a_tenants_slo_is_a_deadline_too(fleet: DispatchedFleet) -> None:
-    use_of_holding(fleet)
-    replica = await fleet.add("slow", holding=True)
-    caller = Caller(tenant=Tenant(name="red", slo_seconds=2.0))  # to have reached the replica by then
-    with pytest.raises(TooLate):
-        await generate(fleet, replace(of("red"), caller=caller))
-    await eventually(lambda: replica.num_aborts == 1)
 
 
 async def test_what_nobody_waits_for_has_all_the_time(fleet: DispatchedFleet) -> None:

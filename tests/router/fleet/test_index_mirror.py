@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
-import redis
 from redis.exceptions import RedisError, ResponseError
 
 from replicas.process.plain_redis import plain_redis
@@ -23,33 +22,6 @@ from tests.router.mirrored_index import MODEL, announce, block, blocks, level, m
 from tests.router.scripted_replica import eventually
 
 
-async def test_a_set_that_was_there_first_is_read(
-    redis_url: str, writer: Callable[[str], IndexSetWriter]
-) -> None:
-    a = writer("a")
-    a.change(added=blocks(*range(5000)))
-    async with mirroring(redis_url, a) as (_, index):
-        await eventually(lambda: len(index.stored(a.replica_id)) == 5000)
-        assert index.stored(a.replica_id) == a.members()
-
-
-async def test_additions_removals_and_clearing_follow(
-    redis_url: str, writer: Callable[[str], IndexSetWriter]
-) -> None:
-    a, b = writer("a"), writer("b")
-    async with mirroring(redis_url, a, b) as (mirror, index):
-        a.change(added=blocks(1, 2, 3))
-        b.change(added=blocks(2))
-        await eventually(lambda: index.overlaps(blocks(1, 2, 3)) == {"a": 3})
-        a.change(removed=blocks(2), added=blocks(4))
-        await eventually(lambda: index.stored(a.replica_id) == set(blocks(1, 3, 4)))
-        a.change(cleared=True, added=blocks(9))
-        await eventually(lambda: index.stored(a.replica_id) == set(blocks(9)))
-        await level(index, a, b)
-        assert mirror.num_entries == 2
-        assert mirror.num_malformed == 0
-
-
 async def test_changes_reach_the_mirror_by_the_stream_and_not_by_reading_sets_again(
     redis_url: str, writer: Callable[[str], IndexSetWriter]
 ) -> None:
@@ -61,19 +33,6 @@ async def test_changes_reach_the_mirror_by_the_stream_and_not_by_reading_sets_ag
         await level(index, a)
         assert mirror.num_changes == 200
         assert mirror.num_resyncs == 1
-
-
-async def test_a_replica_that_joins_later_is_read_and_followed(
-    redis_url: str, writer: Callable[[str], IndexSetWriter]
-) -> None:
-    a = writer("a")
-    async with mirroring(redis_url, a) as (mirror, index):
-        b = writer("b")
-        b.change(added=blocks(1))
-        announce(mirror, a, b)
-        await level(index, a, b)
-        b.change(added=blocks(2))
-        await eventually(lambda: index.stored(b.replica_id) == set(blocks(1, 2)))
 
 
 async def test_a_replica_that_is_gone_is_forgotten(
@@ -206,53 +165,9 @@ async def test_another_models_changes_are_not_seen(
     foreign.close()
 
 
-async def test_announcements_follow_and_end(redis_url: str, writer: Callable[[str], IndexSetWriter]) -> None:
-    a, b = writer("a"), writer("b")
-    async with mirroring(redis_url, a, b) as (mirror, index):
-        await eventually(lambda: mirror.num_resyncs == 2)
-        a.change(announced={7: blocks(1, 2)})
-        b.change(announced={8: blocks(1)})
-        await eventually(lambda: index.overlaps(blocks(1, 2)) == {"a": 2, "b": 1})
-        assert mirror.num_predictions == 2
-        b.change(ended=(8,))
-        a.change(added=blocks(1, 2), ended=(7,))
-        await level(index, a, b)
-        assert index.overlaps(blocks(1, 2)) == {"a": 2}
-        assert mirror.num_predictions == 0
-        assert mirror.num_resyncs == 2
-
-
-@pytest.mark.parametrize("how", ["missed change", "missed end", "death", "restart"])
-async def test_an_announcement_whose_end_may_have_been_missed_is_forgotten(
-    redis_url: str, writer: Callable[[str], IndexSetWriter], how: str
-) -> None:
-    a = writer("a")
-    async with mirroring(redis_url, a) as (mirror, index):
-        await eventually(lambda: mirror.num_resyncs == 1)
-        a.change(announced={7: blocks(1, 2)})
-        await eventually(lambda: index.num_predictions == 1)
-        a.change(ended=(7,), num_heard=0)
-        if how == "missed change":
-            a.change(added=blocks(5))
-        elif how == "missed end":
-            announce(mirror, a)
-        elif how == "death":
-            announce(mirror)
-        else:
-            a.restart("e2")
-            announce(mirror, a)
-        await eventually(lambda: index.num_predictions == 0)
-        assert index.overlaps(blocks(1, 2)) == {}
-
-
 def test_stream_ids_compare_as_numbers() -> None:
     assert StreamId.parse(b"9-10") < StreamId.parse(b"10-2") < StreamId.parse(b"10-11")
     assert str(StreamId.parse(b"12-3")) == "12-3"
-
-
-def test_the_fixture_redis_is_real(redis_url: str) -> None:
-    with redis.Redis.from_url(redis_url, protocol=2) as client:
-        assert client.ping()
 
 
 @pytest.mark.timeout(60)
@@ -500,15 +415,6 @@ async def test_it_reads_what_the_client_reads(redis_url: str) -> None:
             ((_, wanted),) = await client.xread({KEY: after}, count=count)
             assert list(await reader.read(after, count=count, block_seconds=0.01)) == wanted
             assert len(wanted) in (2, 3, 4)
-
-
-async def test_it_waits_for_an_entry_that_comes(redis_url: str) -> None:
-    async with plain_redis(redis_url) as client, StreamReader(client, KEY) as reader:
-        reading = asyncio.create_task(reader.read("0-0", count=1, block_seconds=30))
-        await asyncio.sleep(0.05)  # it may be on its way by now, or not: it reads the entry either way
-        await client.xadd(KEY, {b"late": b"yes"})
-        ((_, fields),) = await reading
-        assert fields == {b"late": b"yes"}
 
 
 async def test_a_key_that_holds_no_stream_is_said(redis_url: str) -> None:

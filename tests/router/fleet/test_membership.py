@@ -16,7 +16,7 @@ from cluster.registry import read_registry
 from replicas.protocol import keys
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import LoadSnapshot
-from replicas.protocol.keys import replica_key, replicas_key
+from replicas.protocol.keys import replicas_key
 from replicas.protocol.status import Adapter, Epoch, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
 from router.fleet.fleet_health import FleetHealth
 from router.fleet.index_mirror import IndexMirror
@@ -378,24 +378,6 @@ async def test_adapters_that_come_and_go_are_known_without_a_new_connection(
     await asyncio.sleep(5 * POLL_SECONDS)
     assert replica.num_describes == num_asked + 3  # a card is asked for when it changes, and then once
     assert (replica.num_streams, world.membership.num_lost_streams, len(world.models)) == (1, 0, 1)
-
-
-async def test_two_models_are_kept_apart(world: World, registry: Registry, start: Start) -> None:
-    await registry.put(await start("r0"))
-    await registry.put(await start("r1", card=replace(CARD, name="other")))
-    await world.wait_routed("r0")
-    await world.wait_routed("r1", model="other")
-    assert {card.name for card, _ in world.models} == {"toy", "other"}
-
-
-async def test_an_unreadable_record_hides_nobody_else(world: World, registry: Registry, start: Start) -> None:
-    for name in ("broken", "wrong type"):
-        await registry.redis.sadd(replicas_key("toy"), name)
-    await registry.redis.hset(replica_key("toy", ReplicaId("broken")), "epoch", "e0")
-    await registry.redis.set(replica_key("toy", ReplicaId("wrong type")), "text")
-    await registry.redis.sadd(replicas_key("toy"), b"\xff")
-    await registry.put(await start())
-    await world.wait_routed("r0")
 
 
 async def test_ids_without_a_lease_are_taken_out_of_the_set_after_a_while(

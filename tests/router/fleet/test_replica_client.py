@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from replicas.protocol.frames import FinishReason, LoadSnapshot, RequestKey, TokenDelta
+from replicas.protocol.frames import LoadSnapshot, RequestKey, TokenDelta
 from replicas.protocol.keys import replica_key, replicas_key
 from replicas.protocol.status import ReplicaId
 from router.fleet.inflight import BYTES_OF_DELTA, Inflight, Mailbox, ReplicaLost
@@ -56,14 +56,6 @@ def tokens_of(deltas: list[TokenDelta], choice: int = 0) -> list[int]:
     return [token for delta in deltas if delta.key.choice == choice for token in delta.token_ids]
 
 
-async def test_a_request_gets_its_tokens_in_order(client: ReplicaClient) -> None:
-    deltas = await collect(client.submit(asking([1, 2, 3], max_tokens=5, seed=9)))
-    assert tokens_of(deltas) == [token_at(9, n) for n in range(5)]
-    assert deltas[-1].finish_reason is FinishReason.LENGTH
-    assert deltas[0].usage is not None and deltas[0].usage.num_prompt_tokens == 3
-    assert client.num_inflight == 0
-
-
 async def test_requests_of_one_turn_share_a_frame(client: ReplicaClient, replica: ScriptedReplica) -> None:
     inflights = [client.submit(asking([1], max_tokens=2, seed=n)) for n in range(20)]
     answers = [await collect(inflight) for inflight in inflights]
@@ -95,36 +87,11 @@ async def test_what_the_protocol_cannot_carry_fails_alone(client: ReplicaClient)
     await collect(following)
 
 
-async def test_one_mailbox_serves_several_requests(client: ReplicaClient) -> None:
-    mailbox = Mailbox()
-    first = client.submit(asking([1], max_tokens=3), mailbox)
-    second = client.submit(asking([1], max_tokens=3), mailbox)
-    num_tokens = 0
-    while num_tokens < 6:
-        deltas = first.take() + second.take()
-        num_tokens += sum(len(delta.token_ids) for delta in deltas)
-        if not deltas:
-            await mailbox.wait()
-
-
 async def test_a_frame_wakes_its_consumer_once_with_all_its_deltas(
     client: ReplicaClient, replica: ScriptedReplica
 ) -> None:
     inflight = client.submit(asking([1], max_tokens=1, num_choices=4))
     assert len(await inflight.batch()) == 4
-
-
-async def test_an_abort_reaches_the_replica_and_nothing_more_is_delivered(
-    client: ReplicaClient, replica: ScriptedReplica
-) -> None:
-    replica.script.step_seconds = 0.005
-    inflight = client.submit(asking([1], max_tokens=100_000))
-    await inflight.batch()
-    client.abort(inflight.submit_id)
-    inflight.take()
-    await eventually(lambda: replica.num_live == 0 and replica.num_aborts == 1)
-    assert inflight.take() == []
-    assert client.num_inflight == 0
 
 
 async def test_aborting_one_choice_leaves_the_others_running(

@@ -230,13 +230,6 @@ async def test_a_route_that_is_passed_on_goes_where_the_fewest_requests_are() ->
         assert chat.status == 400
 
 
-async def test_a_data_parallel_rank_is_named() -> None:
-    async with picking_fleet() as picking:
-        picking.join("a-1", A, endpoint_rank=1)
-        told = await picking.gateway.decide("/v1/completions", COMPLETION)
-        assert (told.destination, told.headers["x-data-parallel-rank"]) == (A, "1")
-
-
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_server_is_sent_what_was_read_alone(picking: Picking, path: str) -> None:
     """Of fields of one name the last. A priority counts only by a right."""

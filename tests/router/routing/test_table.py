@@ -25,17 +25,6 @@ from tests.examples import examples
 from tests.router.routing.tables import BLOCK_SIZE, CARD, ROOT, STRIDE, Clock, prompt, route, store, table_of
 
 
-def test_a_request_is_reserved_predicted_and_given_back() -> None:
-    table = table_of(4)
-    with route(table, prompt(0, 1, 500)) as routed:
-        load = table.load(routed.decision.replica_id)
-        assert (load.num_requests, load.num_pending_tokens, load.num_context_tokens) == (1, 500, 500)
-        assert table.num_predictions == 1
-    assert table.load(routed.decision.replica_id).num_requests == 0
-    assert table.loads.num_reserved == 0
-    assert table.num_predictions == 0
-
-
 def test_only_what_is_not_cached_is_reserved_as_prefill() -> None:
     table = table_of(4)
     store(table, ReplicaId("r2"), prompt(0, 1, 512))
@@ -382,24 +371,6 @@ def test_a_replica_that_nobody_spoke_of_is_idle() -> None:
     assert LoadBook().view(A) == ReplicaLoad()
 
 
-def test_a_reservation_counts_at_once_and_is_given_back() -> None:
-    book = LoadBook()
-    with book.reserve(A, num_uncached_tokens=70, num_tokens=100):
-        assert numbers(book.view(A)) == (1, 70, 100)
-        assert numbers(book.view(B)) == (0, 0, 0)
-        assert book.num_reserved == 1
-    assert numbers(book.view(A)) == (0, 0, 0)
-    assert book.num_reserved == 0
-
-
-def test_it_is_given_back_whatever_happens() -> None:
-    book = LoadBook()
-    with pytest.raises(KeyError), book.reserve(A, num_uncached_tokens=70, num_tokens=100):
-        raise KeyError
-    assert book.num_reserved == 0
-    assert numbers(book.view(A)) == (0, 0, 0)
-
-
 def test_it_is_given_back_only_once() -> None:
     book = LoadBook()
     first = book.reserve(A, num_uncached_tokens=7, num_tokens=10)
@@ -407,55 +378,6 @@ def test_it_is_given_back_only_once() -> None:
         first.release()
         first.release()
         assert numbers(book.view(A)) == (1, 7, 10)
-
-
-def test_a_snapshot_counts_it_away_when_it_says_so_and_not_before() -> None:
-    book = LoadBook()
-    with (
-        book.reserve(A, num_uncached_tokens=70, num_tokens=100) as first,
-        book.reserve(A, num_uncached_tokens=5, num_tokens=1000) as second,
-    ):
-        first.sent(1)
-        second.sent(2)
-        for _ in range(9):
-            book.update(A, LoadSnapshot(num_running=3, num_context_tokens=900), 0)
-        assert numbers(book.view(A)) == (5, 75, 2000)
-        book.update(A, LoadSnapshot(num_running=3, num_waiting=1, num_pending_tokens=70), 1)
-        assert numbers(book.view(A)) == (5, 75, 1000)
-        book.update(A, LoadSnapshot(num_running=5, num_pending_tokens=60), 2)
-        assert numbers(book.view(A)) == (5, 60, 0)
-
-
-def test_a_snapshot_says_nothing_of_what_has_not_been_sent() -> None:
-    book = LoadBook()
-    with book.reserve(A, num_uncached_tokens=70, num_tokens=100) as reservation:
-        book.update(A, LoadSnapshot(), 5)
-        assert numbers(book.view(A)) == (1, 70, 100)
-        reservation.sent(6)
-        book.update(A, LoadSnapshot(), 5)
-        assert numbers(book.view(A)) == (1, 70, 100)
-        book.update(A, LoadSnapshot(), 6)
-        assert numbers(book.view(A)) == (0, 0, 0)
-        assert book.num_reserved == 1
-    assert book.num_reserved == 0
-
-
-def test_what_was_given_back_is_not_counted_away_again() -> None:
-    book = LoadBook()
-    reservation = book.reserve(A, num_uncached_tokens=70, num_tokens=100)
-    reservation.sent(1)
-    reservation.release()
-    book.update(A, LoadSnapshot(), 1)
-    assert numbers(book.view(A)) == (0, 0, 0)
-
-
-def test_a_burst_between_two_snapshots_adds_up() -> None:
-    book = LoadBook()
-    reservations = [book.reserve(A, num_uncached_tokens=10, num_tokens=20) for _ in range(1000)]
-    assert numbers(book.view(A)) == (1000, 10_000, 20_000)
-    for reservation in reservations:
-        reservation.release()
-    assert numbers(book.view(A)) == (0, 0, 0)
 
 
 def test_rates_are_unknown_until_they_are_measured() -> None:
@@ -488,14 +410,6 @@ def test_a_heartbeat_counts_before_the_first_frame_and_when_frames_have_long_sto
         assert book.view(A).num_requests == 2
     book.update_from_registry(A, LoadSnapshot(num_running=4))
     assert book.view(A).num_requests == 4
-
-
-def test_a_heartbeat_acknowledges_nothing() -> None:
-    book = LoadBook()
-    with book.reserve(A, num_uncached_tokens=70, num_tokens=100):
-        for _ in range(20):
-            book.update_from_registry(A, LoadSnapshot(num_running=5))
-        assert book.view(A).num_requests == 6
 
 
 def test_a_reservation_on_a_replica_that_went_does_not_haunt_its_successor() -> None:
