@@ -1,6 +1,7 @@
 """Panels, rows and dashboards as data, and their JSON for Grafana 10 and 11.
 
-Owns Grafana's schema: layout, variables, data source, thresholds. `*_panels.py` has the content.
+Owns Grafana's schema (layout, variables, data source, thresholds), and how a rate, a share and a quantile are
+written. `*_panels.py` has the content.
 """
 
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ SCHEMA_VERSION = 39
 """Grafana 10.4 and 11.0 write this version; older releases of 10 read it, newer ones migrate it."""
 
 COLUMNS = 24
+SIZES = {"stat": (4, 4), "timeseries": (8, 8), "table": (24, 8)}
+"""Width and height of a panel by its kind. A row has panels of one kind."""
+
 DATA_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 FILTERS = {
@@ -18,7 +22,6 @@ FILTERS = {
     "MODEL": 'namespace=~"$namespace",router=~"$router",model=~"$model"',
     "TENANT": 'namespace=~"$namespace",router=~"$router",tenant=~"$tenant"',
     "REPLICA": 'namespace=~"$namespace",replica=~"$replica"',
-    "SEEN": 'namespace=~"$namespace",router=~"$router",replica=~"$replica"',
     "FLEET": 'namespace=~"$namespace"',
 }
 """Matchers by their word in the expressions; a matcher of an absent label also matches without it."""
@@ -50,9 +53,9 @@ class Query:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """`limits` are (value, colour): above the value the panel has the colour; below all it is `calm`.
+    """Show queries: as a graph, as the latest value (`stat`), or with a column per query (`table`).
 
-    A `stat` shows the latest value, a `table` a row per label set and a column per query.
+    `limits` are (value, colour): above the value the panel has the colour; below all it is `calm`.
     """
 
     title: str
@@ -60,11 +63,8 @@ class Panel:
     queries: tuple[Query, ...]
     unit: str = "short"
     kind: str = "timeseries"
-    width: int = 8
     limits: tuple[tuple[float, str], ...] = ()
-    calm: str = "green"
-    minimum: float | None = 0
-    maximum: float | None = None
+    calm: str = "text"
     is_stacked: bool = False
 
 
@@ -80,6 +80,30 @@ class Dashboard:
     title: str
     description: str
     rows: tuple[Row, ...]
+
+
+def rate(counter: str, filters: str, by: str = "") -> str:
+    return f"sum{by and f' by ({by})'} (rate({counter}{{{filters}}}[$__rate_interval]))"
+
+
+def ratio(part: str, whole: str, filters: str, by: str = "") -> str:
+    return f"{rate(part, filters, by)} / {rate(whole, filters, by)}"
+
+
+def events(counter: str, filters: str, by: str = "") -> str:
+    """Write the number of events between two points of the graph, for rare events."""
+    return rate(counter, filters, by).replace("(rate(", "(increase(")
+
+
+def quantile(share: float, histogram: str, filters: str, by: str = "") -> str:
+    labels = f"le, {by}" if by else "le"
+    return f"histogram_quantile({share:g}, {rate(f'{histogram}_bucket', filters, labels)})"
+
+
+def quantiles(histogram: str, filters: str) -> tuple[Query, ...]:
+    return tuple(
+        Query(quantile(share, histogram, filters), f"p{100 * share:g}") for share in (0.5, 0.9, 0.99)
+    )
 
 
 def filtered(expression: str) -> str:
@@ -184,13 +208,13 @@ def _placed(rows: tuple[Row, ...]) -> Iterator[dict[str, Any]]:
         top += 1
         left = height = 0
         for panel in row.panels:
-            if left + panel.width > COLUMNS:
-                left, top, height = 0, top + height, 0
+            width, height = SIZES[panel.kind]
+            if left + width > COLUMNS:
+                left, top = 0, top + height
             panel_id += 1
-            own_height = 4 if panel.kind == "stat" else 8
-            place = {"h": own_height, "w": panel.width, "x": left, "y": top}
+            place = {"h": height, "w": width, "x": left, "y": top}
             yield {"gridPos": place, "id": panel_id, **_panel(panel)}
-            left, height = left + panel.width, max(height, own_height)
+            left += width
         top += height
 
 
@@ -212,11 +236,10 @@ def _panel(panel: Panel) -> dict[str, Any]:
 def _field_defaults(panel: Panel) -> dict[str, Any]:
     steps: list[dict[str, Any]] = [{"color": panel.calm, "value": None}]
     steps += [{"color": color, "value": value} for value, color in panel.limits]
-    defaults: dict[str, Any] = {"thresholds": {"mode": "absolute", "steps": steps}, "unit": panel.unit}
-    if panel.minimum is not None:
-        defaults["min"] = panel.minimum
-    if panel.maximum is not None:
-        defaults["max"] = panel.maximum
+    thresholds = {"mode": "absolute", "steps": steps}
+    defaults: dict[str, Any] = {"thresholds": thresholds, "unit": panel.unit, "min": 0}
+    if panel.unit == "percentunit":
+        defaults["max"] = 1
     if panel.kind == "timeseries":
         defaults["color"] = {"mode": "palette-classic"}
         defaults["custom"] = {
@@ -238,7 +261,7 @@ def _target(panel: Panel, number: int, query: Query) -> dict[str, Any]:
         "datasource": DATA_SOURCE,
         "editorMode": "code",
         "expr": filtered(query.expression),
-        "format": {"table": "table", "heatmap": "heatmap"}.get(panel.kind, "time_series"),
+        "format": "table" if is_table else "time_series",
         "instant": is_table,
         "legendFormat": query.legend,
         "range": not is_table,
@@ -273,10 +296,4 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "textMode": "auto",
     },
     "table": {"cellHeight": "sm", "showHeader": True},
-    "heatmap": {
-        "calculate": False,
-        "cellGap": 1,
-        "color": {"exponent": 0.5, "mode": "scheme", "scheme": "Oranges", "steps": 64},
-        "yAxis": {"unit": "s"},
-    },
 }
