@@ -11,7 +11,7 @@ import helm_python
 import pytest
 
 from tests.helm.api_server import KINDS, ApiServer, Key, Object, api_server, helm_at
-from tests.helm.chart import FOLDER, chart, objects_in, values_of, with_keys
+from tests.helm.chart import FOLDER, PROMETHEUS, chart, objects_in, values_of, with_keys
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -40,26 +40,8 @@ def helm(server: ApiServer) -> Iterator[helm_python.Config]:
         yield helm
 
 
-def rendered_with_lookup(helm: helm_python.Config, values: dict[str, Any]) -> dict[Key, Object]:
-    files = helm.render(chart(), values, name="demo", namespace="llm", is_upgrade=True)
-    return {
-        (item["kind"], item["metadata"]["name"]): item
-        for item in objects_in(files)
-        if "helm.sh/hook" not in item["metadata"].get("annotations", {})
-    }
-
-
 def secrets_in(objects: dict[Key, Object]) -> dict[str, Any]:
     return {name: copy.deepcopy(item["data"]) for (kind, name), item in objects.items() if kind == "Secret"}
-
-
-def test_an_install_makes_all_objects_and_an_uninstall_leaves_none(
-    server: ApiServer, helm: helm_python.Config
-) -> None:
-    helm.install(chart(), "demo", LAPTOP, namespace="llm")
-    assert server.installed().keys() == rendered_with_lookup(helm, LAPTOP).keys()
-    helm.uninstall("demo")
-    assert server.objects == {}
 
 
 def test_an_upgrade_changes_what_the_values_change_and_a_rollback_restores_it(
@@ -213,3 +195,39 @@ def test_without_a_look_at_the_cluster_there_are_statefulsets_though_kubernetes_
         files = told.render(with_keys({}), name="demo", namespace="llm", is_install=True)
     assert "StatefulSets: the chart was rendered without a look" in files["kvasir/templates/NOTES.txt"]
     assert "RayCluster" not in {item["kind"] for item in objects_in(files)}
+
+
+SCALING: dict[str, Any] = {"enabled": True, "by": "keda", "prometheus": PROMETHEUS}
+
+
+def test_what_begins_to_scale_keeps_its_size_until_the_autoscaler_changes_it() -> None:
+    fixed: dict[str, Any] = with_keys(
+        {
+            "fleet": {"mode": "statefulset"},
+            "router": {"replicas": 5},
+            "pools": {"a": {"replicas": 5}},
+        }
+    )
+    scaling = copy.deepcopy(fixed)
+    scaling["router"]["autoscaling"] = {"enabled": True}
+    scaling["pools"]["a"]["autoscaling"] = {**SCALING, "by": "hpa"}
+    with api_server() as server, helm_at(server, "llm") as helm:
+        helm.install(chart(), "demo", fixed, namespace="llm")
+
+        def specs() -> list[Object]:
+            names = ("StatefulSet", "demo-kvasir-pool-a"), ("Deployment", "demo-kvasir-router")
+            return [server.installed()[name]["spec"] for name in names]
+
+        for size in (5, 0, 7):
+            for spec in specs():
+                spec["replicas"] = size
+            helm.upgrade(chart(), "demo", scaling, namespace="llm")
+            assert [spec["replicas"] for spec in specs()] == [size, size]
+
+
+def test_where_a_pool_scales_by_hpa_or_keda_auto_takes_statefulsets() -> None:
+    values: dict[str, Any] = with_keys({"pools": {"a": {"autoscaling": SCALING}, "b": {}}})
+    with api_server() as server, helm_at(server, "llm") as helm:
+        notes = helm.install(chart(), "demo", values, namespace="llm")["notes"]
+        assert "StatefulSets: a pool scales by hpa or keda." in notes
+        assert ("RayCluster", "demo-kvasir") not in server.installed()

@@ -3,16 +3,18 @@
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from helm_python import HelmRenderError, HelmValuesError
+from helm_python import HelmError
 
+from cluster.fleet_file import AUTOSCALING_FIELDS, ENGINES_FIELDS
 from helm.make_readme import documented_values, values_table, with_table
 from replicas.config import ReplicaConfig
 from router.config import RouterConfig
-from tests.helm.chart import FOLDER, PROMETHEUS, render, with_keys
+from tests.helm.chart import FOLDER, Values, check_fields, render
 
 VALUES = (FOLDER / "values.yaml").read_text(encoding="utf-8")
 SCHEMA = json.loads((FOLDER / "values.schema.json").read_text(encoding="utf-8"))
@@ -95,196 +97,37 @@ def test_every_setting_of_the_programs_can_be_set_once(
     assert not known & chart_sets
 
 
-@pytest.mark.parametrize(
-    ("values", "named"),
-    [
-        ({"routers": {}}, "routers"),
-        ({"router": {"replica": 3}}, "replica"),
-        ({"router": {"settings": {"max_inflight": 3}}}, "max_inflight"),
-        ({"router": {"settings": {"max_in_flight": "many"}}}, "/router/settings/max_in_flight"),
-        ({"router": {"settings": {"port": 1}}}, "port"),
-        ({"router": {"image": {"tagg": "1"}}}, "tagg"),
-        ({"router": {"image": {"digest": "latest"}}}, "digest"),
-        ({"router": {"resources": {"limit": {}}}}, "limit"),
-        ({"router": {"extraEnv": [{"name": "KVASIR_ROUTER_PORT", "value": "1"}]}}, "/router/extraEnv/0/name"),
-        ({"pools": {"a": {"replcas": 3}}}, "replcas"),
-        ({"pools": {"a": {"settings": {"max_runing": 3}}}}, "max_runing"),
-        ({"pools": {"a": {"model": {"source": "hug"}}}}, "/pools/a/model/source"),
-        ({"pools": {"A_b": {}}}, "A_b"),
-        ({"pools": {"a": {"gpu": {"counts": 1}}}}, "counts"),
-        ({"poolDefaults": {"engine": "vlm"}}, "/poolDefaults/engine"),
-        ({"pools": {"a": {"kv": {"ram": "64Gi"}}}}, "ram"),
-        ({"pools": {"a": {"kv": {"memory": "64GB"}}}}, "/pools/a/kv/memory"),
-        ({"pools": {"a": {"kv": {"volume": "nfs"}}}}, "/pools/a/kv/volume"),
-        ({"pools": {"a": {"kv": {"hostPath": "kv"}}}}, "/pools/a/kv/hostPath"),
-        ({"pools": {"a": {"settings": {"host_kv_bytes": 1}}}}, "host_kv_bytes"),
-        ({"pools": {"a": {"autoscaling": {"targetInflight": 3}}}}, "targetInflight"),
-        ({"pools": {"a": {"autoscaling": {"tolerance": 1}}}}, "/pools/a/autoscaling/tolerance"),
-        ({"pools": {"a": {"autoscaling": {"by": "vpa"}}}}, "/pools/a/autoscaling/by"),
-        ({"pools": {"a": {"autoscaling": {"prometheus": "here:9090"}}}}, "/pools/a/autoscaling/prometheus"),
-        ({"poolDefaults": {"autoscaling": {"minReplicas": -1}}}, "/poolDefaults/autoscaling/minReplicas"),
-        ({"ray": {"autoscaler": {"idleSecond": 3}}}, "idleSecond"),
-        ({"runAsUser": 0}, "/runAsUser"),
-        ({"redis": {"mode": "external"}}, "/redis/external/host"),
-        ({"redis": {"builtin": {"maxMemory": "1Gi"}}}, "/redis/builtin/maxMemory"),
-        ({"redis": {"external": {"tls": {"enable": True}}}}, "enable"),
-        ({"ingress": {"enabled": True}}, "/ingress/hosts"),
-        ({"gateway": {"enabled": True}}, "/gateway/parentRefs"),
-        ({"router": {"picker": {"enabled": True}}}, "/router/picker/selector"),
-        ({"ingress": {"path": "v1"}}, "/ingress/path"),
-        ({"networkPolicy": {"enabeld": False}}, "enabeld"),
-        ({"mtls": {"existingSecret": {}}}, "existingSecret"),
-        ({"mtls": {"certManager": {"issuer": {}}}}, "issuer"),
-        ({"mtls": {"certManager": {"duration": "90d"}}}, "/mtls/certManager/duration"),
-        ({"mtls": {"replicaName": ""}}, "/mtls/replicaName"),
-        ({"monitoring": {"rule": {}}}, "rule"),
-        ({"monitoring": {"monitors": {"labels": {"a": 1}}}}, "/monitoring/monitors/labels/a"),
-        ({"traces": {"endpoint": "collector:4318"}}, "/traces/endpoint"),
-        ({"test": {"timeout": 3}}, "timeout"),
-        ({"extraObjects": [{"kind": "ConfigMap", "metadata": {}}]}, "apiVersion"),
-    ],
-)
-def test_a_typo_is_refused_with_a_message_that_names_it(values: Mapping[str, Any], named: str) -> None:
-    with pytest.raises(HelmValuesError) as refusal:
-        render(values)
-    assert named in str(refusal.value)
+REFUSED = yaml.safe_load((Path(__file__).parent / "refused.yaml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    "pool",
-    [
-        {"extraVolumes": [{"name": "kv", "emptyDir": {}}]},
-        {"extraVolumes": [{"emptyDir": {}}]},
-        {"extraVolumeMounts": [{"name": "a"}]},
-        {"extraInitContainers": [{"name": "model", "image": "a"}]},
-        {"podSecurityContext": []},
-    ],
-)
-def test_additions_that_would_take_the_place_of_the_charts_own_are_refused(pool: Mapping[str, Any]) -> None:
-    with pytest.raises(HelmValuesError):
-        render({"poolDefaults": pool})
-
-
-KUBERAY = {"fleet": {"mode": "kuberay"}}
-ZERO = {"enabled": True, "by": "keda", "prometheus": PROMETHEUS, "minReplicas": 0}
-WAITING = {"router": {"settings": {"wait_for_replica_seconds": 600}}}
-SIXTEEN = {"engine_args": {"tensor_parallel_size": 8, "pipeline_parallel_size": 2}}
-HUB = {"source": "hub", "repository": "Qwen/Qwen3-8B"}
-
-
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ({"pools": {"a": {"model": {"source": "hub"}}}}, "pool a: model.source is hub, so model.repository"),
-        ({"pools": {"a": {"model": {"source": "claim", "claim": "x"}}}}, "pool a: .* model.path must be set"),
-        (
-            {"pools": {"a": {"model": {"source": "image", "path": "x"}}}},
-            "pool a: .* directory in the image",
-        ),
-        (
-            {"pools": {"a": {"engine": "torch", "settings": {"engine_args": {"seed": 1}}}}},
-            "pool a: settings.engine_args is for the engine vllm, not for torch",
-        ),
-        ({"pools": {"a": {"kv": {"disk": "1Ti"}}}}, "pool a: kv.disk needs kv.memory, through which KV goes"),
-        (
-            {"pools": {"a": {"settings": {"pull_bytes_per_second": 1e9}}}},
-            "pool a: settings.pull_bytes_per_second needs kv.memory, into which KV is pulled",
-        ),
-        (
-            {"pools": {"a": {"engine": "simulated", "kv": {"memory": "1Gi"}}}},
-            "pool a: kv.memory is for the engines torch and vllm, not for simulated",
-        ),
-        (
-            {"pools": {"a": {"kv": {"memory": "1Gi"}, "resources": {"limits": {"memory": "8e9"}}}}},
-            "pool a: with kv.memory, resources.limits.memory is a whole number of Ki, Mi, Gi or Ti, not 8e9",
-        ),
-        (
-            {"pools": {"a": {"model": HUB}, "b": {"model": {**HUB, "revision": "v2"}}}},
-            'pools a and b both serve "Qwen3-8B", but not the same model',
-        ),
-        (
-            {"pools": {"a": {"model": HUB}, "b": {"model": HUB, "settings": {"block_size": 64}}}},
-            'pools a and b both serve "Qwen3-8B"',
-        ),
-        (
-            {"router": {"autoscaling": {"enabled": True, "targetCPUPercent": 0}}},
-            "neither targetCPUPercent nor targetInFlight",
-        ),
-        (
-            {"router": {"autoscaling": {"enabled": True, "minReplicas": 20}}},
-            "router.autoscaling.minReplicas is 20, more than maxReplicas, 10",
-        ),
-        (
-            {"pools": {"a": {"autoscaling": {"enabled": True}}}},
-            "pool a: autoscaling.by is kuberay, and its replicas are in a StatefulSet: set it to hpa or keda",
-        ),
-        (
-            {**KUBERAY, "pools": {"a": {"autoscaling": {"enabled": True, "by": "hpa"}}}},
-            "pool a: autoscaling.by hpa needs fleet.mode statefulset",
-        ),
-        (
-            {"pools": {"a": {"autoscaling": {"enabled": True, "by": "keda"}}}},
-            "pool a: autoscaling.by is keda, so autoscaling.prometheus must be",
-        ),
-        (
-            {**KUBERAY, "pools": {"a": {"autoscaling": {"enabled": True, "targetKvShare": 0.8}}}},
-            "pool a: autoscaling.targetQueueSeconds and targetKvShare are for hpa and keda",
-        ),
-        (
-            {**KUBERAY, "pools": {"a": {"autoscaling": {"enabled": True, "minReplicas": 9}}}},
-            "pool a: autoscaling.minReplicas is 9, more than maxReplicas, 4",
-        ),
-        (
-            {**KUBERAY, "pools": {"a": {"autoscaling": {"enabled": True, "minReplicas": 0}}}},
-            "pool a: autoscaling.minReplicas is 0, which needs autoscaling.by keda",
-        ),
-        (
-            {"pools": {"a": {"autoscaling": {**ZERO, "targetInFlight": 0, "targetKvShare": 0.5}}}},
-            "pool a: .* so targetInFlight must not be",
-        ),
-        (
-            {"pools": {"a": {"autoscaling": ZERO}}},
-            "pool a: .* so router.settings.wait_for_replica_seconds must say how long",
-        ),
-        (
-            {"pools": {"a": {"autoscaling": ZERO}}, "router": with_keys(WAITING)["router"]},
-            "pool a: .* so redis.builtin.persistence must be enabled",
-        ),
-        (
-            {**KUBERAY, "poolDefaults": {"autoscaling": {"enabled": True, "targetInFlight": 0}}},
-            "pool main: .* no target says by what",
-        ),
-        (
-            {"router": {"picker": {"enabled": True, "selector": {"app": "vllm"}}}},
-            "router.picker is enabled, so networkPolicy.gatewayFrom must say who reaches its port",
-        ),
-        (
-            {"pools": {"a": {"engine": "vllm", "settings": SIXTEEN}}},
-            "pool a: a replica is one pod, and would ask for 16 GPUs, more than a node has .gpu.perNode is 8",
-        ),
-        (
-            {"mtls": {"enabled": True, "existingSecrets": {"router": "mine"}}},
-            "mtls.existingSecrets needs both, router and replica",
-        ),
-        (
-            {
-                "mtls": {
-                    "enabled": True,
-                    "existingSecrets": {"router": "a", "replica": "b"},
-                    "certManager": {"issuerRef": {"name": "mine"}},
-                }
-            },
-            "mtls.existingSecrets and mtls.certManager.issuerRef exclude each other",
-        ),
-    ],
-)
-def test_values_that_do_not_go_together_are_refused_with_one_sentence(
-    values: Mapping[str, Any], sentence: str
-) -> None:
-    with pytest.raises(HelmRenderError, match=sentence):
+@pytest.mark.parametrize(("values", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_values_that_are_wrong_or_do_not_go_together_are_refused(values: Values, words: str) -> None:
+    with pytest.raises(HelmError, match=words):
         render(values)
 
 
 def test_pools_of_one_model_may_differ_in_everything_else() -> None:
-    render({"pools": {"a": {"model": HUB}, "b": {"model": HUB, "settings": {"context_length": 4096}}}})
-    render({"pools": {"a": {"model": HUB}, "b": {"model": {**HUB, "revision": "v2", "name": "other"}}}})
+    model = {"source": "hub", "repository": "Qwen/Qwen3-8B"}
+    render({"pools": {"a": {"model": model}, "b": {"model": model, "settings": {"context_length": 4096}}}})
+    render({"pools": {"a": {"model": model}, "b": {"model": {**model, "revision": "v2", "name": "other"}}}})
+
+
+def test_there_is_a_value_for_every_field_of_the_fleet_file() -> None:
+    def in_camel_case(name: str) -> str:
+        first, *others = {"min": "min_replicas", "max": "max_replicas"}.get(name, name).split("_")
+        return first + "".join(other.title() for other in others)
+
+    pool = SCHEMA["definitions"]["pool"]["properties"]
+    elsewhere = {"enabled", "by", "targetQueueSeconds", "targetKvShare", "prometheus"}
+    scaling = set(pool["autoscaling"]["properties"]) - elsewhere
+    assert scaling == {in_camel_case(name) for name in AUTOSCALING_FIELDS}
+    found = set(pool["engines"]["properties"]) - {"keySecret", "keySecretKey"}
+    assert found == {in_camel_case(name) for name in ENGINES_FIELDS} - {"file"}
+
+
+@pytest.mark.parametrize("page", ["helm/README.md", "docs/kubernetes.md"])
+def test_the_overlays_of_the_pages_are_valid(page: str) -> None:
+    text = (FOLDER.parent / page).read_text(encoding="utf-8")
+    (block,) = [part for part in text.split("```\n") if part.startswith("overlays:")]
+    for item in render({"pools": {"qwen": {}}, "service": {"type": "LoadBalancer"}, **yaml.safe_load(block)}):
+        check_fields(item)
