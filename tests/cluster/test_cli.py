@@ -1,14 +1,26 @@
+"""The command line: what it refuses, and with which words."""
+
+import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import grpc
 import pytest
 import yaml
 
 from cluster.cli import main
+from cluster.commands.down import take_down
+from cluster.commands.ray_token import METHOD, refuse_open
 from cluster.errors import ClusterError
+from cluster.local.processes import MARK
+from cluster.local.run_directory import RunDirectory
+from cluster.sizes import in_words, size
 
 HEAVY = ("ray", "torch", "grpc", "httpx", "redis")
 
@@ -21,14 +33,10 @@ HEAVY = ("ray", "torch", "grpc", "httpx", "redis")
             "join, keys, explain, where, usage, why, lint, loadtest, replay, simulate, docs and test\n",
         ),
         (["up", "--replicas", "0"], "--replicas: needs a whole number from 1 to 512, not 0\n"),
-        (["up", "--replicas", "-3"], "--replicas: needs a whole number from 1 to 512, not -3\n"),
-        (["up", "--replicas", "two"], "--replicas: needs a whole number from 1 to 512, not two\n"),
-        (["up", "--port", "65536"], "--port: needs a whole number from 0 to 65535, not 65536\n"),
         (["up", "--engine", "steam"], "--engine: invalid choice: 'steam' (choose from"),
         (["up", "--model", "/nonexistent"], "kvasir: there is no checkpoint directory /nonexistent\n"),
         (["up", "--policy", "chance"], "kvasir: there is no policy chance; there are "),
         (["up", "--set", "block_sise=3"], "kvasir: unknown setting block_sise; did you mean block_size?\n"),
-        (["up", "--set", "block_size"], "kvasir: --set takes NAME=VALUE, not block_size\n"),
         (
             ["up", "--set", "block_size=big"],
             "kvasir: setting block_size cannot be 'big'; it takes a whole number\n",
@@ -38,7 +46,6 @@ HEAVY = ("ray", "torch", "grpc", "httpx", "redis")
             "kvasir: --set cannot change redis_url: use the environment variable",
         ),
         (["up", "--ram", "much"], "--ram: needs a size such as 256GB or 512MiB, not much\n"),
-        (["up", "--ram", "0.1B"], "--ram: needs a size such as 256GB or 512MiB, not 0.1B\n"),
         (
             ["up", "--disk", "2GiB"],
             "kvasir: --disk needs --ram, through which KV goes to the disk and back\n",
@@ -56,7 +63,6 @@ HEAVY = ("ray", "torch", "grpc", "httpx", "redis")
             ["up", "--engine", "simulated", "--ram", "1MiB"],
             "kvasir: setting host_kv_bytes is for the engines torch and vllm, not for simulated\n",
         ),
-        (["chat", "--max-tokens", "0"], "--max-tokens: needs a whole number above 0, not 0\n"),
     ],
 )
 def test_a_wrong_command_line_gets_one_sentence_and_code_2(
@@ -200,3 +206,108 @@ def test_the_help_names_what_the_script_does_itself(capsys: pytest.CaptureFixtur
         main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "`./kvasir docs` shows the documentation, and `./kvasir test` checks the code." in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("1", 1), ("1B", 1), ("2kB", 2000), ("2KiB", 2048), ("1.5GiB", 3 * 2**29), ("256GB", 256 * 10**9)],
+)
+def test_a_size_is_read_with_its_unit(text: str, num_bytes: int) -> None:
+    assert size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1XB", "1gb", "nan", "infB", "0"])
+def test_what_is_no_size_gets_a_sentence(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="needs a size such as 256GB or 512MiB, not"):
+        size(text)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (2**28, "256 MiB"),
+        (3 * 2**29, "1.5 GiB"),
+    ],
+)
+def test_a_size_is_said_in_its_largest_unit(num_bytes: int, words: str) -> None:
+    assert in_words(num_bytes) == words
+
+
+OWNER = """
+import signal, sys, time
+from pathlib import Path
+from cluster.local.run_directory import RunDirectory
+
+signal.signal(signal.SIGTERM, lambda *_: signal.setitimer(signal.ITIMER_REAL, 0.01))
+signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+try:
+    with RunDirectory(Path(sys.argv[1])).claim():
+        print("claimed", flush=True)
+        time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(0.5)  # an interpreter takes a moment to end
+    print("ended", flush=True)
+"""
+
+
+def test_a_cluster_that_gives_its_directory_back_ends_by_itself(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(directory.path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={MARK: str(directory.path)},
+    )
+    assert process.stdout is not None
+    with process:
+        assert process.stdout.readline() == "claimed\n"
+        assert take_down(directory) == f"The cluster in {directory.path} is stopped."
+        assert (process.stdout.read(), process.wait(30)) == ("ended\n", 0)
+
+
+def test_nothing_to_stop_is_said_and_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["down", "--run-dir", str(tmp_path)]) == 0
+    assert tuple(capsys.readouterr()) == (f"No cluster runs in {tmp_path}.\n", "")
+
+
+@contextmanager
+def control_service(*, token: str | None) -> Iterator[str]:
+    """As Ray's does it: whoever asks shows the token in the metadata, or is turned away."""
+
+    def answer(request: bytes, context: Any) -> bytes:
+        if (
+            token is not None
+            and dict(context.invocation_metadata()).get("authorization") != f"Bearer {token}"
+        ):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+        return b""
+
+    service, _, name = METHOD.strip("/").partition("/")
+    handler = grpc.unary_unary_rpc_method_handler(answer)
+    with ThreadPoolExecutor() as threads:
+        server = grpc.server(threads)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {name: handler}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            server.stop(None).wait()
+
+
+def test_a_ray_cluster_that_lets_everybody_in_is_refused() -> None:
+    with control_service(token=None) as address, pytest.raises(ClusterError, match="asks for no token"):
+        refuse_open(address)
+
+
+def test_one_that_turns_strangers_away_is_not() -> None:
+    with control_service(token="5e" * 32) as address:
+        refuse_open(address)
+
+
+def test_one_that_answers_nothing_is_no_refusal_of_strangers(free_port: int) -> None:
+    with pytest.raises(ClusterError, match="--without-token"):
+        refuse_open(f"127.0.0.1:{free_port}")

@@ -10,7 +10,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscali
 
 from cluster.commands.fleet import add_arguments as add_fleet_arguments
 from cluster.commands.join import add_arguments as add_join_arguments
-from cluster.config import EACH_SERVER, AutoscaleSpec, EngineSource, FleetSpec, FoundServer
+from cluster.config import EACH_SERVER, EngineSource, FleetSpec, FoundServer
 from cluster.controller.capacity import fits
 from cluster.controller.changes import FleetState, applied
 from cluster.fleet_file import parse_fleet
@@ -154,25 +154,6 @@ def test_kvasir_takes_the_fleet_file_and_every_replica_has_a_worker_to_itself(ca
         assert pool.replica.index_stride == router_config(case).index_stride
 
 
-def test_settings_of_pools_reach_their_replicas() -> None:
-    values = {
-        "fleet": {"mode": "kuberay"},
-        "pools": {
-            "a": {
-                "model": {"source": "image", "path": "/opt/model", "name": "big"},
-                "settings": {"kv_cache_bytes": 2**40, "engine_args": {"seed": 1}},
-            },
-            "b": {"engine": "torch", "settings": {"num_threads": 4}},
-        },
-    }
-    text = named("ConfigMap", "demo-kvasir-fleet", tuple(render(values)))["data"]["fleet.yaml"]
-    first, second = parse_fleet(text, redis_url="redis://redis").pools
-    assert (first.replica.model, first.replica.model_name) == ("/opt/model", "big")
-    assert first.replica.kv_cache_bytes == 2**40
-    assert first.replica.engine_args == {"seed": 1}
-    assert (second.replica.engine, second.replica.model, second.num_threads) == ("torch", None, 4)
-
-
 @pytest.mark.parametrize("case", IN_RAY)
 def test_what_applies_the_fleet_asks_the_command_line_for_what_it_knows(case: str) -> None:
     template = named("Deployment", "demo-kvasir-fleet", rendered(case))["spec"]["template"]
@@ -236,17 +217,6 @@ def seen_by_ray(case: str) -> dict[str, Any]:
     placed = {**cluster, "metadata": {**cluster["metadata"], "namespace": "llm"}}
     config: dict[str, Any] = _derive_autoscaling_config_from_ray_cr(placed)
     return config
-
-
-def test_the_values_reach_the_fleet_file_and_a_pool_begins_with_its_fewest_replicas() -> None:
-    a, b, c = fleet_of(SCALES).pools
-    defaults = {"up_seconds": 5, "down_seconds": 300, "tolerance": 0.1}
-    assert a.autoscaling == AutoscaleSpec(2, 5, target_in_flight=16, **defaults)
-    assert b.autoscaling == AutoscaleSpec(
-        *(1, 4), target_pending_tokens=1e6, up_seconds=2.5, down_seconds=0, tolerance=0
-    )
-    assert c.autoscaling is None
-    assert [pool.num_replicas for pool in (a, b, c)] == [2, 1, 3]
 
 
 @pytest.mark.parametrize("case", [SCALES, "kuberay"])
@@ -373,24 +343,6 @@ def test_kvasir_join_takes_the_file_and_finds_what_the_values_say(case: str, sou
     assert member.num_replicas == 1
 
 
-def test_settings_key_and_model_reach_the_replicas() -> None:
-    (pool,) = join_fleet_of(SERVICE).pools
-    config = pool.replica
-    assert (config.max_running, config.otlp_endpoint) == (512, "http://collector:4318")
-    assert config.model == "/models/Qwen3-8B"
-    pod = named("Deployment", JOIN, rendered(SERVICE))["spec"]["template"]
-    (key,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "engine-key"]
-    assert key["secret"]["secretName"] == "for-servers"
-    assert config.engine_key_file == f"/etc/kvasir/engine-key/{key['secret']['items'][0]['path']}"
-    (download,) = pod["spec"]["initContainers"]
-    assert "*.json" in download["command"]
-    assert "*.safetensors" not in str(download["command"])
-    (pool,) = join_fleet_of(DNS).pools
-    assert (pool.replica.model, pool.replica.model_name) == ("/models/qwen", "qwen")
-    (pool,) = join_fleet_of(INFERENCE_POOL).pools
-    assert (pool.replica.tls_client_ca, pool.replica.model) == ("/etc/kvasir/tls/ca.crt", None)
-
-
 @pytest.mark.parametrize("engine", ["", "remote", "openai"])
 def test_the_engine_of_a_pool_that_finds_servers_is_that_of_its_replicas(engine: str) -> None:
     settings = {"routes": ["/v1/embeddings", "/rerank"]} if engine == "openai" else {}
@@ -399,12 +351,3 @@ def test_the_engine_of_a_pool_that_finds_servers_is_that_of_its_replicas(engine:
     (pool,) = parse_fleet(text, "redis://redis").pools
     assert (pool.replica.engine, pool.replica.model) == (engine or "remote", None)
     assert pool.replica.routes == tuple(settings.get("routes", ()))
-
-
-@pytest.mark.parametrize("case", [SERVICE, INFERENCE_POOL, DNS])
-def test_one_pod_listens_where_its_ports_say_and_another_never_runs_beside_it(case: str) -> None:
-    arguments, deployment = arguments_of(case), named("Deployment", JOIN, rendered(case))["spec"]
-    assert ports(deployment["template"]) == {"grpc": arguments.port, "metrics": arguments.metrics_port}
-    assert arguments.host == "10.1.2.3"
-    assert (deployment["replicas"], deployment["strategy"]) == (1, {"type": "Recreate"})
-    assert deployment["template"]["spec"]["terminationGracePeriodSeconds"] > 120

@@ -99,18 +99,19 @@ def test_an_answer_is_followed_by_the_line_that_says_what_it_cost(chat: Chat) ->
     assert line.endswith(" tokens/s")
 
 
-def test_what_another_user_had_computed_is_shown_beside_the_cached_tokens(chat: Chat, router: Router) -> None:
-    router.reply = lambda body: answer("Hello", cross_user_cached_tokens=32)
-    converse(chat, io.StringIO("Hi\n"))
-    assert " · cached 48 (32 by others), computed 2 · " in shown(chat)
-
-
-def test_what_came_from_below_the_device_is_shown_beside_the_cached_tokens(
+def test_tokens_of_others_and_of_lower_tiers_are_shown_with_the_cached_ones(
     chat: Chat, router: Router
 ) -> None:
-    router.reply = lambda body: answer("Hello", host_cached_tokens=16, disk_cached_tokens=8)
+    router.reply = lambda body: answer("Hello", cross_user_cached_tokens=32, host_cached_tokens=16)
     converse(chat, io.StringIO("Hi\n"))
-    assert " · cached 48 (16 from host memory, 8 from disk), computed 2 · " in shown(chat)
+    assert " · cached 48 (32 by others, 16 from host memory), computed 2 · " in shown(chat)
+    assert Turn(replica="replica-1").line() == "replica-1"
+
+
+def test_commands_reset_the_conversation_end_it_and_explain_each_other(chat: Chat, router: Router) -> None:
+    converse(chat, io.StringIO("/system Be brief\nHi\n/reset\nAgain\n/what\n/quit\nHi\n"))
+    assert [message["content"] for message in router.bodies[1]["messages"]] == ["Be brief", "Again"]
+    assert len(router.bodies) == 2 and "/reset" in shown(chat)
 
 
 def test_history_system_message_user_and_limit_go_along(chat: Chat, router: Router) -> None:
@@ -124,17 +125,6 @@ def test_history_system_message_user_and_limit_go_along(chat: Chat, router: Rout
     ]
     assert (router.bodies[1]["user"], router.bodies[1]["max_tokens"]) == ("ada", 5)
     assert router.bodies[1]["stream_options"] == {"include_usage": True}
-
-
-def test_reset_forgets_the_conversation_but_not_the_system_message(chat: Chat, router: Router) -> None:
-    converse(chat, io.StringIO("/system Be brief\nHi\n/reset\nAgain\n"))
-    assert [message["content"] for message in router.bodies[1]["messages"]] == ["Be brief", "Again"]
-
-
-def test_quit_ends_it_and_an_unknown_command_explains_the_known_ones(chat: Chat, router: Router) -> None:
-    converse(chat, io.StringIO("/what\n/quit\nHi\n"))
-    assert "/reset" in shown(chat)
-    assert router.bodies == []
 
 
 def test_a_refused_turn_shows_the_routers_message_and_leaves_no_trace(chat: Chat, router: Router) -> None:
@@ -162,12 +152,6 @@ def test_a_router_that_is_not_there_is_no_traceback() -> None:
         assert "refused" in shown(chat)
         with pytest.raises(ClusterError, match="does not list its models"):
             first_model(client)
-
-
-def test_an_answer_without_tokens_or_usage_still_has_a_line() -> None:
-    assert Turn(replica="replica-1").line() == "replica-1"
-    untold = Turn(replica="r", num_prompt_tokens=3, first_seconds=0.5)
-    assert untold.line() == "r · prompt 3 tokens · TTFT 500 ms"
 
 
 @pytest.mark.timeout(60)  # a busy machine takes its time to start a process

@@ -28,6 +28,11 @@ def record(name: str, epoch: str, state: ReplicaState = ReplicaState.READY) -> R
     return ReplicaRecord(ReplicaId(name), Epoch(epoch), "127.0.0.1:9", state, "digest", 0, LOAD)
 
 
+READY = ReplicaEntry("replica-0", "ready", 77, "127.0.0.1:9", "e1")
+LEASE = record("replica-0", "e1")
+PREDICTED = replace(LEASE, load=LoadSnapshot(num_cached_blocks=10, is_predicted=True))
+
+
 def state(*entries: ReplicaEntry, ready: bool = True) -> ClusterState:
     return ClusterState(1, "redis://r/0", 2, "127.0.0.10:5", "http://h:8000", 3, 16, ready, entries)
 
@@ -37,19 +42,33 @@ def row(table: str, name: str) -> list[str]:
     return line.split()
 
 
-def test_a_replica_is_shown_with_its_load_from_the_registry() -> None:
-    entry = ReplicaEntry("replica-0", "ready", 77, "127.0.0.1:9", "e1")
-    table = render(state(entry), Registry({ReplicaId("replica-0"): record("replica-0", "e1")}))
-    expected = ["replica-0", "ready", "e1", "77", "127.0.0.1:9", "3", "+2", "waiting", "40/100", "160"]
-    assert row(table, "replica-0") == expected
+NO_LEASE = Registry({})
+
+
+@pytest.mark.parametrize(
+    ("entry", "lease", "expected"),
+    [
+        (READY, LEASE, ["ready", "e1", "77", "127.0.0.1:9", "3", "+2", "waiting", "40/100", "160"]),
+        (READY, PREDICTED, ["ready", "e1", "77", "127.0.0.1:9", "0", "0/0", "160", "(predicted)"]),
+        (replace(READY, state="starting", pid=None, address=None, epoch=None), LEASE, ["starting", *"-----"]),
+        (replace(READY, state="stopped"), LEASE, ["stopped", "e1", "77"]),
+        (READY, None, ["silent", "e1"]),
+        (None, replace(LEASE, epoch=Epoch("e9"), state=ReplicaState.DRAINING), ["draining", "e9", "-"]),
+    ],
+)
+def test_a_replica_is_shown_as_its_process_and_its_lease_say(
+    entry: ReplicaEntry | None, lease: ReplicaRecord | None, expected: list[str]
+) -> None:
+    registry = NO_LEASE if lease is None else Registry({lease.replica_id: lease})
+    table = render(state(*([] if entry is None else [entry])), registry)
+    assert row(table, "replica-0")[1:][: len(expected)] == expected
     assert "DISK" not in table
 
 
-def test_what_no_engine_has_reported_is_said_to_be_predicted() -> None:
-    entry = ReplicaEntry("replica-0", "ready", 77, "127.0.0.1:9", "e1")
-    lease = replace(record("replica-0", "e1"), load=LoadSnapshot(num_cached_blocks=10, is_predicted=True))
-    table = render(state(entry), Registry({ReplicaId("replica-0"): lease}))
-    assert row(table, "replica-0")[-2:] == ["160", "(predicted)"]
+def test_without_redis_the_table_says_so_and_one_that_still_starts_is_marked() -> None:
+    table = render(state(READY, ready=False), read_registry("redis://127.0.0.1:9/0"))
+    assert row(table, "replica-0")[:4] == ["replica-0", "ready", "e1", "77"]
+    assert "NOT REACHABLE" in table and "(still starting)" in table
 
 
 def test_tiers_below_the_device_are_shown_where_a_replica_has_any() -> None:
@@ -76,9 +95,8 @@ def test_tiers_below_the_device_are_shown_where_a_replica_has_any() -> None:
 
 
 def test_json_says_what_the_table_says() -> None:
-    entry = ReplicaEntry("replica-0", "ready", 77, "127.0.0.1:9", "e1")
-    registry = Registry({ReplicaId("replica-0"): record("replica-0", "e1")}, refused=("replica x: bad",))
-    shown = json.loads(json.dumps(as_plain(replace(state(entry), redis_url="redis://:pass@r/0"), registry)))
+    registry = Registry({ReplicaId("replica-0"): LEASE}, refused=("replica x: bad",))
+    shown = json.loads(json.dumps(as_plain(replace(state(READY), redis_url="redis://:pass@r/0"), registry)))
     (replica,) = shown["replicas"]
     assert (replica["replica_id"], replica["state"], replica["epoch"], replica["pid"]) == (
         *("replica-0", "ready", "e1"),
@@ -88,43 +106,6 @@ def test_json_says_what_the_table_says() -> None:
     assert shown["ready"] and shown["router_url"] == "http://h:8000"
     assert shown["refused_records"] == ["replica x: bad"] and shown["redis_complaint"] is None
     assert "pass" not in shown["redis_url"]
-
-
-def test_the_state_of_an_earlier_incarnation_is_not_shown_as_the_present_one() -> None:
-    entry = ReplicaEntry("replica-0", "starting", None, None, None)
-    table = render(state(entry), Registry({ReplicaId("replica-0"): record("replica-0", "e1")}))
-    assert row(table, "replica-0") == ["replica-0", "starting", "-", "-", "-", "-", "-", "-"]
-
-
-def test_a_replica_whose_process_has_ended_is_not_ready_though_its_lease_has_yet_to_expire() -> None:
-    entry = ReplicaEntry("replica-0", "stopped", 77, "127.0.0.1:9", "e1")
-    table = render(state(entry), Registry({ReplicaId("replica-0"): record("replica-0", "e1")}))
-    assert row(table, "replica-0")[1] == "stopped"
-
-
-def test_a_replica_whose_lease_has_run_out_is_shown_as_silent() -> None:
-    entry = ReplicaEntry("replica-0", "ready", 77, "127.0.0.1:9", "e1")
-    assert row(render(state(entry), Registry({})), "replica-0")[:2] == ["replica-0", "silent"]
-
-
-def test_a_replica_that_only_the_registry_knows_is_shown_too() -> None:
-    drained = record("other-1", "e9", ReplicaState.DRAINING)
-    assert row(render(state(), Registry({ReplicaId("other-1"): drained})), "other-1")[1:4] == [
-        "draining",
-        "e9",
-        "-",
-    ]
-
-
-def test_without_redis_the_table_says_so_and_shows_what_is_known() -> None:
-    entry = ReplicaEntry("replica-0", "ready", 77, "127.0.0.1:9", "e1")
-    table = render(state(entry), read_registry("redis://127.0.0.1:9/0"))
-    assert row(table, "replica-0")[:4] == ["replica-0", "ready", "e1", "77"]
-    assert "NOT REACHABLE" in table
-
-
-def test_a_cluster_that_still_starts_is_marked() -> None:
-    assert "(still starting)" in render(state(ready=False), Registry({}))
 
 
 def test_the_registry_is_read_from_redis_and_the_dead_are_left_out(redis_url: str) -> None:

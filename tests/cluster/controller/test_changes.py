@@ -1,9 +1,15 @@
+"""Changes to a fleet: what a cluster has room for, what they make of the state, and how that is kept."""
+
 from dataclasses import replace
 
 import pytest
+import yaml
 
-from cluster.config import AutoscaleSpec, FleetSpec, FoundServer, PoolSpec
+from cluster.config import AutoscaleSpec, BackoffSpec, FleetSpec, FoundServer, PoolSpec
+from cluster.controller.capacity import misfit
 from cluster.controller.changes import FleetState, applied, given_up, rolled, scaled, settled, with_found
+from cluster.controller.kept_state import from_kept, to_kept
+from cluster.fleet_file import parse_fleet
 from replicas.process.settings import SettingsError
 from tests.cluster.finding import finding
 
@@ -115,3 +121,143 @@ def test_servers_that_were_found_stay_over_changes_and_go_with_their_pool() -> N
         scaled(state, "p", 2, MACHINES)
     state = with_found(applied(state, FleetSpec((A,)), MACHINES), "p", [FoundServer("http://a:1")])
     assert (state.found, state.wanted()) == ({}, state.spec)
+
+
+ROOM = [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 2.0}, {"CPU": 8.0, "slot": 2.0}]
+
+
+def gpu(count: int, gpus: float, **fields: object) -> PoolSpec:
+    return PoolSpec(count, "gpu", num_gpus=gpus, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("pools", "sentence"),
+    [
+        ([gpu(4, 1)], None),
+        (
+            [gpu(5, 1)],
+            "the cluster cannot hold 5 replicas of pool gpu: each asks for 1 CPU, 1 GPU, and there",
+        ),
+        ([gpu(5, 1)], "is room for 4"),
+        ([gpu(2, 2)], None),
+        (
+            [gpu(1, 4)],
+            "no machine of the cluster can hold a replica of pool gpu, which asks for 1 CPU, 4 GPU",
+        ),
+        ([gpu(1, 4, bundle="gpu")], None),
+        ([gpu(2, 4, bundle="gpu")], "there is room for 1"),
+        ([gpu(8, 0.5), PoolSpec(8, "cpu")], None),
+        ([PoolSpec(12, "cpu"), gpu(4, 1)], None),
+        ([PoolSpec(13, "cpu"), gpu(4, 1)], "cannot hold 13 replicas of pool cpu"),
+        ([PoolSpec(2, "s", custom_resources={"slot": 1})], None),
+        (
+            [PoolSpec(3, "s", custom_resources={"slot": 1})],
+            "3 replicas of pool s: each asks for 1 CPU, 1 slot",
+        ),
+        ([PoolSpec(1, "s", custom_resources={"tpu": 1})], "no machine"),
+        ([PoolSpec(0, "s", custom_resources={"tpu": 1})], None),
+        ([PoolSpec(160, "s", num_cpus=0.1)], None),
+    ],
+)
+def test_misfit(pools: list[PoolSpec], sentence: str | None) -> None:
+    found = misfit(FleetSpec(tuple(pools)), ROOM)
+    assert found is None if sentence is None else found is not None and sentence in found
+
+
+def test_a_cluster_that_grows_by_itself_is_never_too_small() -> None:
+    assert misfit(FleetSpec((gpu(99, 1),), is_growing=True), ROOM) is None
+
+
+def test_a_rollout_needs_room_for_one_more_unless_an_old_one_leaves_first() -> None:
+    full = gpu(4, 1)
+    assert misfit(FleetSpec((full,)), ROOM, rolling=["gpu"]) == (
+        "there is no room for one more replica of pool gpu while it is rolled over; "
+        "with surge 0 an old one leaves first"
+    )
+    assert misfit(FleetSpec((replace(full, surge=0),)), ROOM, rolling=["gpu"]) is None
+    assert misfit(FleetSpec((replace(full, num_replicas=3),)), ROOM, rolling=["gpu"]) is None
+
+
+def test_the_sentence_speaks_of_the_pool_that_has_grown() -> None:
+    spec = FleetSpec((PoolSpec(16, "grown"), PoolSpec(1, "other")))
+    assert (misfit(spec, ROOM, grown=["grown"]) or "").startswith(
+        "the cluster cannot hold 16 replicas of pool grown"
+    )
+
+
+LARGE_MACHINES = [{"CPU": 64.0, "GPU": 8.0, "slot": 9.0}]
+
+FULL = """
+redis_url: redis://:secret@redis:6379/2
+log_format: json
+metrics_host: 0.0.0.0
+metrics_port: 9100
+drain_seconds: 12.5
+pools:
+  - name: large
+    replicas: 2
+    settings:
+      engine: vllm
+      model: /models/large
+      model_name: large
+      kv_cache_bytes: 1099511627776
+      adapters: {sql: /adapters/sql, "no": /adapters/no}
+      engine_args: {seed: 1, ratio: 1.0e-05, none: null, "on": "off", sizes: [1, 2], deep: {1: [true, "1"]}}
+    resources: {cpus: 1, gpus: 2, custom: {slot: 0.5}, bundle: gpu}
+    surge: 0
+    drain_seconds: 3
+    threads: 2
+  - name: small
+    settings: {engine: simulated, model: toy, trace_sample_ratio: 0.1}
+    resources: {cpus: 0.5}
+    autoscaling: {min: 1, max: 3, target_in_flight: 2.5, down_seconds: 7, tolerance: 0.25}
+"""
+
+
+def states() -> list[FleetState]:
+    state = applied(FleetState(FleetSpec(())), parse_fleet(FULL), LARGE_MACHINES)
+    rolling = rolled(state, "small", {"max_running": "9"}, LARGE_MACHINES)
+    return [
+        FleetState(FleetSpec(())),
+        state,
+        rolling,
+        rolled(rolling, "large", {}, LARGE_MACHINES),
+        given_up(rolling, "small", "it did: not\nstart, says 'ä'"),
+        with_found(
+            applied(
+                FleetState(FleetSpec(())), FleetSpec((finding(file="/servers"), finding("q"))), LARGE_MACHINES
+            ),
+            "p",
+            [FoundServer("http://a:1"), FoundServer("http://b:1", 1)],
+        ),
+        replace(state, spec=replace(state.spec, backoff=BackoffSpec(0.25, 3.0, 1.5), is_growing=True)),
+    ]
+
+
+@pytest.mark.parametrize("state", states())
+def test_what_is_kept_is_read_as_it_was_and_no_replica_has_another_revision(state: FleetState) -> None:
+    read = from_kept(to_kept(state))
+    assert read == state
+    assert repr(read) == repr(state), "revisions are made of it"
+    assert [pool.revision for pool in read.spec.pools] == [pool.revision for pool in state.spec.pools]
+    assert read.spec.revision == state.spec.revision
+
+
+def test_a_state_of_another_version_is_read_as_far_as_it_is_known() -> None:
+    state = states()[2]
+    plain = yaml.safe_load(to_kept(state))
+    del plain["applied_revision"], plain["spec"]["metrics_port"], plain["spec"]["pools"][0]["surge"]
+    del plain["spec"]["pools"][0]["replica"]["lease_seconds"]
+    plain["fresh"] = plain["spec"]["fresh"] = plain["spec"]["pools"][1]["fresh"] = {"a": 1}
+    plain["spec"]["pools"][1]["replica"]["fresh"] = plain["spec"]["pools"][1]["autoscaling"]["fresh"] = 2
+    read = from_kept(yaml.safe_dump(plain).encode())
+    first, second = read.spec.pools
+    assert (read.applied_revision, read.spec.metrics_port, first.surge) == (None, None, 1)
+    assert replace(first, surge=0) == state.spec.pools[0]
+    assert second == state.spec.pools[1]
+
+
+@pytest.mark.parametrize("kept", [b"", b"\x80\x05\x95", b"[1, 2]", b"spec: {}", b"a: [", b"previous: {}"])
+def test_what_is_no_state_is_refused(kept: bytes) -> None:
+    with pytest.raises(ValueError, match="not that of a fleet"):
+        from_kept(kept)

@@ -1,16 +1,28 @@
+"""The processes of a local cluster: services, Redis, the watch over a fleet."""
+
 import asyncio
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 
+from cluster.config import FleetSpec
 from cluster.errors import StartFailed
+from cluster.local import fleet_watch, redis_server
+from cluster.local.fleet_watch import FleetWatch
+from cluster.local.local_cluster import _shared_settings
 from cluster.local.processes import MARK, Service, find_marked, kill_marked
+from cluster.local.redis_server import PrivateRedis, redis_binary
+from replicas.config import ReplicaConfig
+from replicas.process.settings import load_settings
+from router.config import RouterConfig
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
@@ -149,3 +161,76 @@ async def test_a_log_that_cannot_be_opened_is_no_reason_not_to_start(tmp_path: P
     await service.start()
     assert await service.wait() == 0
     assert "cannot be read" in await service.complaint()
+
+
+async def test_a_private_redis_serves_and_comes_back_empty_at_its_socket(tmp_path: Path) -> None:
+    server = await asyncio.to_thread(PrivateRedis, tmp_path, tmp_path / "log", {})
+    await server.start()
+    try:
+        async with Redis.from_url(server.url, protocol=2) as client:
+            await client.set("key", "value")
+        await server.service.stop(5)
+        await server.start()
+        async with Redis.from_url(server.url, protocol=2) as client:
+            assert await client.get("key") is None
+    finally:
+        await server.service.stop(5)
+    left = set(await asyncio.to_thread(os.listdir, tmp_path))
+    assert left <= {"log", "redis.sock"}, "nothing is kept on disk"
+
+
+def test_without_the_package_the_machines_own_redis_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_server.importlib.util, "find_spec", lambda name: None)
+    own = tmp_path / "redis-server"
+    own.touch(mode=0o755)
+    assert redis_binary({"PATH": str(tmp_path)}) == str(own)
+
+
+def test_without_any_redis_one_sentence_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_server.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(StartFailed, match="set REDIS_URL, or install"):
+        redis_binary({"PATH": str(tmp_path)})
+
+
+async def test_a_watch_that_is_cancelled_has_left_ray_before_ray_is_shut_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered, may_return, left = threading.Event(), threading.Event(), threading.Event()
+
+    def create(spec: FleetSpec) -> None:
+        entered.set()
+        may_return.wait()
+        left.set()
+
+    monkeypatch.setattr(fleet_watch, "_find_or_create", create)
+    keeping = asyncio.create_task(FleetWatch(FleetSpec(()), lambda view: None).keep(lambda text: None))
+    await asyncio.to_thread(entered.wait)
+    keeping.cancel()
+    asyncio.get_running_loop().call_later(0.05, may_return.set)
+    with pytest.raises(asyncio.CancelledError):
+        await keeping
+    assert left.is_set()
+
+
+def test_how_replicas_log_and_where_they_send_traces_holds_for_the_router_too() -> None:
+    replica = ReplicaConfig(
+        log_format="json", log_level="debug", otlp_endpoint="http://collector:4318", trace_sample_ratio=0.25
+    )
+    router = load_settings(
+        RouterConfig,
+        arguments=_shared_settings(replica),
+        environment={},
+        prefix="X_",
+        program="router",
+        description="",
+    )
+    assert (router.log_format, router.log_level) == ("json", "debug")
+    assert (router.otlp_endpoint, router.trace_sample_ratio) == ("http://collector:4318", 0.25)
+
+
+def test_what_is_not_set_is_left_to_the_routers_own_environment() -> None:
+    assert _shared_settings(ReplicaConfig()) == []

@@ -1,13 +1,24 @@
+"""A run directory, and what is written into it of a cluster."""
+
 import os
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cluster.commands.status import render
+from cluster.controller.actors import ReplicaReport
+from cluster.controller.views import FleetView, ReplicaView
 from cluster.errors import AlreadyRunning
+from cluster.local.replica_entries import replica_entries
 from cluster.local.run_directory import ClusterState, ReplicaEntry, RunDirectory, default_run_directory
+from cluster.local.scrape_targets import scrape_targets
+from cluster.registry import Registry
+from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
+from tests.cluster.commands.test_status import record, row, state
 
 STATE = ClusterState(
     pid=12,
@@ -42,15 +53,11 @@ def test_a_state_file_that_makes_no_sense_counts_as_none(directory: RunDirectory
     assert directory.read_state() is None
 
 
-def test_a_directory_that_was_never_used_has_no_owner_and_no_state(directory: RunDirectory) -> None:
-    assert directory.owner() is None
-    assert directory.read_state() is None
-
-
 def test_only_one_cluster_claims_a_directory_at_a_time(directory: RunDirectory) -> None:
     with directory.claim():
         assert directory.owner() == os.getpid()
-        with pytest.raises(AlreadyRunning, match=str(os.getpid())), directory.claim():
+        stop = f"{os.getpid()}.*stop it with ./kvasir down --run-dir {directory.path}, or"
+        with pytest.raises(AlreadyRunning, match=stop), directory.claim():
             pass
     assert directory.owner() is None
     with directory.claim():
@@ -145,12 +152,6 @@ def begun_and_ended(directory: RunDirectory) -> str:
     return secret
 
 
-def test_each_cluster_has_a_secret_of_its_own(directory: RunDirectory) -> None:
-    first, second = begun_and_ended(directory), begun_and_ended(directory)
-    assert first != second
-    assert not directory.secret_file.exists()
-
-
 def test_kv_on_disk_outlives_the_cluster_with_the_secret_of_its_names(directory: RunDirectory) -> None:
     directory.kv_directory.mkdir(parents=True)
     (directory.kv_directory / "chunk").touch()
@@ -178,10 +179,86 @@ def test_a_command_names_the_directory_unless_it_is_the_one_of_the_checkout(tmp_
     assert RunDirectory(tmp_path / "a b").command("chat") == f"./kvasir chat --run-dir '{tmp_path}/a b'"
 
 
-def test_who_finds_a_cluster_in_the_directory_reads_how_to_stop_that_one(directory: RunDirectory) -> None:
-    with (
-        directory.claim(),
-        pytest.raises(AlreadyRunning, match=f"stop it with ./kvasir down --run-dir {directory.path}, or"),
-        RunDirectory(directory.path).claim(),
-    ):
-        pass
+SCRAPED = ClusterState(
+    pid=1,
+    redis_url="redis://127.0.0.1:1/0",
+    redis_pid=2,
+    ray_address="127.0.0.10:5",
+    router_url="http://127.0.0.1:8000",
+    router_pid=3,
+    block_size=16,
+    ready=True,
+)
+
+
+def test_a_router_alone_is_a_target() -> None:
+    assert scrape_targets(SCRAPED) == [
+        {"targets": ["127.0.0.1:8000"], "labels": {"job": "kvasir-router", "router": "127.0.0.1:8000"}}
+    ]
+
+
+def test_several_routers_are_a_target_each_and_their_common_port_is_none() -> None:
+    state = replace(SCRAPED, router_admins=("127.0.0.1:9101", "127.0.0.1:9102"))
+    assert [group["targets"] for group in scrape_targets(state)] == [["127.0.0.1:9101"], ["127.0.0.1:9102"]]
+
+
+def test_replicas_and_controller_are_targets_for_as_long_as_they_serve_metrics() -> None:
+    entries = (
+        ReplicaEntry("small-pool-0", "ready", 5, "127.0.0.1:9", "e1", "127.0.0.1:19"),
+        ReplicaEntry("small-pool-1", "draining", 5, "127.0.0.1:10", "e1", "127.0.0.1:20"),
+        ReplicaEntry("small-pool-2", "stopped", 5, "127.0.0.1:11", "e1", "127.0.0.1:21"),
+        ReplicaEntry("small-pool-3", "starting", None, None, None),
+    )
+    _, controller, *replicas = scrape_targets(
+        replace(SCRAPED, replicas=entries, controller_metrics="127.0.0.1:7")
+    )
+    assert controller == {"targets": ["127.0.0.1:7"], "labels": {"job": "kvasir-controller"}}
+    assert [group["targets"] for group in replicas] == [["127.0.0.1:19"], ["127.0.0.1:20"]]
+    assert replicas[0]["labels"] == {
+        "job": "kvasir-replica",
+        "replica": "small-pool-0",
+        "pool": "small-pool",
+    }
+
+
+NAME = ReplicaId("replica-0")
+REPORT = ReplicaReport(77, "127.0.0.1:9", Epoch("e1"), "127.0.0.1:19", "r", "machine")
+NONE = FleetView(1, (), (), None, (), None)
+
+
+def view(shown: ReplicaState, report: ReplicaReport | None = None) -> FleetView:
+    return replace(NONE, replicas=(ReplicaView(NAME, shown, report, None, 0, False, None, False),))
+
+
+LATE = [view(ReplicaState.STOPPED, REPORT), NONE, view(ReplicaState.STARTING)]
+READY = replica_entries(view(ReplicaState.READY, REPORT), (), lambda _: True)
+
+
+@pytest.mark.parametrize(
+    "views", [[NONE], [view(ReplicaState.STARTING)], [NONE, view(ReplicaState.STARTING)], LATE]
+)
+def test_a_replica_that_outlives_its_controller_is_shown_as_routers_see_it_and_scraped(
+    views: list[FleetView],
+) -> None:
+    entries = READY
+    for each in views:
+        entries = replica_entries(each, entries, lambda pid: pid == 77)
+    assert entries == (replace(READY[0], state="starting"),), "nobody takes it for one that has been replaced"
+    table = render(state(*entries), Registry({NAME: record(NAME, "e1")}))
+    assert row(table, NAME)[1:4] == ["ready", "e1", "77"]
+    assert row(render(state(*entries), Registry({NAME: record(NAME, "e2")})), NAME)[1:3] == ["ready", "e2"]
+    assert row(render(state(*entries), Registry({})), NAME)[1] == "starting"
+    assert [target["targets"] for target in scrape_targets(state(*entries))][1:] == [["127.0.0.1:19"]]
+    newer = replace(REPORT, pid=78, epoch=Epoch("e2"))
+    (now,) = replica_entries(view(ReplicaState.READY, newer), entries, lambda _: True)
+    assert (now.state, now.pid, now.epoch) == ("ready", 78, "e2")
+
+
+def test_a_replica_whose_process_has_ended_is_gone_from_the_state() -> None:
+    (starting,) = replica_entries(view(ReplicaState.STARTING), READY, lambda _: False)
+    assert starting == ReplicaEntry(NAME, "starting", None, None, None)
+    assert replica_entries(NONE, READY, lambda _: False) == ()
+    stopped = view(ReplicaState.STOPPED, REPORT)
+    assert [each.state for each in replica_entries(stopped, READY, lambda _: False)] == ["stopped"]
+    draining = replica_entries(view(ReplicaState.DRAINING, REPORT), READY, lambda _: True)
+    assert [each.state for each in replica_entries(stopped, draining, lambda _: True)] == ["stopped"]

@@ -1,6 +1,7 @@
-"""requirements/router.txt is enough for a router, pinned as everything else is, and holds nothing heavy."""
+"""What is installed suffices for a router, and the bill of materials lists it."""
 
 import importlib.metadata
+import json
 import re
 import subprocess
 import sys
@@ -94,3 +95,20 @@ def test_that_interpreter_finds_nothing_else(bare_router: Path) -> None:
     code = "from importlib.util import find_spec; print(find_spec('torch'), find_spec('ray'))"
     done = run_python(bare_router, code)
     assert done.stdout.strip() == "None None", done.stderr
+
+
+def test_it_lists_every_package_that_is_installed_once_and_the_same_each_time() -> None:
+    command = [sys.executable, ROOT / "deploy/images/make_sbom.py", "kvasir-router"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == text
+    bill = json.loads(text)
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    assert bill["metadata"]["component"]["name"] == "kvasir-router"
+    listed = {component["name"]: component["version"] for component in bill["components"]}
+    assert len(listed) == len(bill["components"])
+    names = "import importlib.metadata as m; print(*{each.name for each in m.distributions()})"
+    found = subprocess.run([sys.executable, "-I", "-c", names], capture_output=True, text=True, check=True)
+    assert set(listed) == {re.sub(r"[-_.]+", "-", name).lower() for name in found.stdout.split()}
+    assert listed["grpcio"] == importlib.metadata.version("grpcio")
+    assert all(component["purl"].startswith("pkg:pypi/") for component in bill["components"])
+    assert all("+" not in component["purl"] for component in bill["components"])
