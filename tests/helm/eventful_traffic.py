@@ -1,12 +1,11 @@
 """Some half a minute in the life of a cluster in which as much happens as can: hits of all kinds, evictions,
-preemptions, refusals, pictures, clients who leave, clients who are wrong, a replica that dies, a Redis that
+preemptions, refusals, clients who leave, clients who are wrong, a replica that dies, a Redis that
 stops.
 
 Owns what is sent and what is broken. Does not know metrics.
 """
 
 import asyncio
-import base64
 import contextlib
 import os
 import signal
@@ -17,17 +16,11 @@ import httpx
 import redis
 
 from cluster.local.run_directory import ClusterState, ReplicaEntry, RunDirectory
-from replicas.media.probes import probe_png
 from tests.integration.observe import wait_until
 
 MODEL = "toy_model"
 SYSTEM_LINES = 60
 NUM_CHATS = 16
-NUM_PICTURE_BYTES = 20_000
-IMAGE_BYTES = 64 * 2**10
-"""Memory for images that a replica is to have: three pictures."""
-NUM_PICTURES = 2 * (IMAGE_BYTES // NUM_PICTURE_BYTES) + 1
-"""One more than two replicas have room for: however they are divided, one replica forgets some."""
 HEARTBEATS_SECONDS = 5.0
 """Until a heartbeat is given up."""
 
@@ -51,12 +44,6 @@ class EventfulTraffic:
             time.sleep(HEARTBEATS_SECONDS)
         asyncio.run(self._with_client(self._chats))
         asyncio.run(self._with_client(self._lose_all_replicas))
-
-    def look_at_pictures(self) -> None:
-        """Where the model takes images. What an image takes is measured beside the time of text."""
-        wait_until(self._are_all_ready, "the replicas", seconds=60)
-        for part in (self._chats, self._pictures):
-            asyncio.run(self._with_client(part))
 
     async def _with_client(self, part: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
         limits = httpx.Limits(max_connections=None)
@@ -96,20 +83,6 @@ class EventfulTraffic:
         await client.post(
             "/v1/chat/completions", json={"model": MODEL, "messages": messages, "max_tokens": 4}
         )
-
-    async def _pictures(self, client: httpx.AsyncClient) -> None:
-        """Some that are asked about again, so many that a replica forgets the first, and one that is too
-        large for any."""
-        names = [str(number).encode() for number in range(NUM_PICTURES)]
-        for name in [*names[:1] * 3, *names, *names]:
-            assert await self._look_at(client, _picture(name, NUM_PICTURE_BYTES)) == 200
-        assert await self._look_at(client, _picture(b"large", 2 * IMAGE_BYTES)) in (429, 503)
-
-    async def _look_at(self, client: httpx.AsyncClient, picture: bytes) -> int:
-        url = "data:image/png;base64," + base64.b64encode(picture).decode()
-        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
-        body = {"model": MODEL, "messages": [{"role": "user", "content": parts}], "max_tokens": 4}
-        return (await client.post("/v1/chat/completions", json=body)).status_code
 
     async def _leave_and_err(self, client: httpx.AsyncClient) -> None:
         for number in range(4):
@@ -206,8 +179,3 @@ class EventfulTraffic:
         state = self._directory.read_state()
         assert state is not None
         return state
-
-
-def _picture(name: bytes, num_bytes: int) -> bytes:
-    """A PNG that no other name has; readers leave what follows its end alone."""
-    return (probe_png(224, 224, b"\0\0\0") + name).ljust(num_bytes, b"\0")

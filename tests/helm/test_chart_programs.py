@@ -4,7 +4,6 @@ import argparse
 import json
 from typing import Any
 
-import promql_parser as promql
 import pytest
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
@@ -266,15 +265,6 @@ def queries(pool: str) -> list[str]:
     return [trigger["metadata"]["query"] for trigger in scaler["triggers"]]
 
 
-def selectors(expression: Any) -> list[Any]:
-    """All vector selectors of a parsed expression."""
-    if isinstance(expression, promql.VectorSelector):
-        return [expression]
-    inner = [getattr(expression, name, None) for name in ("expr", "lhs", "rhs")]
-    inner += list(getattr(expression, "args", ()))
-    return [found for each in inner if each is not None for found in selectors(each)]
-
-
 @pytest.mark.parametrize("pool", ["a", "b"])
 def test_queries_ask_for_metrics_and_labels_that_exist_and_give_one_number(pool: str) -> None:
     known = series_labels()
@@ -284,19 +274,6 @@ def test_queries_ask_for_metrics_and_labels_that_exist_and_give_one_number(pool:
         assert each.metrics <= known.keys()
         assert not each.complaints
         assert not each.labels
-
-
-def test_a_pool_counts_its_own_pods_and_its_part_of_what_waits_in_the_routers() -> None:
-    for pool, model, part in (("a", "toy_model", ""), ("b", "qwen", " / 2"), ("c", "qwen", " / 2")):
-        for query in queries(pool):
-            for selector in selectors(promql.parse(query)):
-                matched = {each.name: each.value for each in selector.matchers.matchers}
-                assert matched.pop("namespace") == "llm"
-                if selector.name.startswith("router"):
-                    assert matched == {"router": "demo-kvasir-router-.+", "model": model}
-                else:
-                    assert matched == {"replica": f"demo-kvasir-pool-{pool}-[0-9]+"}
-        assert queries(pool)[0].endswith(f"vector(0)){part}")
 
 
 def container_of(case: str) -> Object:

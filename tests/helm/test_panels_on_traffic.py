@@ -7,7 +7,7 @@ for that time. One that never has a number, or never another than 0, shows nothi
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from loadtests.stacks.fresh_cluster import fresh_cluster
-from tests.helm.eventful_traffic import IMAGE_BYTES, MODEL, EventfulTraffic
+from tests.helm.eventful_traffic import EventfulTraffic
 from tests.helm.promql import asked
 from tests.helm.real_prometheus import SCRAPE_SECONDS, RealPrometheus, real_prometheus
 from tests.metric_catalog import series_labels
@@ -54,11 +54,8 @@ MAY_STAY_ZERO = {
 """What need not happen here, and why."""
 
 
-NOT_HERE = ("replica_tier_", "replica_disk_", "replica_quarantined_", "replica_prefix_lease")
-"""Simulated engines have no memory below the device, and replicas without any tell nothing of it."""
-
-IMAGE = "_image"
-"""In the names of metrics that only a model which takes images moves; it has a cluster of its own."""
+NOT_HERE = ("replica_tier_", "replica_disk_", "replica_quarantined_", "replica_prefix_lease", "_image")
+"""Simulated engines have no memory below the device, and the toy model takes no images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,44 +75,21 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         yield from watched_traffic(folder)
 
 
-def watched_traffic(
-    folder: Path,
-    words: Sequence[str] = (),
-    run: Callable[[EventfulTraffic], None] = EventfulTraffic.run,
-    is_silent: Callable[[Watched], bool] = lambda watched: any(silent(watched, name) for name in NAMES),
-) -> Iterator[Watched]:
-    """A cluster with these words, through rounds of traffic until nothing is silent. A counter has to be seen
-    before it moves."""
+def watched_traffic(folder: Path) -> Iterator[Watched]:
+    """Run rounds of traffic until nothing is silent. A counter has to be seen before it moves."""
     with (
-        fresh_cluster((*CLUSTER, *words), folder / "logs") as cluster,
+        fresh_cluster(CLUSTER, folder / "logs") as cluster,
         real_prometheus(folder, cluster.directory.targets_file, RULES) as prometheus,
     ):
         start = time.time()
         traffic = EventfulTraffic(cluster.directory)
         for _ in range(MOST_ROUNDS):
-            run(traffic)
+            traffic.run()
             time.sleep(3 * SCRAPE_SECONDS)
             watched = Watched(prometheus, start, time.time())
-            if not is_silent(watched):
+            if not any(silent(watched, name) for name in NAMES):
                 break
         yield watched
-
-
-@pytest.fixture(scope="module")
-def watched_pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """The same with a model that takes images."""
-    from replicas.toy_model.make_image_model import write_image_model
-
-    needed_tool("prometheus")
-    folder = tmp_path_factory.mktemp("pictures")
-    write_image_model(folder / MODEL)
-    words = ("--model", str(folder / MODEL), "--set", f"image_bytes={IMAGE_BYTES}")
-    yield from watched_traffic(
-        folder,
-        words,
-        EventfulTraffic.look_at_pictures,
-        lambda watched: bool(silent(watched, "router", of_images=True)),
-    )
 
 
 def expressions(name: str) -> Iterator[tuple[str, str]]:
@@ -136,11 +110,11 @@ def filled(expression: str) -> str:
     return expression
 
 
-def silent(watched: Watched, name: str, *, of_images: bool = False) -> list[str]:
-    """What of a dashboard shows nothing: of what is about images, or of all else."""
+def silent(watched: Watched, name: str) -> list[str]:
+    """List what of a dashboard shows nothing."""
     found = []
     for title, expression in expressions(name):
-        if any(metric in expression for metric in NOT_HERE) or (IMAGE in expression) is not of_images:
+        if any(metric in expression for metric in NOT_HERE):
             continue
         series = watched.prometheus.over_time(expression, watched.start, watched.end)
         numbers = [value for values in series for value in values if math.isfinite(value)]
@@ -157,22 +131,7 @@ def test_every_line_of_every_panel_has_numbers_and_moves(watched: Watched, name:
     assert not found, "\n".join(found)
 
 
-def test_every_line_of_images_has_numbers_and_moves(watched_pictures: Watched) -> None:
-    names = [name for name in NAMES if any(IMAGE in expression for _, expression in expressions(name))]
-    assert names == ["router"]
-    found = silent(watched_pictures, "router", of_images=True)
-    assert not found, "\n".join(found)
-
-
-def test_the_rule_about_images_has_series_to_go_by(watched_pictures: Watched) -> None:
-    assert_rules_have_series(watched_pictures, of_images=True)
-
-
 def test_every_rule_has_series_to_go_by(watched: Watched) -> None:
-    assert_rules_have_series(watched, of_images=False)
-
-
-def assert_rules_have_series(watched: Watched, *, of_images: bool) -> None:
     def has_numbers(expression: str) -> bool:
         series = watched.prometheus.over_time(expression, watched.start, watched.end)
         return any(math.isfinite(value) for values in series for value in values)
@@ -182,8 +141,6 @@ def assert_rules_have_series(watched: Watched, *, of_images: bool) -> None:
     for rule in rules:
         if any(metric in rule["expr"] for metric in ("tls_expiry", *NOT_HERE)):
             continue  # nothing is encrypted here
-        if (IMAGE in rule["expr"]) is not of_images:
-            continue
         wanted = (
             {rule["record"]} if "record" in rule else asked(rule["expr"], series_labels() | records).metrics
         )

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 from random import Random
 
@@ -15,233 +16,104 @@ SPEC = FleetSpec((PoolSpec(2),), BackoffSpec(initial_seconds=1, max_seconds=8), 
 NOW = 100.0
 
 STARTING, READY, DRAINING, STOPPED = ReplicaState
+STATES = {"s": STARTING, "r": READY, "d": DRAINING, "x": STOPPED}
+REVISIONS = {"+": SPEC.pools[0].revision, "-": "0ld", "?": None}
 
 
-def seen(name: str, state: ReplicaState, since: float = 90.0, deaths: int = 0) -> ReplicaLife:
-    cause = "killed" if deaths else None
-    return ReplicaLife(ReplicaId(name), state, since, deaths, cause, SPEC.pools[0].revision)
+def fleet(text: str) -> tuple[ReplicaLife, ...]:
+    """Read replicas such as `2x-@99/3`: number, state, revision (new, old, unknown), since when, deaths."""
+    found = []
+    for number, state, revision, since, deaths in re.findall(
+        r"(\d+)([srdx])([-+?])(?:@([\d.]+))?(?:/(\d+))?", text
+    ):
+        cause = "it is broken" if deaths else None
+        found.append(
+            ReplicaLife(
+                *(ReplicaId(f"replica-{number}"), STATES[state], float(since or 90), int(deaths or 0), cause),
+                REVISIONS[revision],
+            )
+        )
+    assert len(found) == len(text.split())
+    return tuple(found)
 
 
-READY_0, READY_1 = seen("replica-0", READY), seen("replica-1", READY)
+def planned(spec: FleetSpec, observed: tuple[ReplicaLife, ...]) -> str:
+    actions = plan(spec, observed, NOW).actions
+    return ", ".join(f"{action.kind} {action.replica_id.removeprefix('replica-')}" for action in actions)
 
 
 @pytest.mark.parametrize(
-    ("observed", "actions", "wake"),
+    ("what", "observed", "actions", "wake"),
     [
-        pytest.param([], ["start replica-0", "start replica-1"], None, id="nothing runs"),
-        pytest.param([READY_0, READY_1], [], None, id="all is well"),
-        pytest.param([READY_0], ["start replica-1"], None, id="one is missing"),
-        pytest.param([READY_0, seen("replica-1", STARTING)], [], None, id="one is starting"),
-        pytest.param(
-            [READY_0, seen("replica-1", STOPPED, NOW, 1)], ["replace replica-1"], None, id="one just died"
-        ),
-        pytest.param([READY_0, seen("replica-1", STOPPED, NOW, 2)], [], 1.0, id="died twice: wait"),
-        pytest.param([READY_0, seen("replica-1", STOPPED, 99.25, 2)], [], 0.25, id="still waiting"),
-        pytest.param(
-            [READY_0, seen("replica-1", STOPPED, 99.0, 2)],
-            ["replace replica-1"],
-            None,
-            id="waited long enough",
-        ),
-        pytest.param([READY_0, seen("replica-1", STOPPED, NOW, 50)], [], 8.0, id="the wait is bounded"),
-        pytest.param(
-            [seen("replica-0", STOPPED, NOW, 3), seen("replica-1", STOPPED, NOW, 2)],
-            [],
-            1.0,
-            id="wakes for the first of two",
-        ),
-        pytest.param([READY_0, READY_1, seen("replica-2", READY)], ["drain replica-2"], None, id="surplus"),
-        pytest.param(
-            [READY_0, READY_1, seen("replica-2", DRAINING, 90)], [], 10.0, id="surplus drains already"
-        ),
-        pytest.param(
-            [READY_0, READY_1, seen("replica-2", DRAINING, 80)],
-            ["stop replica-2"],
-            None,
-            id="drained too long",
-        ),
-        pytest.param(
-            [READY_0, READY_1, seen("replica-2", STARTING)],
-            ["stop replica-2"],
-            None,
-            id="surplus still starts",
-        ),
-        pytest.param(
-            [READY_0, READY_1, seen("replica-2", STOPPED, NOW, 9)],
-            ["stop replica-2"],
-            None,
-            id="a dead surplus replica is cleared away, not brought back",
-        ),
-        pytest.param(
-            [READY_0, seen("replica-1", DRAINING, 95)], [], 15.0, id="wanted again while it drains: wait"
-        ),
-        pytest.param(
-            [READY_0, seen("replica-1", STOPPED, NOW)],
-            ["replace replica-1"],
-            None,
-            id="wanted again, drained",
-        ),
-        pytest.param(
-            [seen("replica-9", READY), seen("replica-8", STARTING), seen("replica-0", STOPPED, 0, 1)],
-            ["stop replica-0"],
-            None,
-            id="replicas that run stay, whatever their number",
-        ),
+        ("nothing runs", "", "start 0, start 1", None),
+        ("all is well", "0r+ 1r+", "", None),
+        ("one is missing", "0r+", "start 1", None),
+        ("one is starting", "0r+ 1s+", "", None),
+        ("one just died", "0r+ 1x+@100/1", "replace 1", None),
+        ("died twice: wait", "0r+ 1x+@100/2", "", 1.0),
+        ("still waiting", "0r+ 1x+@99.25/2", "", 0.25),
+        ("waited long enough", "0r+ 1x+@99/2", "replace 1", None),
+        ("the wait is bounded", "0r+ 1x+@100/50", "", 8.0),
+        ("wakes for the first of two", "0x+@100/3 1x+@100/2", "", 1.0),
+        ("surplus", "0r+ 1r+ 2r+", "drain 2", None),
+        ("surplus drains already", "0r+ 1r+ 2d+", "", 10.0),
+        ("drained too long", "0r+ 1r+ 2d+@80", "stop 2", None),
+        ("surplus still starts", "0r+ 1r+ 2s+", "stop 2", None),
+        ("a dead surplus replica is cleared away", "0r+ 1r+ 2x+@100/9", "stop 2", None),
+        ("wanted again while it drains: wait", "0r+ 1d+@95", "", 15.0),
+        ("wanted again, drained", "0r+ 1x+@100", "replace 1", None),
+        ("replicas that run stay, whatever their number", "9r+ 8s+ 0x+@0/1", "stop 0", None),
     ],
 )
-def test_plan(observed: list[ReplicaLife], actions: list[str], wake: float | None) -> None:
-    made = plan(SPEC, tuple(observed), NOW)
-    assert [f"{action.kind} {action.replica_id}" for action in made.actions] == actions
-    assert made.wake_in_seconds == wake
+def test_plan(what: str, observed: str, actions: str, wake: float | None) -> None:
+    assert planned(SPEC, fleet(observed)) == actions, what
+    assert plan(SPEC, fleet(observed), NOW).wake_in_seconds == wake
 
 
 def test_an_empty_fleet_drains_everything() -> None:
-    made = plan(FleetSpec(()), (READY_0, READY_1), NOW)
+    made = plan(FleetSpec(()), fleet("0r+ 1r+"), NOW)
     assert [action.kind for action in made.actions] == [ActionKind.DRAIN] * 2
 
 
 def test_every_action_says_why() -> None:
-    (action,) = plan(SPEC, (READY_0, seen("replica-1", STOPPED, 0, 3)), NOW).actions
-    assert action.details == "replica-1 died (killed), 3 times in a row"
-
-
-def fleet(*replicas: tuple[str, ReplicaState, str], deaths: int = 0) -> tuple[ReplicaLife, ...]:
-    """Names, states, and the revision: new, old, or one that nobody knows."""
-    revisions = {"new": SPEC.pools[0].revision, "old": "0ld", "unknown": None}
-    return tuple(
-        ReplicaLife(
-            *(ReplicaId(name), state, 90.0, deaths if state is STOPPED else 0),
-            *("it is broken" if state is STOPPED else None, revisions[revision]),
-        )
-        for name, state, revision in replicas
-    )
+    (action,) = plan(SPEC, fleet("0r+ 1x+@0/3"), NOW).actions
+    assert action.details == "replica-1 died (it is broken), 3 times in a row"
 
 
 @pytest.mark.parametrize(
-    ("surge", "observed", "actions"),
+    ("what", "surge", "observed", "actions"),
     [
-        pytest.param(
-            1,
-            fleet(("replica-0", READY, "old"), ("replica-1", READY, "old")),
-            ["start replica-2"],
-            id="one more than there should be",
-        ),
-        pytest.param(
-            2,
-            fleet(("replica-0", READY, "old"), ("replica-1", READY, "old")),
-            ["start replica-2", "start replica-3"],
-            id="two more",
-        ),
-        pytest.param(
-            1,
-            fleet(("replica-0", READY, "old"), ("replica-1", READY, "old"), ("replica-2", STARTING, "new")),
-            [],
-            id="wait until it is ready",
-        ),
-        pytest.param(
-            1,
-            fleet(("replica-0", READY, "old"), ("replica-1", READY, "old"), ("replica-2", READY, "new")),
-            ["drain replica-0"],
-            id="one old one has become spare",
-        ),
-        pytest.param(
-            1,
-            fleet(
-                *(("replica-0", DRAINING, "old"), ("replica-1", READY, "old")),
-                ("replica-2", READY, "new"),
-            ),
-            ["start replica-3"],
-            id="the next one need not wait for the drain",
-        ),
-        pytest.param(
-            1,
-            fleet(("replica-0", STOPPED, "old"), ("replica-1", READY, "old"), ("replica-2", READY, "new")),
-            ["stop replica-0", "start replica-3"],
-            id="an old one that has ended is cleared away",
-        ),
-        pytest.param(
-            1,
-            fleet(("replica-1", READY, "old"), ("replica-2", READY, "new"), ("replica-0", READY, "new")),
-            ["drain replica-1"],
-            id="the last old one",
-        ),
-        pytest.param(
-            0,
-            fleet(("replica-0", READY, "old"), ("replica-1", READY, "old")),
-            ["drain replica-0"],
-            id="without surge an old one leaves first",
-        ),
-        pytest.param(
-            0,
-            fleet(("replica-0", DRAINING, "old"), ("replica-1", READY, "old")),
-            ["start replica-2"],
-            id="and a new one takes its place",
-        ),
-        pytest.param(
-            1,
-            fleet(("replica-0", STARTING, "old"), ("replica-1", STARTING, "old")),
-            ["stop replica-0", "stop replica-1", "start replica-2"],
-            id="old ones that serve nobody yet go at once",
-        ),
-        pytest.param(
-            1,
-            fleet(("replica-0", STARTING, "unknown"), ("replica-1", READY, "unknown")),
-            [],
-            id="what was found and has not yet said what it is stays",
-        ),
-        pytest.param(
-            1,
-            fleet(("replica-0", STOPPED, "unknown"), ("replica-1", READY, "new")),
-            ["stop replica-0", "start replica-2"],
-            id="what was found and has ended before it said what it is holds nothing up",
-        ),
-        pytest.param(
-            1,
-            fleet(
-                *(("replica-1", READY, "old"), ("replica-3", READY, "old")),
-                *(("replica-0", STARTING, "new"), ("replica-2", STARTING, "new")),
-            ),
-            ["stop replica-2"],
-            id="shrunk meanwhile, two old and two new ones are one more than the surge allows",
-        ),
-        pytest.param(
-            0,
-            fleet(
-                ("replica-1", READY, "old"), ("replica-0", STARTING, "new"), ("replica-2", STARTING, "new")
-            ),
-            ["stop replica-2"],
-            id="shrunk meanwhile without a surge",
-        ),
-        pytest.param(
-            1,
-            fleet(
-                *(("replica-1", READY, "old"), ("replica-3", READY, "old")),
-                *(
-                    ("replica-0", DRAINING, "new"),
-                    ("replica-2", STARTING, "new"),
-                    ("replica-4", STOPPED, "new"),
-                ),
-            ),
-            [],
-            id="one that has ended comes back only if the surge has a place for it",
-        ),
+        ("one more than there should be", 1, "0r- 1r-", "start 2"),
+        ("two more", 2, "0r- 1r-", "start 2, start 3"),
+        ("wait until it is ready", 1, "0r- 1r- 2s+", ""),
+        ("one old one has become spare", 1, "0r- 1r- 2r+", "drain 0"),
+        ("the next one need not wait for the drain", 1, "0d- 1r- 2r+", "start 3"),
+        ("an old one that has ended is cleared away", 1, "0x-/0 1r- 2r+", "stop 0, start 3"),
+        ("the last old one", 1, "1r- 2r+ 0r+", "drain 1"),
+        ("without surge an old one leaves first", 0, "0r- 1r-", "drain 0"),
+        ("and a new one takes its place", 0, "0d- 1r-", "start 2"),
+        ("old ones that serve nobody yet go at once", 1, "0s- 1s-", "stop 0, stop 1, start 2"),
+        ("what was found and has not yet said what it is stays", 1, "0s? 1r?", ""),
+        ("what ended before it said what it is holds nothing up", 1, "0x? 1r+", "stop 0, start 2"),
+        ("shrunk meanwhile, one more than the surge allows", 1, "1r- 3r- 0s+ 2s+", "stop 2"),
+        ("shrunk meanwhile without a surge", 0, "1r- 0s+ 2s+", "stop 2"),
+        ("one that has ended comes back only if there is a place", 1, "1r- 3r- 0d+ 2s+ 4x+", ""),
     ],
 )
-def test_a_rollout(surge: int, observed: tuple[ReplicaLife, ...], actions: list[str]) -> None:
+def test_a_rollout(what: str, surge: int, observed: str, actions: str) -> None:
     spec = replace(SPEC, pools=(replace(SPEC.pools[0], surge=surge),))
-    made = plan(spec, observed, NOW)
-    assert [f"{action.kind} {action.replica_id}" for action in made.actions] == actions
+    assert planned(spec, fleet(observed)) == actions, what
 
 
 def test_an_old_replica_stays_until_routers_have_found_the_new_one() -> None:
-    old = fleet(("replica-0", READY, "old"), ("replica-1", READY, "old"))
+    old = fleet("0r- 1r-")
     new = ReplicaLife(ReplicaId("replica-2"), READY, NOW - 0.5, revision=SPEC.pools[0].revision)
     made = plan(SPEC, (*old, new), NOW)
     assert (made.actions, made.wake_in_seconds) == ((), SETTLE_SECONDS - 0.5)
 
 
 def test_one_that_routers_are_just_finding_keeps_its_place_in_a_pool_that_shrinks() -> None:
-    old = fleet(("replica-1", READY, "old"), ("replica-3", READY, "old"))
+    old = fleet("1r- 3r-")
     revision = SPEC.pools[0].revision
     new = [ReplicaLife(ReplicaId(f"replica-{n}"), READY, NOW - 0.5, revision=revision) for n in (0, 2)]
     made = plan(SPEC, (*old, *new), NOW)
@@ -251,21 +123,20 @@ def test_one_that_routers_are_just_finding_keeps_its_place_in_a_pool_that_shrink
 
 
 def test_one_that_is_to_end_is_kept_for_none_that_starts() -> None:
-    ending = replace(seen("replica-0", STARTING), is_dismissed=True)
-    observed = (ending, seen("replica-1", STARTING), seen("replica-2", STARTING))
+    ending, *others = fleet("0s+ 1s+ 2s+")
+    observed = (replace(ending, is_dismissed=True), *others)
     assert [str(action.replica_id) for action in plan(SPEC, observed, NOW).actions] == ["replica-0"]
 
 
 def test_a_rollout_whose_first_new_replica_ends_stops_and_says_why() -> None:
-    old = fleet(("replica-0", READY, "old"), ("replica-1", READY, "old"))
-    made = plan(SPEC, (*old, *fleet(("replica-2", STOPPED, "new"), deaths=1)), NOW)
+    old = fleet("0r- 1r-")
+    made = plan(SPEC, (*old, *fleet("2x+/1")), NOW)
     assert made.actions == ()
     assert made.failed_rollouts == (("replica", "replica-2 did not start: it is broken"),)
 
 
 def test_a_later_failure_is_tried_again_for_the_new_settings_have_proved_themselves() -> None:
-    observed = fleet(("replica-1", READY, "old"), ("replica-2", READY, "new"))
-    made = plan(SPEC, (*observed, *fleet(("replica-3", STOPPED, "new"), deaths=1)), NOW)
+    made = plan(SPEC, fleet("1r- 2r+ 3x+/1"), NOW)
     assert made.failed_rollouts == ()
     assert [action.kind for action in made.actions] == [ActionKind.REPLACE]
 
