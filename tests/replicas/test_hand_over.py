@@ -24,10 +24,10 @@ from tests.replicas.test_peer_pull import (
     Peer,
     of_router,
     peer,
+    process,
     prompt,
     two,
 )
-from tests.replicas.test_peer_pull_killed import process
 
 BLOCKS = 128 * NUM_CHUNKS // 16
 TOKENS = 128 * NUM_CHUNKS

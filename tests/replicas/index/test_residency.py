@@ -168,33 +168,6 @@ def test_what_is_kept_and_the_sum_of_all_changes_equal_the_naive_twin(
     assert set(whole.points) == points and not whole.points_removed
 
 
-def test_a_prompt_end_is_kept_until_the_last_copy_is_gone_whichever_copy_goes_first() -> None:
-    residency = Residency(BLOCK_SIZE, STRIDE)
-    block_hash = HASHES[0][0]
-    residency.observe([BlockStored((block_hash,), 0), BlockStored((block_hash,), 0, ends_prompt=True)])
-    residency.observe([BlockRemoved((block_hash,))])
-    assert residency.kept == {block_hash}
-    residency.observe([BlockRemoved((block_hash,))])
-    assert residency.kept == set()
-    residency.observe([BlockStored((block_hash,), 0)])
-    assert residency.kept == set()
-
-
-def test_a_hash_is_kept_while_any_tier_holds_it_and_a_tier_takes_only_its_own() -> None:
-    residency = Residency(BLOCK_SIZE, STRIDE)
-    block_hash = HASHES[0][0]
-    for tier, ends_prompt in ((Tier.DEVICE, True), (Tier.HOST, False)):
-        residency.observe([BlockStored((block_hash,), 0, ends_prompt, tier)])
-    assert residency.observe([BlockRemoved((block_hash,), Tier.DISK)]) == 1
-    assert residency.observe([BlockRemoved((block_hash,), Tier.DEVICE)]) == 0
-    assert residency.kept == {block_hash}
-    assert [residency.num_resident(tier) for tier in Tier] == [0, 1, 0]
-    residency.observe([AllBlocksCleared(Tier.DEVICE)])
-    assert residency.kept == {block_hash}
-    residency.observe([AllBlocksCleared(Tier.HOST)])
-    assert residency.kept == set()
-
-
 def test_removals_of_what_was_never_stored_are_counted_and_harmless() -> None:
     residency = Residency(BLOCK_SIZE, STRIDE)
     assert residency.observe([BlockRemoved((HASHES[0][2], HASHES[0][3]))]) == 2
@@ -219,20 +192,3 @@ def test_a_set_that_is_taken_whole_forgets_why_others_went() -> None:
     residency.take_change()
     residency.observe([BlockRemoved((block_hash,))])
     assert residency.take_change().reasons == b"" and not residency._reasons
-
-
-def test_what_the_device_evicts_last_went_for_the_reason_that_was_given_below_it() -> None:
-    residency = Residency(BLOCK_SIZE, STRIDE)
-    blocks = (HASHES[0][2], HASHES[1][2], HASHES[2][2])
-    for each in blocks:
-        residency.observe([BlockStored((each,), 2), BlockStored((each,), 2, tier=Tier.HOST)])
-    residency.take_change()
-    residency.observe([BlockRemoved(blocks, Tier.HOST, Removal.EXPIRED)])
-    residency.observe([BlockStored((blocks[1],), 2, tier=Tier.DISK)])
-    residency.observe([BlockRemoved((blocks[1],), Tier.DISK)])
-    residency.observe([BlockRemoved(blocks[:2])])
-    residency.observe([AllBlocksCleared()])
-    change = residency.take_change()
-    assert dict(zip(change.removed, map(Removal, change.reasons), strict=True)) == dict(
-        zip(blocks, (Removal.EXPIRED, Removal.EVICTED, Removal.CLEARED), strict=True)
-    )

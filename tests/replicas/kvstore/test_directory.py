@@ -4,7 +4,7 @@ import pytest
 
 from replicas.kvstore.directory import ChunkPlace, Directory
 from replicas.kvstore.write_budget import BURST_SECONDS, WriteBudget
-from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, Tier
+from replicas.protocol.events import BlockRemoved, BlockStored, Tier
 from tests.replicas.kvstore.chunk_names import chain, key, name
 
 
@@ -22,38 +22,6 @@ def write_all(directory: Directory, now: float = 0.0) -> list[str]:
         directory.written(writes[0].name.key)
         written.append(writes[0].name.key.decode().rstrip("."))
     return written
-
-
-def test_a_chunk_is_coming_until_it_is_filled() -> None:
-    directory = Directory(host_chunks=2)
-    assert directory.place(key("a")) is None and directory.slot(key("a")) is None
-    slot = directory.offer(name("a"))
-    assert directory.place(key("a")) is ChunkPlace.COMING and directory.slot(key("a")) is None
-    assert directory.take_events() == []
-    assert directory.offer(name("a")) is None
-    directory.filled(key("a"))
-    assert directory.place(key("a")) is ChunkPlace.HOST
-    assert directory.slot(key("a")) == (slot, directory.generation(slot or 0))
-    assert directory.take_events() == [BlockStored((key("a"),), 3, tier=Tier.HOST)]
-
-
-def test_a_filling_that_is_given_up_leaves_nothing() -> None:
-    directory = Directory(host_chunks=1)
-    directory.offer(name("a"))
-    directory.given_up(key("a"))
-    assert directory.place(key("a")) is None and directory.num_in_host == 0
-    assert directory.take_events() == []
-    assert directory.offer(name("b")) is not None
-
-
-def test_a_slot_that_may_still_be_written_to_is_nobodys_until_it_is_given_back() -> None:
-    directory = Directory(host_chunks=1)
-    slot = directory.offer(name("a"))
-    assert slot is not None
-    directory.given_up(key("a"), may_still_be_written=True)
-    assert directory.num_quarantined == 1 and directory.offer(name("b")) is None
-    directory.give_back(slot)
-    assert directory.offer(name("b")) == slot
 
 
 def test_a_chain_is_found_up_to_its_first_hole() -> None:
@@ -110,26 +78,6 @@ def test_what_is_restored_twice_is_there_once() -> None:
     assert directory.num_on_disk == 1 and len(directory.take_events()) == 1
 
 
-def test_what_is_read_stays() -> None:
-    directory = Directory(host_chunks=1)
-    put(directory, "a")
-    directory.pin([key("a")])
-    assert directory.offer(name("b")) is None
-    directory.unpin([key("a")])
-    assert directory.offer(name("b")) is not None and directory.place(key("a")) is None
-
-
-def test_what_is_filled_or_written_stays() -> None:
-    directory = Directory(host_chunks=4, disk_chunks=9)
-    put(directory, *"abc")
-    directory.offer(name("d"))
-    [write] = directory.take_writes(0.0, 9)
-    assert write.name == name("a")
-    put(directory, *"xyz")
-    assert [directory.place(key(path)) for path in "ad"] == [ChunkPlace.HOST, ChunkPlace.COMING]
-    assert directory.place(key("b")) is None
-
-
 def test_a_slot_has_another_generation_for_each_chunk() -> None:
     directory = Directory(host_chunks=1)
     put(directory, "a")
@@ -159,21 +107,6 @@ def test_what_is_used_before_it_is_written_is_not_cold_any_more() -> None:
     assert write_all(directory) == ["b"]
 
 
-def test_what_is_on_disk_is_not_written_again_when_it_becomes_cold_again() -> None:
-    directory = Directory(host_chunks=4, disk_chunks=9)
-    put(directory, "a", "b", "c", "d")
-    assert write_all(directory) == ["a"]
-    directory.use([key("a")])
-    directory.use([key("d"), key("c"), key("b")])
-    assert directory.num_to_write == 0 and write_all(directory) == []
-
-
-def test_without_a_disk_nothing_waits_to_be_written() -> None:
-    directory = Directory(host_chunks=4)
-    put(directory, "a", "b", "c", "d")
-    assert directory.num_to_write == 0 and directory.take_writes(0.0, 9) == []
-
-
 def test_a_chain_is_written_from_its_beginning() -> None:
     directory = Directory(host_chunks=8, disk_chunks=9)
     put(directory, *("abc"[:length] for length in (1, 2, 3)))
@@ -191,42 +124,6 @@ def test_the_oldest_file_goes_when_the_disk_is_full() -> None:
     assert directory.take_removals() == [key("a"), key("b")]
     assert directory.take_removals() == []
     assert directory.place(key("a")) is None and directory.place(key("c")) is ChunkPlace.DISK
-
-
-def test_a_file_that_is_written_anew_is_not_removed() -> None:
-    directory = Directory(host_chunks=4, disk_chunks=1)
-    put(directory, *"abcd")
-    assert write_all(directory) == ["a"]
-    directory.lost_file(key("a"))
-    directory.use([key("a")])
-    directory.use([key("d"), key("c"), key("b")])
-    assert write_all(directory) == ["a"]
-    assert directory.take_removals() == []
-
-
-def test_what_is_fetched_is_in_host_memory_and_on_disk() -> None:
-    directory = Directory(host_chunks=4, disk_chunks=9)
-    put(directory, *"abcd")
-    write_all(directory)
-    put(directory, "e")
-    directory.take_events()
-    assert directory.fetch(key("a")) is not None
-    assert directory.place(key("a")) is ChunkPlace.COMING
-    directory.filled(key("a"))
-    assert directory.place(key("a")) is ChunkPlace.HOST
-    directory.lost_file(key("a"))
-    assert directory.place(key("a")) is ChunkPlace.HOST
-    assert directory.take_events()[-1] == BlockRemoved((key("a"),), Tier.DISK)
-
-
-def test_a_file_that_could_not_be_read_is_lost_with_its_chunk() -> None:
-    directory = Directory(host_chunks=4, disk_chunks=9)
-    directory.restore([name("a")])
-    assert directory.fetch(key("a")) is not None
-    directory.lost_file(key("a"))
-    directory.given_up(key("a"))
-    assert directory.place(key("a")) is None
-    assert directory.take_removals() == [key("a")]
 
 
 def test_a_write_that_failed_is_not_tried_again_at_once() -> None:
@@ -267,21 +164,6 @@ def test_what_an_earlier_life_left_is_there_and_what_does_not_fit_is_removed() -
         *(BlockStored((key(path),), 3, tier=Tier.DISK) for path in "abc"),
         BlockRemoved((key("a"),), Tier.DISK),
     ]
-
-
-def test_clearing_is_refused_while_anything_moves_and_removes_every_file() -> None:
-    directory = Directory(host_chunks=2, disk_chunks=2)
-    directory.restore([name("a")])
-    directory.fetch(key("a"))
-    assert not directory.clear()
-    directory.filled(key("a"))
-    put(directory, "b")
-    directory.take_events()
-    assert directory.clear()
-    assert directory.take_removals() == [key("a")]
-    assert directory.take_events() == [AllBlocksCleared(Tier.HOST), AllBlocksCleared(Tier.DISK)]
-    put(directory, "c", "d")
-    assert directory.num_in_host == 2
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, -1, 1), (1, 1, 0)])

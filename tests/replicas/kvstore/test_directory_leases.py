@@ -20,19 +20,6 @@ def leasing(host: int, disk: int = 0, *, share: float = 0.5, budget: WriteBudget
     return Directory(host_chunks=host, disk_chunks=disk, write_budget=budget, leases=leases)
 
 
-def test_what_is_leased_stays_in_host_memory_while_all_else_goes() -> None:
-    directory = leasing(4)
-    put(directory, "a", "ab")
-    assert directory.grant(chain("ab"), 60) is None
-    put(directory, *"uvwxyz")
-    assert directory.find(chain("ab")) == [ChunkPlace.HOST, ChunkPlace.HOST]
-    directory.pass_time(60.0)
-    put(directory, "1", "2")
-    assert directory.find(chain("ab")) == []
-    assert directory.leases.counts.kept == 2 and directory.broken(chain("ab")) == (0, None)
-    assert directory.num_expired(chain("ab")) == 2
-
-
 def test_that_a_lease_ran_out_is_told_of_what_went_after_it_and_of_nothing_else() -> None:
     directory = leasing(4)
     put(directory, "a", "b", "c")
@@ -81,22 +68,6 @@ def test_with_each_removal_it_is_said_why() -> None:
     assert why_they_went(directory) == {"a": ["BROKEN"]}
 
 
-def test_what_is_said_of_a_file_depends_on_whether_there_is_another_copy() -> None:
-    directory = leasing(2, 4, share=1.0)
-    put(directory, "a", "b")
-    directory.grant(chain("b"), HOUR_SECONDS)
-    assert write_all(directory) == ["b"]
-    directory.adopt(name("a"))
-    directory.lost_file(key("a"))
-    assert why_they_went(directory) == {"a": ["EVICTED"]}, "host memory has it"
-    directory.adopt(name("a"))
-    put(directory, "c", "d")
-    assert why_they_went(directory) == {"a": ["EVICTED"], "b": ["EVICTED"]}, "the disk has them"
-    directory.lost_file(key("a"))
-    directory.lost_file(key("b"))
-    assert why_they_went(directory) == {"a": ["LOST"], "b": ["BROKEN"]}
-
-
 def test_what_ran_out_is_remembered_of_a_bounded_number() -> None:
     directory = leasing(6)
     put(directory, "a", "b", "c")
@@ -117,20 +88,6 @@ def test_expiry_deletes_nothing_and_makes_the_end_of_a_chain_the_oldest() -> Non
     assert directory.find(chain("abc")) == [ChunkPlace.HOST] * 3
     put(directory, "1", "2")
     assert directory.find(chain("abc")) == [ChunkPlace.HOST]
-
-
-def test_a_lease_is_broken_aloud_when_nothing_else_can_go() -> None:
-    directory = leasing(2)
-    put(directory, "a")
-    directory.grant([key("a")], 60)
-    put(directory, "b")
-    directory.pin([key("b")])
-    put(directory, "c")
-    assert directory.place(key("a")) is None
-    assert directory.broken(chain("a")) == (1, LeaseBreak.HOST_FULL)
-    directory.unpin([key("b")])
-    put(directory, "a")
-    assert directory.broken(chain("a")) == (0, None)
 
 
 def test_what_is_leased_for_an_hour_is_written_at_once_and_before_all_else() -> None:
@@ -163,32 +120,6 @@ def test_while_the_write_budget_is_short_what_is_leased_is_still_written() -> No
     assert write_all(directory, now=5.0) == ["h"]
 
 
-def test_a_file_that_is_leased_outlives_those_that_are_not() -> None:
-    directory = leasing(4, 4)
-    put(directory, "a")
-    directory.grant([key("a")], DAY)
-    assert write_all(directory) == ["a"]
-    for path in "bcdefghijklm":
-        put(directory, path)
-        write_all(directory)
-    assert directory.place(key("a")) is ChunkPlace.DISK and directory.num_on_disk == 4
-    assert key("a") not in directory.take_removals()
-    directory.pass_time(float(DAY))
-    put(directory, *"nopq")
-    write_all(directory)
-    assert directory.place(key("a")) is None and directory.broken([key("a")]) == (0, None)
-
-
-def test_nothing_is_written_where_every_file_is_leased() -> None:
-    directory = leasing(4, 2, share=1.0)
-    put(directory, "a", "b")
-    directory.grant([key("a"), key("b")], DAY)
-    write_all(directory)
-    put(directory, *"cdef")
-    assert directory.num_to_write > 0 and write_all(directory) == []
-    assert directory.leases.counts.broken.total() == 0
-
-
 def test_a_lost_file_is_written_anew_if_host_memory_has_it_else_the_lease_is_broken() -> None:
     directory = leasing(4, 4)
     put(directory, "a", "b")
@@ -201,19 +132,6 @@ def test_a_lost_file_is_written_anew_if_host_memory_has_it_else_the_lease_is_bro
     directory.lost_file(key("b"))
     assert directory.broken([key("a"), key("b")]) == (1, LeaseBreak.LOST)
     assert directory.leases.holds(key("b")) and write_all(directory)[0] == "b"
-
-
-def test_a_lost_file_breaks_its_lease_if_host_memory_owes_all_that_it_may() -> None:
-    directory = leasing(2, 4)
-    put(directory, "a")
-    directory.grant([key("a")], DAY)
-    write_all(directory)
-    put(directory, "b")
-    directory.grant([key("b")], 60)
-    directory.lost_file(key("a"))
-    assert not directory.leases.holds(key("a")) and directory.leases.holds(key("b"))
-    assert directory.leases.counts.broken == {LeaseBreak.LOST: 1}
-    assert directory.place(key("a")) is ChunkPlace.HOST and directory.broken([key("a")]) == (0, None)
 
 
 def test_a_write_that_failed_leaves_the_lease_to_host_memory_until_it_is_used_again() -> None:
@@ -254,14 +172,6 @@ def test_leases_on_a_disk_that_became_smaller_are_broken() -> None:
     records = [LeaseRecord(key(path), DAY, 50.0) for path in "abc"]
     directory.restore(map(name, "abc"), records)
     assert directory.take_removals() == [key("c")] and directory.leases.num_leased == 2
-
-
-def test_clearing_breaks_every_lease() -> None:
-    directory = leasing(4)
-    put(directory, "a")
-    directory.grant([key("a")], 60)
-    assert directory.clear()
-    assert directory.broken([key("a")]) == (1, LeaseBreak.CLEARED)
 
 
 def test_more_cannot_be_leased_than_there_is() -> None:

@@ -59,14 +59,6 @@ def test_what_host_memory_alone_cannot_keep_is_refused(seconds: int, refusal: Le
     assert leases.num_leased == leases.counts.granted == (refusal is None)
 
 
-def test_without_any_tier_nothing_is_granted() -> None:
-    assert Leases().grant(wishes("a"), 1) is LeaseRefusal.NO_TIER
-
-
-def test_less_than_a_chunk_is_not_leased() -> None:
-    assert Leases(host_chunks=1).grant([], 60) is LeaseRefusal.NO_WHOLE_CHUNK
-
-
 def test_the_budget_of_either_tier_bounds_what_is_leased_and_all_or_nothing_is() -> None:
     leases = Leases(host_chunks=2, disk_chunks=3)
     assert leases.grant(wishes("abc"), 60) is LeaseRefusal.BUDGET
@@ -87,15 +79,6 @@ def test_what_is_leased_already_costs_nothing_again() -> None:
     assert leases.grant(wishes("ab"), 60) is None
     assert leases.grant(wishes("ab"), 60) is None
     assert leases.grant(wishes("abc"), 60) is LeaseRefusal.BUDGET
-
-
-def test_a_tenant_has_its_share_and_no_more() -> None:
-    leases = Leases(host_chunks=4, tenant_share=0.5)
-    assert leases.grant(wishes("abc"), 60, ADA) is LeaseRefusal.TENANT_SHARE
-    assert leases.grant(wishes("ab"), 60, ADA) is None
-    assert leases.grant(wishes("c"), 60, ADA) is LeaseRefusal.TENANT_SHARE
-    assert leases.grant(wishes("cd"), 60, BOB) is None
-    assert leases.grant(wishes("e"), 60, TenantTag(b"eve")) is LeaseRefusal.BUDGET
 
 
 def test_the_tombstone_of_a_broken_lease_stays_until_its_end_or_until_the_chunk_is_back() -> None:

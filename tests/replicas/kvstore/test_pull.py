@@ -3,29 +3,46 @@
 import contextlib
 import logging
 import re
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from subprocess import run
 from typing import Any
 
 import grpc
 import pytest
 
+from replicas.config import ReplicaConfig
 from replicas.kvstore.chunk import ChunkName
+from replicas.kvstore.layout import ChunkHeader, LayoutId
+from replicas.kvstore.layout import encode as encode_header
 from replicas.kvstore.on_disk import breaker
+from replicas.kvstore.opening import open_store
 from replicas.kvstore.pulling import pull as pull_module
-from replicas.kvstore.pulling.incoming import ChunkKind, Ending, Wanted
+from replicas.kvstore.pulling.incoming import ChunkKind, Ending, PullFailed, Wanted, incoming
 from replicas.kvstore.pulling.peers import MAX_PEERS, Peers
 from replicas.kvstore.pulling.pull import MAX_TRANSFERS, Pulled, Puller
+from replicas.process.settings import SettingsError
 from replicas.protocol.pulls import TOO_MANY_PULLS, PullHint, PullPart, PullRequest
 from replicas.protocol.service import path
 from replicas.protocol.status import Epoch, ReplicaId
 from replicas.protocol.tier_figures import MoveFailure
 from replicas.protocol.wire import decode_pull_request, encode
-from tests.replicas.kvstore.chunk_images import LAYOUT, PAYLOAD_BYTES, SLOT_BYTES, image, slots
-from tests.replicas.kvstore.chunk_names import name
+from tests.replicas.kvstore.chunk_images import (
+    LAYOUT,
+    PAYLOAD_BYTES,
+    SLOT_BYTES,
+    fill,
+    header,
+    image,
+    payload,
+    slots,
+)
+from tests.replicas.kvstore.chunk_names import key, name
 
 KIND = ChunkKind(LAYOUT.digest(), 128, 4, PAYLOAD_BYTES, SLOT_BYTES)
 Answer = Callable[[PullRequest, Any], Iterator[PullPart | bytes]]
@@ -382,3 +399,130 @@ def test_connections_are_few_and_closed_when_idle() -> None:
         peers.close_idle()
         assert peers.num_connections == 0
         peers.close()
+
+
+def parts(*images: bytes | bytearray, size: int = 3000) -> list[PullPart]:
+    return [
+        PullPart(index, bytes(each[at : at + size]))
+        for index, each in enumerate(images)
+        for at in range(0, len(each), size)
+    ]
+
+
+def named(**fields: object) -> bytearray:
+    """The image of chunk "a" with other fields, its checksums right."""
+    made = bytearray(SLOT_BYTES)
+    changed = replace(header("a"), **fields)  # type: ignore[arg-type]
+    fill(memoryview(made), "a")
+    encode_header(changed, memoryview(made))
+    return made
+
+
+@pytest.mark.parametrize("size", [1, 4096, 4097, 1 << 20])
+def test_chunks_come_whole_and_in_order(size: int) -> None:
+    chunks = wanted("a", "ab")
+    came = list(incoming(parts(image("a"), image("ab"), size=size), chunks, KIND))
+    assert [chunk.name for chunk, _ in came] == [name("a"), name("ab")]
+    assert came[1][1] == header("ab")
+    assert bytes(chunks[1].memory[4096 : 4096 + PAYLOAD_BYTES]) == payload("ab")
+
+
+def test_a_peer_may_have_less() -> None:
+    assert list(incoming([], wanted("a"), KIND)) == []
+    assert len(list(incoming(parts(image("a")), wanted("a", "ab"), KIND))) == 1
+
+
+def flipped(at: int) -> bytearray:
+    made = image("a")
+    made[at] ^= 1
+    return made
+
+
+LIES: dict[str, Callable[[], Sequence[PullPart]]] = {
+    "another chunk": lambda: parts(image("b")),
+    "a flipped bit in the payload": lambda: parts(flipped(5000)),
+    "a flipped bit in the header": lambda: parts(flipped(60)),
+    "a flipped bit in the checksum": lambda: parts(flipped(4090)),
+    "another layout": lambda: parts(named(layout=LayoutId(bytes(16)))),
+    "another parent": lambda: parts(named(name=ChunkName(key("a"), key("b"), 3))),
+    "another position": lambda: parts(named(name=ChunkName(key("a"), None, 7))),
+    "fewer tokens": lambda: parts(named(num_tokens=127)),
+    "fewer writers": lambda: parts(named(writers=())),
+    "a shorter payload": lambda: parts(named(payload_bytes=PAYLOAD_BYTES - 1)),
+    "a longer image": lambda: parts(image("a") + bytes(1), size=SLOT_BYTES + 1),
+    "half a chunk": lambda: parts(image("a")[:-1]),
+    "one byte": lambda: [PullPart(0, b"x")],
+    "the second first": lambda: [PullPart(1, bytes(image("ab")))],
+    "one more": lambda: parts(image("a"), image("ab")),
+    "zeros": lambda: parts(bytes(SLOT_BYTES)),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_no_lie_is_believed(lie: str) -> None:
+    chunks = wanted("a")
+    came: list[ChunkHeader] = []
+    with pytest.raises(PullFailed):
+        for _, found in incoming(LIES[lie](), chunks, KIND):
+            came.append(found)
+    assert came == ([header("a")] if lie == "one more" else [])
+
+
+def test_what_came_before_a_lie_counts() -> None:
+    chunks = wanted("a", "ab")
+    stream = incoming(parts(image("a"), image("ax")), chunks, KIND)
+    assert next(stream)[1] == header("a")
+    with pytest.raises(PullFailed):
+        next(stream)
+
+
+def test_an_endless_stream_is_left_at_once() -> None:
+    num_taken = 0
+
+    def endless() -> Iterator[PullPart]:
+        nonlocal num_taken
+        while True:
+            num_taken += 1
+            yield PullPart(0, bytes(1000))
+
+    with pytest.raises(PullFailed):
+        list(incoming(endless(), wanted("a"), KIND))
+    assert num_taken <= SLOT_BYTES // 1000 + 1
+
+
+ON: dict[str, Any] = {"host_kv_bytes": 1 << 20, "pull_bytes_per_second": 1e9}
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"pull_bytes_per_second": 1e9}, "pull_bytes_per_second needs host_kv_bytes"),
+        ({**ON, "pull_bytes_per_second": 0.0}, "pull_bytes_per_second must be above 0"),
+        ({**ON, "tls_certificate": "c", "tls_key": "k"}, "pull_bytes_per_second needs tls_client_ca"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SettingsError, match=sentence):
+        ReplicaConfig(**settings)
+
+
+@pytest.mark.parametrize("pulls", [True, False])
+def test_memory_is_shared_where_replicas_pull_and_nowhere_else(pulls: bool) -> None:
+    settings = ON if pulls else {**ON, "pull_bytes_per_second": None}
+    store = open_store(ReplicaConfig(**settings), LAYOUT, PAYLOAD_BYTES)
+    assert store is not None
+    assert (store.shared is not None) == (store.speeds().pull is not None) == pulls
+    assert (store.figures().pulls is not None) == pulls
+    store.close()
+
+
+def test_an_engine_that_does_not_pull_loads_no_grpc() -> None:
+    code = """
+import sys
+from replicas.config import ReplicaConfig
+from replicas.kvstore.opening import open_store
+from tests.replicas.kvstore.chunk_images import LAYOUT
+store = open_store(ReplicaConfig(host_kv_bytes=1 << 20), LAYOUT, 5000)
+assert "grpc" not in sys.modules
+"""
+    run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

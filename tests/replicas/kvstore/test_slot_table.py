@@ -1,10 +1,11 @@
-"""Reading an arena from outside: a copy is the chunk's, or none, whatever its owner does meanwhile."""
+"""Reading an arena, or a disk, from outside: a copy is the chunk's, or none, whatever its owner does."""
 
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,11 +14,13 @@ from replicas.kvstore.arena import Arena
 from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.layout import HEADER_BYTES, LayoutId, decode
 from replicas.kvstore.pulling.chunk_reader import ChunkReader
+from replicas.kvstore.pulling.file_reader import FileReader
 from replicas.kvstore.slot_books import SlotBooks
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import UserTag
-from tests.replicas.kvstore.chunk_images import LAYOUT, PAYLOAD_BYTES, payload
+from tests.replicas.kvstore.chunk_images import LAYOUT, PAYLOAD_BYTES, SLOT_BYTES, image, payload
 from tests.replicas.kvstore.chunk_names import key, name
+from tests.replicas.kvstore.open_disk import file_of, opened
 
 ID = LAYOUT.digest()
 WRITERS = (UserTag(b"anna"), UserTag(b""), UserTag(b"bert"), UserTag(b"c" * 16))
@@ -55,7 +58,7 @@ def reader(owner: Owner) -> Iterator[ChunkReader]:
     reader.close()
 
 
-def image(reader: ChunkReader) -> memoryview:
+def room(reader: ChunkReader) -> memoryview:
     return memoryview(bytearray(reader.image_bytes))
 
 
@@ -63,7 +66,7 @@ def test_a_copy_is_the_file_of_the_chunk(owner: Owner, reader: ChunkReader) -> N
     owner.put(1, "a")
     owner.put(3, "ab")
     for path in ("ab", "a"):
-        copied = image(reader)
+        copied = room(reader)
         assert reader.copy(key(path), copied)
         header = decode(copied, ID, key(path))
         assert (header.name, header.writers, header.num_tokens) == (name(path), WRITERS, 128)
@@ -71,16 +74,16 @@ def test_a_copy_is_the_file_of_the_chunk(owner: Owner, reader: ChunkReader) -> N
 
 
 def test_what_is_not_there_is_not_copied(owner: Owner, reader: ChunkReader) -> None:
-    assert not reader.copy(key("a"), image(reader))
+    assert not reader.copy(key("a"), room(reader))
     owner.books.taken(0, name("a"), WRITERS)
-    assert not reader.copy(key("a"), image(reader)), "it is being filled"
+    assert not reader.copy(key("a"), room(reader)), "it is being filled"
     owner.books.filled(0)
-    assert reader.copy(key("a"), image(reader))
+    assert reader.copy(key("a"), room(reader))
     owner.put(0, "b")
-    assert not reader.copy(key("a"), image(reader)), "its slot went to another"
-    assert reader.copy(key("b"), image(reader))
+    assert not reader.copy(key("a"), room(reader)), "its slot went to another"
+    assert reader.copy(key("b"), room(reader))
     owner.books.cleared()
-    assert not reader.copy(key("b"), image(reader)), "everything was forgotten"
+    assert not reader.copy(key("b"), room(reader)), "everything was forgotten"
 
 
 def test_a_key_that_lies_across_two_others_is_none(owner: Owner, reader: ChunkReader) -> None:
@@ -88,10 +91,10 @@ def test_a_key_that_lies_across_two_others_is_none(owner: Owner, reader: ChunkRe
     for slot, own in enumerate((every[:16], every[16:])):
         owner.books.taken(slot, ChunkName(BlockHash(own), None, 3), WRITERS)
         owner.books.filled(slot)
-    assert not reader.copy(BlockHash(every[8:24]), image(reader))
+    assert not reader.copy(BlockHash(every[8:24]), room(reader))
     owner.books.taken(3, ChunkName(BlockHash(every[8:24]), None, 3), WRITERS)
     owner.books.filled(3)
-    assert reader.copy(BlockHash(every[8:24]), image(reader))
+    assert reader.copy(BlockHash(every[8:24]), room(reader))
 
 
 @pytest.mark.parametrize("is_the_same_chunk", [False, True])
@@ -113,9 +116,9 @@ def test_a_slot_that_gets_another_chunk_while_it_is_copied_is_no_copy(
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    assert not reader.copy(key("a"), image(reader))
+    assert not reader.copy(key("a"), room(reader))
     assert has_happened
-    assert reader.copy(key("a"), image(reader)) is is_the_same_chunk
+    assert reader.copy(key("a"), room(reader)) is is_the_same_chunk
 
 
 def test_kv_of_another_layout_is_not_copied(owner: Owner) -> None:
@@ -153,4 +156,35 @@ def test_without_a_table_nothing_is_shared() -> None:
     books.taken(0, name("a"), WRITERS)
     books.filled(0)
     assert books.shared is None
+    arena.close()
+
+
+def test_what_lies_on_disk_alone_is_read_from_there(tmp_path: Path) -> None:
+    with opened(tmp_path / "kv") as at:
+        at.write("ab")
+        reader = FileReader(tmp_path / "kv", LAYOUT.digest())
+        found = memoryview(bytearray(SLOT_BYTES))
+        assert reader.copy(key("ab"), found) and bytes(found) == bytes(image("ab"))
+        assert not reader.copy(key("a"), found)
+        file = file_of(tmp_path / "kv", "ab")
+        damaged = bytearray(file.read_bytes())
+        damaged[-PAYLOAD_BYTES] ^= 1
+        file.write_bytes(damaged)
+        assert not reader.copy(key("ab"), found)
+        file.write_bytes(damaged[:5000])
+        assert not reader.copy(key("ab"), found)
+
+
+def test_what_host_memory_has_not_comes_from_the_disk(tmp_path: Path) -> None:
+    arena = Arena(2, PAYLOAD_BYTES, has_table=True)
+    shared = SlotBooks(arena, 128, LAYOUT.digest()).shared
+    assert shared is not None
+    found = memoryview(bytearray(SLOT_BYTES))
+    with opened(tmp_path / "kv") as at:
+        at.write("ab")
+        with_disk, without = ChunkReader(shared, tmp_path / "kv"), ChunkReader(shared)
+        assert with_disk.copy(key("ab"), found) and bytes(found) == bytes(image("ab"))
+        assert not without.copy(key("ab"), found)
+        with_disk.close()
+        without.close()
     arena.close()

@@ -118,23 +118,6 @@ def test_the_budget_and_the_tenants_share_bind_what_is_taken_over() -> None:
     assert store.directory.place(key("xyz")) is None
 
 
-def test_chunks_of_many_tenants_come_in_one_transfer() -> None:
-    store = Store(num_slots=80)
-    paths = "abcdefgh"
-    store.keep(*(leased(path, tenant=path.encode(), share=0.5) for path in paths))
-    assert store.pulls.num_transfers == 1
-    for path in paths:
-        store.directory.filled(key(path))
-    assert store.answer() == (TAKEN,) * len(paths)
-
-
-def test_the_share_that_a_tenant_has_here_outlasts_what_a_record_says() -> None:
-    store = Store(num_leased=4)
-    store.keep(leased("a", tenant=b"t", share=0.25), leased("x", tenant=b"t"))
-    store.directory.filled(key("a"))
-    assert store.answer() == (TAKEN, HandOverOutcome.TENANT_SHARE)
-
-
 def test_one_peer_fills_a_quarter_of_the_slots_at_most_over_all_its_calls() -> None:
     store = Store(num_slots=12, num_leased=12)
     no_room = HandOverOutcome.NO_ROOM
@@ -299,17 +282,6 @@ def test_leases_are_listed_a_few_at_a_time_the_longest_first(monkeypatch: pytest
     assert num_steps == 7, "14 leases to look at and 5 to tell, of which 2 in the step that sees the last"
     (answer,) = store.take_overs.take_answers()
     assert [each.key for each in answer.leased] == [key(each) for each in ("g", "gx", "f", "fx", "e")]
-
-
-def test_of_several_lists_the_last_one_is_made() -> None:
-    store = Store()
-    store.directory.offer(name("a"))
-    store.directory.filled(key("a"))
-    assert store.directory.grant([key("a")], 600) is None
-    for number in (3, 4):
-        store.take_overs.ask(ListLeases(number))
-    assert [answer.number for answer in store.take_overs.take_answers()][-1] == 4
-    assert not store.take_overs.is_listing
 
 
 def test_what_did_not_come_takes_no_room_from_what_is_asked_for_again() -> None:

@@ -154,19 +154,6 @@ def test_a_flood_takes_nothing_of_who_is_within_a_share(
     assert all(directory.place(each) is ChunkPlace.HOST for each in mine)
 
 
-def test_who_is_alone_has_all_the_room() -> None:
-    directory = Directory(host_chunks=8)
-    for number in range(8):
-        assert directory.offer(alone(number), tenancy("ada", 0.25)) is not None
-        directory.filled(key(number))
-    assert directory.num_in_host == 8
-    # and gives back what is beyond its share as soon as somebody wants it, its oldest first
-    for number in range(100, 106):
-        assert directory.offer(alone(number), tenancy("bob", 0.75)) is not None
-        directory.filled(key(number))
-    assert [number for number in range(8) if directory.place(key(number))] == [6, 7]
-
-
 def test_the_end_of_a_tenants_chain_goes_before_its_beginning() -> None:
     directory, ada = Directory(host_chunks=4), tenancy("ada", 0.5)
     parent = None

@@ -1,5 +1,8 @@
-"""Which leased chunks are offered to whom, and in which order."""
+"""Handing leases over: which chain goes where, and at which pace."""
 
+import pytest
+
+from replicas.leaving.pace import MAX_LATE, MAX_PAUSE_SECONDS, Pace, busy_pauses
 from replicas.leaving.plan import MAX_TRIES, HandOverPlan, Offer
 from replicas.protocol.affinity import AffinityRanking
 from replicas.protocol.hand_overs import HandOverOutcome, LeasedChunk
@@ -84,7 +87,7 @@ def spare(plan: HandOverPlan) -> dict[ReplicaId, list[bytes]]:
     return {offer.peer.replica_id: [each.key for each in offer.chunks] for offer in plan.spare()}
 
 
-TAKEN, BUDGET, LATE = HandOverOutcome.TAKEN, HandOverOutcome.BUDGET, HandOverOutcome.LATE
+TAKEN, BUDGET, LATE, BUSY = (HandOverOutcome[name] for name in ("TAKEN", "BUDGET", "LATE", "BUSY"))
 
 
 def test_what_one_has_in_vain_is_spare_once_another_has_taken_the_whole_chain() -> None:
@@ -116,3 +119,36 @@ def test_what_other_chains_begin_with_or_was_taken_before_is_not_spare() -> None
     plan = HandOverPlan([chunk("a"), chunk("ab")])
     answer(plan, plan.offers(PEERS)[0], TAKEN, TAKEN)
     assert plan.offers(PEERS) == [] and spare(plan) == {}
+
+
+def test_one_that_is_late_is_asked_for_half_and_left_alone_if_it_is_late_again() -> None:
+    pace = Pace(100)
+    pace.failed(LATE, 100)
+    assert (pace.num_chunks, pace.given_up) == (50, None)
+    pace.answered()
+    for _ in range(MAX_LATE):
+        assert pace.given_up is None
+        pace.failed(LATE, pace.num_chunks)
+    assert (pace.num_chunks, pace.given_up) == (12, LATE)
+    pace.recover()
+    assert (pace.num_chunks, pace.given_up) == (12, None)
+
+
+def test_no_less_than_one_chunk_is_asked_for() -> None:
+    pace = Pace(1)
+    pace.failed(LATE, 1)
+    assert pace.num_chunks == 1
+
+
+@pytest.mark.parametrize(("outcome", "recovers"), [(BUSY, True), (HandOverOutcome.REFUSED, False)])
+def test_other_failures_end_it_and_some_for_good(outcome: HandOverOutcome, recovers: bool) -> None:
+    pace = Pace(100)
+    pace.failed(outcome, 100)
+    assert pace.given_up is outcome
+    pace.recover()
+    assert (pace.given_up is None) is recovers
+
+
+def test_the_pauses_for_one_that_is_busy_grow_and_end() -> None:
+    pauses = [*busy_pauses()]
+    assert pauses == sorted(pauses) and pauses[-1] == MAX_PAUSE_SECONDS and sum(pauses) < 6

@@ -1,11 +1,14 @@
-"""The store of images: what its thread answers, whatever it reads."""
+"""Images of an engine: read, kept, and encoded once."""
 
+import random
 import threading
 
 import pytest
 
-from replicas.media.image_cache import CachedImage
+from replicas.media.encoding import Encoding
+from replicas.media.image_cache import CachedImage, ImageCache
 from replicas.media.store import BROKEN_IMAGE, ImageStore
+from replicas.protocol.blocks import ImageTokens
 from replicas.protocol.images import ImageError, media_hash
 from replicas.protocol.media import ImageQuery, ImageQueryAnswer
 from tests.replicas.builders import OTHER_ROOT, ROOT
@@ -122,3 +125,131 @@ def test_what_was_asked_too_long_ago_is_not_read(monkeypatch: pytest.MonkeyPatch
     assert b"second" not in reader.read_contents
     assert not store.has_news
     store.close()
+
+
+def item(num_bytes: int) -> CachedImage[int]:
+    return CachedImage((1, 2), num_bytes, num_bytes)
+
+
+def name(number: int) -> bytes:
+    return bytes([number]) * 32
+
+
+def test_the_oldest_goes_first_and_what_is_looked_at_is_new() -> None:
+    shelf: ImageCache[int] = ImageCache(30)
+    assert all(shelf.put(name(number), item(10)) for number in range(3))
+    assert shelf.has(name(0))
+    assert shelf.put(name(3), item(10))
+    assert [shelf.has(name(number)) for number in range(4)] == [True, False, True, True]
+    assert shelf.num_bytes == 30
+
+
+def test_what_is_held_is_never_forgotten_and_leaves_no_room_for_more() -> None:
+    shelf: ImageCache[int] = ImageCache(20)
+    shelf.put(name(0), item(10))
+    shelf.put(name(1), item(10))
+    held = shelf.hold([name(0), name(1), name(0)])
+    assert held is not None and [each.num_bytes for each in held] == [10, 10, 10]
+    assert not shelf.put(name(2), item(1))
+    shelf.clear()
+    assert (len(shelf), shelf.num_held) == (2, 3)
+    shelf.release([name(0), name(1)])
+    assert not shelf.put(name(2), item(11)), "one hold of the first is left"
+    assert shelf.put(name(2), item(10)) and not shelf.has(name(1))
+    shelf.release([name(0)])
+    shelf.clear()
+    assert (len(shelf), shelf.num_bytes, shelf.num_held) == (0, 0, 0)
+
+
+def test_nothing_is_held_if_one_is_missing() -> None:
+    shelf: ImageCache[int] = ImageCache(20)
+    shelf.put(name(0), item(10))
+    assert shelf.hold([name(0), name(1)]) is None
+    assert shelf.num_held == 0
+
+
+def test_what_does_not_fit_pushes_nothing_out() -> None:
+    shelf: ImageCache[int] = ImageCache(50)
+    for number in range(5):
+        shelf.put(name(number), item(10))
+    shelf.hold([name(0), name(0)])
+    assert not shelf.put(name(9), item(41))
+    assert len(shelf) == 5
+    shelf.release([name(0)])
+    assert not shelf.put(name(9), item(41)), "one hold is left"
+    assert shelf.put(name(9), item(40)) and len(shelf) == 2
+
+
+def test_what_is_larger_than_the_shelf_does_not_fit() -> None:
+    shelf: ImageCache[int] = ImageCache(20)
+    assert not shelf.put(name(0), item(21))
+    assert (len(shelf), shelf.num_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_does_what_a_list_does(seed: int) -> None:
+    rng = random.Random(seed)
+    shelf: ImageCache[int] = ImageCache(50)
+    slow: list[tuple[bytes, int]] = []
+    holds: list[list[bytes]] = []
+
+    def num_holders(key: bytes) -> int:
+        return sum(hold.count(key) for hold in holds)
+
+    def touch(key: bytes) -> None:
+        slow.sort(key=lambda kept: kept[0] == key)
+
+    for _ in range(400):
+        key, size = name(rng.randrange(8)), rng.randrange(1, 30)
+        match rng.choice(["put", "hold", "release"]):
+            case "put":
+                known = any(kept == key for kept, _ in slow)
+                fits = known or sum(one for kept, one in slow if num_holders(kept)) + size <= 50
+                for kept in list(slow):
+                    if known or not fits or sum(one for _, one in slow) + size <= 50:
+                        break
+                    if not num_holders(kept[0]):
+                        slow.remove(kept)
+                if known:
+                    touch(key)
+                elif fits:
+                    slow.append((key, size))
+                assert shelf.put(key, item(size)) == fits
+            case "hold":
+                wanted = [name(rng.randrange(8)) for _ in range(rng.randrange(1, 4))]
+                there = all(any(kept == each for kept, _ in slow) for each in wanted)
+                if there:
+                    holds.append(wanted)
+                    for each in wanted:
+                        touch(each)
+                assert (shelf.hold(wanted) is not None) == there
+            case "release" if holds:
+                shelf.release(holds.pop(rng.randrange(len(holds))))
+        assert shelf.num_bytes == sum(one for _, one in slow) <= 50
+        assert shelf.num_held == sum(map(len, holds))
+
+
+FIRST, SECOND = ImageTokens(b"a" * 32, 10, 20), ImageTokens(b"b" * 32, 40, 5)
+
+
+def test_an_image_is_encoded_whole_for_the_first_of_its_tokens_and_once() -> None:
+    encoding = Encoding([FIRST, SECOND])
+    assert [encoding.encode(start, start + 8) for start in range(0, 48, 8)] == [0, 20, 0, 0, 0, 5]
+    assert encoding.num_tokens_left == 0
+    assert encoding.encode(0, 48) == 0  # preempted, and computed again
+
+
+def test_an_image_that_is_cached_whole_is_not_encoded_and_one_that_is_not_is() -> None:
+    assert Encoding([FIRST, SECOND]).encode(30, 48) == 5
+    assert Encoding([FIRST, SECOND]).encode(29, 48) == 25
+    assert Encoding([FIRST, SECOND]).encode(45, 48) == 0
+
+
+def test_what_is_expected_to_be_cached_is_not_left_until_the_computing_tells() -> None:
+    encoding = Encoding([FIRST, SECOND])
+    assert encoding.num_tokens_left == 25
+    encoding.expect(32)
+    assert encoding.num_tokens_left == 5
+    assert encoding.encode(16, 20) == 20  # less was cached than expected
+    encoding.expect(48)
+    assert encoding.num_tokens_left == 5

@@ -1,5 +1,6 @@
-"""Every field of every message survives the wire, and a message that breaks the contract is a ValueError."""
+"""Messages between routers and replicas: each survives the wire, and nonsense is a ValueError."""
 
+import math
 from typing import Any
 
 import msgspec
@@ -9,11 +10,13 @@ from hypothesis import strategies as st
 
 from replicas.protocol import bounds, frames, wire
 from replicas.protocol.blocks import HASH_BYTES, BlockHash, ImageTokens, pack_token_ids
-from replicas.protocol.frames import FinishReason, RefusalCode, RequestKey
+from replicas.protocol.frames import FinishReason, RefusalCode, RequestKey, Submit
 from replicas.protocol.prefix_leases import MAX_LEASES, LeaseAnswer, LeaseBreak, PrefixLease
 from replicas.protocol.pulls import PullHint, PullPart, PullRequest
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
+from replicas.protocol.wire import encode_submit
 from tests.examples import examples
+from tests.replicas.builders import engine_request
 from tests.replicas.protocol.filled import Special, filled
 
 U32 = st.integers(0, 2**32 - 1)
@@ -387,3 +390,27 @@ def test_an_impossible_card_is_a_value_error(change: dict[str, Any]) -> None:
                 wire.decode_description(wire.encode(message))
         else:
             wire.decode_description(wire.encode(message))
+
+
+def with_tenant(**fields: object) -> Submit:
+    return msgspec.structs.replace(engine_request([1, 2]).submit, **fields)
+
+
+def test_tenant_and_shares_travel() -> None:
+    sent = with_tenant(tenant=b"12345678", lease_share=0.25, store_share=1.0)
+    assert msgspec.msgpack.decode(encode_submit(sent), type=Submit) == sent
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tenant": bytes(17)},
+        {"lease_share": 1.01},
+        {"store_share": -0.01},
+        {"store_share": math.nan},
+        {"lease_share": math.inf},
+    ],
+)
+def test_nonsense_is_refused_where_it_is_decoded(fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(with_tenant(**fields)), type=Submit)

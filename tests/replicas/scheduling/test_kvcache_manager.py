@@ -5,7 +5,7 @@ import pytest
 from replicas.protocol.blocks import ImageTokens, hash_blocks
 from replicas.protocol.events import BlockRemoved, BlockStored
 from replicas.scheduling.kvcache_manager import KVCacheManager
-from tests.replicas.builders import OTHER_ROOT, ROOT, EventBalance, admit, decode, request
+from tests.replicas.builders import ROOT, EventBalance, admit, decode, request
 
 COMMON = list(range(48))
 
@@ -66,16 +66,6 @@ def test_eviction_takes_unhashed_blocks_first_then_the_oldest_request_tail_first
     manager.pool.check()
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "num_cached"), [(47, 32), (48, 32), (49, 48), (16, 0), (17, 16), (15, 0)]
-)
-def test_a_repeated_prompt_hits_every_full_block_but_never_its_last_token(
-    num_tokens: int, num_cached: int
-) -> None:
-    manager = KVCacheManager(33, 16)
-    assert [admit(manager, request(range(num_tokens))) for _ in range(2)] == [0, num_cached]
-
-
 def test_a_repeated_prompt_of_whole_blocks_stores_its_last_block_a_second_time() -> None:
     manager = KVCacheManager(33, 16)
     first, second = request(range(48)), request(range(48))
@@ -108,28 +98,6 @@ def test_a_failed_allocation_touches_nothing() -> None:
     assert manager.fits(one_less, [1, 2, 3])
     assert admit(manager, one_less) == 48
     assert manager.pool.num_free == 0
-
-
-def test_hits_are_never_evicted_by_the_request_that_hits_them() -> None:
-    manager = KVCacheManager(5, 16)
-    first = request(range(64))
-    admit(manager, first)
-    manager.free(first)
-    second = request([*range(32), *range(900, 932)])
-    assert admit(manager, second) == 32
-    assert second.block_ids == [1, 2, 4, 3]
-
-
-def test_a_block_that_is_handed_out_again_has_lost_its_old_hash() -> None:
-    manager = KVCacheManager(2, 16)
-    first = request(range(16))
-    admit(manager, first)
-    manager.free(first)
-    second = request(range(100, 115))
-    admit(manager, second)
-    assert second.block_ids == [1]
-    assert manager.pool.hash_of(1) is None
-    assert manager.find_cached(request(range(17))) == []
 
 
 def test_decoding_fills_the_open_block_and_shares_it_only_when_full() -> None:
@@ -176,15 +144,6 @@ def test_blocks_on_both_sides_of_the_prompts_end_are_two_events() -> None:
     ]
 
 
-def test_an_event_says_where_in_the_chain_its_blocks_lie() -> None:
-    manager = KVCacheManager(21, 4)
-    admit(manager, request(range(9)))
-    manager.take_events()
-    longer = request(range(21))
-    assert admit(manager, longer) == 8
-    assert manager.take_events() == [BlockStored(tuple(longer.block_hashes[2:5]), 2, ends_prompt=True)]
-
-
 def test_no_block_is_hashed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
 
@@ -205,13 +164,6 @@ def test_no_block_is_hashed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     one.num_computed_tokens = 0
     assert admit(manager, one) == 76
     assert sum(hashed) == len(one.block_hashes) == 20
-
-
-def test_another_namespace_never_hits() -> None:
-    manager = KVCacheManager(33, 16)
-    admit(manager, request(range(100)))
-    assert manager.find_cached(request(range(100), root=OTHER_ROOT)) == []
-    assert len(manager.find_cached(request(range(100)))) == 6
 
 
 def test_worked_example_of_six_times() -> None:
@@ -300,16 +252,6 @@ def test_blocks_that_fill_after_an_image_are_hashed_as_if_at_once() -> None:
     for token_id in range(10, 20):
         decode(manager, one, token_id)
     assert one.block_hashes == hash_blocks(ROOT, range(20), 4, media=[image])
-
-
-def test_reset_is_refused_while_a_request_holds_blocks() -> None:
-    manager = KVCacheManager(11, 4)
-    one = request(range(9))
-    admit(manager, one)
-    assert not manager.reset()
-    manager.free(one)
-    assert manager.reset()
-    assert manager.find_cached(request(range(9))) == []
 
 
 def test_a_block_has_at_least_one_token() -> None:

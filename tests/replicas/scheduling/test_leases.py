@@ -12,8 +12,8 @@ from replicas.protocol.prefix_leases import (
     PrefixLease,
 )
 from tests.replicas.builders import FakeModel, engine_request
+from tests.replicas.scheduling.stepping import TieredModel
 from tests.replicas.scheduling.stepping import model as without_tiers
-from tests.replicas.scheduling.tiered_model import TieredModel
 
 PROMPT = range(100, 126)
 """Three whole chunks of 8 tokens, and 2 tokens."""

@@ -14,14 +14,13 @@ from replicas.protocol.frames import RequestKey, UserTag
 from replicas.scheduling.request import Request
 from tests.examples import examples
 from tests.replicas.builders import OTHER_ROOT, ROOT, engine_request, tokens_of
-from tests.replicas.scheduling.stepping import usage
+from tests.replicas.scheduling.stepping import TieredModel, usage
 from tests.replicas.scheduling.test_scheduler_storm import (
     Coverage,
     alone,
     check_nothing_left,
     workloads,
 )
-from tests.replicas.scheduling.tiered_model import TieredModel
 
 PROMPT = range(100, 126)
 ANNA, BERT = UserTag(b"anna"), UserTag(b"bert")

@@ -1,13 +1,11 @@
-"""The scheduler, step by step: order of service, budgets, hits, load."""
+"""The scheduler, step by step: order of service, budgets, hits, load, preemption, stopping, aborting."""
 
 from typing import Any
 
-import pytest
-
-from replicas.protocol.events import AllBlocksCleared
-from replicas.protocol.frames import FinishReason, PromptUsage
-from tests.replicas.builders import OTHER_ROOT, engine_request, tokens_of
-from tests.replicas.scheduling.stepping import add, model, plan, stored, usage
+from replicas.protocol.frames import FinishReason, PromptUsage, UserTag
+from replicas.scheduling.scheduler import Scheduler
+from tests.replicas.builders import EOS, FakeModel, engine_request, scheduler, tokens_of
+from tests.replicas.scheduling.stepping import add, key, model, plan, stored, usage
 
 
 def test_nothing_to_do_is_an_empty_step() -> None:
@@ -33,27 +31,6 @@ def test_a_prompt_is_computed_at_once_and_then_token_by_token() -> None:
     assert [frame.deltas[0].usage for frame in frames] == [PromptUsage(10, 0, 8), None, None]
 
 
-@pytest.mark.parametrize("budget", [1, 2, 3, 4, 5, 7, 8, 16, 17, 18, 64])
-def test_a_prompt_longer_than_the_budget_is_computed_in_chunks(budget: int) -> None:
-    chunked = model(max_batched_tokens=budget)
-    add(chunked, 1, 17, max_tokens=2)
-    chunks = []
-    while chunked.scheduler.has_work():
-        frame = chunked.step()
-        chunks += plan(chunked)
-        assert bool(frame.deltas) == chunks[-1][3]
-    starts = list(range(0, 17, budget))
-    assert chunks[:-1] == [(1, start, min(budget, 17 - start), start == starts[-1]) for start in starts]
-    assert chunks[-1] == (1, 17, 1, True)
-    assert tokens_of(chunked.deltas, 1) == tokens_of(unbounded(17, max_tokens=2), 1)
-
-
-def unbounded(num_tokens: int, **fields: Any) -> list[Any]:
-    alone = model(max_batched_tokens=4096)
-    add(alone, 1, num_tokens, **fields)
-    return alone.run()
-
-
 def test_decoding_requests_get_their_token_before_prompts_share_the_rest() -> None:
     mixed = model(max_batched_tokens=8)
     add(mixed, 1, 4)
@@ -68,16 +45,6 @@ def test_decoding_requests_get_their_token_before_prompts_share_the_rest() -> No
     mixed.step()
     mixed.step()
     assert plan(mixed) == [(3, 18, 2, True), (4, 0, 4, True)]
-
-
-def test_more_running_requests_than_budget_never_happen() -> None:
-    narrow = model(max_batched_tokens=2, max_running=16)
-    for serial in (1, 2, 3):
-        add(narrow, serial, 1)
-    narrow.step()
-    assert [serial for serial, *_ in plan(narrow)] == [1, 2]
-    narrow.step()
-    assert plan(narrow) == [(1, 1, 1, True), (2, 1, 1, True)]
 
 
 def test_no_more_than_max_running_requests_run() -> None:
@@ -140,14 +107,6 @@ class TestPrefixHits:
             assert usage(frame) == PromptUsage(num_tokens, num_cached, num_written)
             assert frame.num_prefill_tokens == num_tokens - num_cached
 
-    def test_a_longer_prompt_hits_what_the_shorter_one_and_its_answer_filled(self) -> None:
-        turns = model(block_size=4)
-        turns.scheduler.add(engine_request(range(100, 110), serial=1, max_tokens=8))
-        answer = tokens_of(turns.run(), 1)
-        turns.scheduler.add(engine_request([*range(100, 110), *answer, 7, 8, 9], serial=2, max_tokens=1))
-        # 10 + 8 tokens, of which the last has no KV: 17 computed, four full blocks.
-        assert usage(turns.step()) == PromptUsage(21, 16, 4)
-
     def test_twins_in_one_step_compute_the_shared_prefix_once(self) -> None:
         twins = model(max_batched_tokens=64)
         for serial in (1, 2, 3):
@@ -171,13 +130,6 @@ class TestPrefixHits:
         twins.step()
         assert plan(twins) == [(1, 16, 8, True), (2, 20, 4, True)]
 
-    def test_another_root_never_shares(self) -> None:
-        tenants = model()
-        tenants.scheduler.add(engine_request(range(100, 120), serial=1, max_tokens=1))
-        tenants.scheduler.add(engine_request(range(100, 120), serial=2, root=OTHER_ROOT, max_tokens=1))
-        frame = tenants.step()
-        assert [delta.usage for delta in frame.deltas] == [PromptUsage(20, 0, 20)] * 2
-
     def test_blocks_are_reported_by_the_step_that_computes_them(self) -> None:
         chunked = model(max_batched_tokens=10)
         add(chunked, 1, 17, max_tokens=5)
@@ -189,20 +141,6 @@ class TestPrefixHits:
         # Positions 17 to 20 are output: the block that they begin is full when 19 is computed.
         assert events == [[(0, 2)], [(2, 2)], [], [], [(4, 1)], []]
         assert ends_prompt == [[False], [True], [], [], [False], []]
-
-    def test_a_reset_waits_for_running_requests_and_reports_itself(self) -> None:
-        cleared = model()
-        add(cleared, 1, 9, max_tokens=2)
-        cleared.step()
-        assert not cleared.scheduler.reset_prefix_cache()
-        cleared.run()
-        assert not cleared.scheduler.has_work()
-        assert cleared.scheduler.reset_prefix_cache()
-        assert cleared.scheduler.has_work()
-        assert cleared.step().events == [AllBlocksCleared()]
-        assert not cleared.scheduler.has_work()
-        add(cleared, 2, 9)
-        assert cleared.step().load.num_cached_blocks == 2
 
 
 class TestLoad:
@@ -227,3 +165,172 @@ class TestLoad:
         load = warm.scheduler.load()
         assert (load.num_waiting, load.num_pending_tokens) == (1, 2)
         assert (load.num_used_blocks, load.num_cached_blocks) == (0, 5)
+
+
+class TestPreemption:
+    def crowded(self) -> FakeModel:
+        """Two requests that fill all ten blocks, and both need one more in the next step."""
+        crowd = model(num_blocks=11)
+        add(crowd, 1, 20, max_tokens=12)
+        add(crowd, 2, 20, max_tokens=12)
+        crowd.step()
+        return crowd
+
+    def test_the_last_to_arrive_makes_room_and_waits_in_front(self) -> None:
+        crowd = self.crowded()
+        add(crowd, 3, 4)
+        frame = crowd.step()
+        assert plan(crowd) == [(1, 20, 1, True)]
+        assert (frame.load.num_running, frame.load.num_waiting) == (1, 2)
+        assert [request.key.number for request in crowd.scheduler._waiting] == [2, 3]
+
+    def test_the_lowest_priority_makes_room_even_if_it_came_first(self) -> None:
+        crowd = model(num_blocks=11)
+        add(crowd, 1, 20, priority=1, max_tokens=12)
+        add(crowd, 2, 20, priority=0, max_tokens=12)
+        crowd.step()
+        crowd.step()
+        assert plan(crowd) == [(2, 20, 1, True)]
+
+    def test_a_step_that_preempts_admits_nothing(self) -> None:
+        crowd = self.crowded()
+        add(crowd, 3, 4, priority=-1)
+        crowd.step()
+        assert plan(crowd) == [(1, 20, 1, True)]
+        crowd.step()
+        assert (3, 0, 4, True) in plan(crowd)
+
+    def test_resuming_hits_the_blocks_that_it_left_behind(self) -> None:
+        crowd = self.crowded()
+        crowd.step()
+        crowd.scheduler.abort(key(1))
+        crowd.step()
+        # 20 prompt tokens and one sampled: four or five of its five blocks are still there.
+        [(serial, start, num_tokens, samples)] = plan(crowd)
+        assert (serial, samples) == (2, True)
+        assert start >= 16 and start + num_tokens == 21
+
+    def test_a_preemption_is_counted_and_starts_nothing_anew(self) -> None:
+        crowd = self.crowded()
+        frames = []
+        while crowd.scheduler.has_work():
+            frames.append(crowd.step())
+        assert sum(frame.num_preemptions for frame in frames) >= 1
+        assert not any(frame.started for frame in frames)  # both ran already
+
+    def test_a_prompt_that_runs_out_of_blocks_half_way_steps_back_itself(self) -> None:
+        crowd = model(num_blocks=11, max_batched_tokens=8)
+        add(crowd, 1, 15, max_tokens=20)
+        crowd.step()
+        crowd.step()
+        add(crowd, 2, 22, max_tokens=1)
+        plans = []
+        while crowd.scheduler.has_work():
+            crowd.step()
+            plans.append([chunk[:3] for chunk in plan(crowd) if chunk[0] == 2])
+        # It has four blocks by then, the other request five: one is left, and it needs two.
+        assert plans[:4] == [[(2, 0, 7)], [(2, 7, 7)], [], []]
+        deltas = crowd.deltas
+        assert len(tokens_of(deltas, 1)) == 20 and len(tokens_of(deltas, 2)) == 1
+        # What it found of its own when it came back was never cached before it came.
+        assert [delta.usage for delta in deltas if delta.key == key(2)] == [PromptUsage(22, 0, 20)]
+
+
+class TestStopping:
+    def finish(self, sampled: list[int], **fields: Any) -> tuple[list[int], FinishReason | None]:
+        one = model(context_length=fields.pop("context_length", 4096))
+        one.scheduler.add(engine_request(fields.pop("token_ids", [5, 6, 7]), **fields))
+        for token_id in sampled:
+            assert one.scheduler.has_work()
+            one.step(token_ids={key(1): token_id})
+        return tokens_of(one.deltas, 1), one.deltas[-1].finish_reason
+
+    def test_eos_ends_the_answer_and_is_part_of_it(self) -> None:
+        assert self.finish([9, EOS], max_tokens=9) == ([9, EOS], FinishReason.STOP)
+
+    def test_eos_as_the_last_allowed_token_is_a_stop(self) -> None:
+        assert self.finish([9, EOS], max_tokens=2) == ([9, EOS], FinishReason.STOP)
+
+    def test_eos_can_be_ignored(self) -> None:
+        assert self.finish([EOS, EOS], max_tokens=2, ignore_eos=True) == ([EOS, EOS], FinishReason.LENGTH)
+
+    def test_a_stop_token_stops_even_where_eos_is_ignored(self) -> None:
+        stop: dict[str, Any] = {"stop_token_ids": (9,), "ignore_eos": True}
+        assert self.finish([EOS, 9], max_tokens=5, **stop) == ([EOS, 9], FinishReason.STOP)
+
+    def test_nothing_stops_before_min_tokens(self) -> None:
+        sampling: dict[str, Any] = {"max_tokens": 9, "min_tokens": 3, "stop_token_ids": (9,)}
+        assert self.finish([EOS, 9, EOS], **sampling) == ([EOS, 9, EOS], FinishReason.STOP)
+        assert self.finish([EOS, 9], **sampling) == ([EOS, 9], None)
+
+    def test_the_context_length_ends_the_answer(self) -> None:
+        assert self.finish([9, 9], max_tokens=50, context_length=5) == ([9, 9], FinishReason.LENGTH)
+
+    def test_the_size_of_the_whole_cache_ends_the_answer(self) -> None:
+        tiny = model(num_blocks=3, block_size=4)
+        tiny.scheduler.add(engine_request([5] * 6, max_tokens=50))
+        deltas = tiny.run()
+        assert len(deltas) == 3 and deltas[-1].finish_reason is FinishReason.LENGTH
+
+    def test_resumed_output_counts_as_output(self) -> None:
+        resumed: dict[str, Any] = {"token_ids": [5, 6, 7, 8, 9], "num_output_tokens": 2}
+        assert self.finish([9], max_tokens=3, **resumed) == ([9], FinishReason.LENGTH)
+        assert self.finish([EOS], max_tokens=9, min_tokens=4, **resumed) == ([EOS], None)
+        assert self.finish([EOS], max_tokens=9, min_tokens=3, **resumed) == ([EOS], FinishReason.STOP)
+
+    def test_resumed_output_is_no_part_of_the_prompt(self) -> None:
+        elsewhere = model()
+        prompt = list(range(100, 110))
+        elsewhere.scheduler.add(engine_request(prompt, serial=1, max_tokens=12))
+        all_tokens = tokens_of(elsewhere.run(), 1)
+        for num_output_tokens in (1, 5, 11):
+            here = model()
+            submitted = prompt + all_tokens[:num_output_tokens]
+            fields: dict[str, Any] = {"num_output_tokens": num_output_tokens, "max_tokens": 12}
+            here.scheduler.add(engine_request(submitted, serial=1, **fields))
+            assert usage(here.step()) == PromptUsage(10, 0, 8)
+            assert tokens_of(here.run(), 1) == all_tokens[num_output_tokens:]
+            here.scheduler.add(engine_request(submitted, serial=2, **fields))
+            num_hit = (len(submitted) - 1) // 4 * 4
+            assert usage(here.step()) == PromptUsage(10, min(num_hit, 10), 0)
+
+
+class TestAbort:
+    def check_empty(self, scheduler: Scheduler) -> None:
+        load = scheduler.load()
+        assert (load.num_running, load.num_waiting, load.num_used_blocks) == (0, 0, 0)
+        assert (load.num_pending_tokens, load.num_context_tokens) == (0, 0)
+        assert not scheduler.has_work()
+
+    def test_aborting_between_schedule_and_finish_leaves_no_delta(self) -> None:
+        one = scheduler()
+        one.add(engine_request([5, 6, 7, 8, 9]))
+        chunks = one.schedule()
+        one.abort(key(1))
+        frame = one.finish_step(chunks, {})
+        assert frame.deltas == [] and len(stored(frame)) == 1
+        self.check_empty(one)
+
+
+ANN, BOB = UserTag(b"ann"), UserTag(b"bob")
+
+
+def usages(model: FakeModel, serial: int) -> list[PromptUsage]:
+    return [d.usage for d in model.deltas if d.key.number == serial and d.usage is not None]
+
+
+def test_preemption_changes_nothing_of_it_even_if_the_others_blocks_are_evicted() -> None:
+    crowd = FakeModel(scheduler(num_blocks=11, max_batched_tokens=8))
+    shared = list(range(100, 108))
+    crowd.scheduler.add(engine_request(shared, serial=1, user=BOB, max_tokens=1))
+    crowd.run()
+    crowd.scheduler.add(engine_request(range(200, 214), serial=2, max_tokens=22))
+    crowd.step()
+    crowd.step()
+    crowd.scheduler.add(engine_request([*shared, *range(300, 315)], serial=3, user=ANN, max_tokens=1))
+    starts = []
+    while crowd.scheduler.has_work():
+        crowd.step()
+        starts += [chunk.start for chunk in crowd.chunks if chunk.request.key.number == 3]
+    assert starts == [8, 15, 4, 12, 20]  # only one of the two blocks is left when it starts again
+    assert usages(crowd, 3) == [PromptUsage(23, 8, 12, 8)]

@@ -1,11 +1,15 @@
-"""The gRPC server over real sockets, with a scripted engine behind it."""
+"""A replica's service to its routers, and what requests wait for there."""
 
 import asyncio
+import time
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from replicas.protocol.frames import (
     Abort,
@@ -26,6 +30,9 @@ from replicas.protocol.wire import (
     encode,
 )
 from replicas.serving import router_stream
+from replicas.serving.arrivals import Arrivals
+from replicas.serving.intake import COUNTED_OUTPUT_TOKENS, Intake
+from replicas.serving.router_stream import MAX_FRAME_BYTES, RouterStream
 from replicas.serving.server import MAX_CHOICES
 from tests.replicas.router_client import RouterClient, submit
 from tests.replicas.scripted_engine import CARD
@@ -328,3 +335,65 @@ def test_a_stream_forgets_no_delta_however_they_are_cut_into_messages() -> None:
     while stream.wanted.is_set():
         taken.extend(stream.take().deltas)
     assert taken == deltas
+
+
+def test_an_engine_s_load_with_its_arrivals_counts_the_room_of_those() -> None:
+    arrivals = Arrivals(LoadSnapshot(num_running=1, num_room_tokens=300))
+    arrivals.add(1, num_requests=1, num_tokens=50, num_room_tokens=200)
+    assert arrivals.load.num_room_tokens == 100
+    arrivals.take(LoadSnapshot(), 1)
+    assert arrivals.load.num_room_tokens is None
+
+
+WORK = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(1, 20), st.integers(1, 3000), st.integers(0, 9)), max_size=40
+)
+
+
+@given(WORK)
+def test_what_is_held_is_the_sum_of_what_has_not_ended(work: list[tuple[int, int, int, int]]) -> None:
+    intake = Intake(max_sequences=64, max_tokens=20_000)
+    sequences: dict[tuple[int, int], int] = {}
+    prompts: dict[int, int] = {}
+    for number, (num_prompt, num_choices, max_tokens, num_ends) in enumerate(work):
+        one = submit(number, range(num_prompt), max_tokens=max_tokens, num_choices=num_choices)
+        output = min(max_tokens, COUNTED_OUTPUT_TOKENS)
+        fits = (
+            len(sequences) + num_choices <= 64
+            and sum(sequences.values()) + sum(prompts.values()) + num_prompt + num_choices * output <= 20_000
+        )
+        assert intake.has_room(one) == (fits or not sequences)
+        if intake.has_room(one):
+            intake.take(number, one)
+            prompts[number] = num_prompt
+            sequences |= {(number, choice): output for choice in range(num_choices)}
+        for key in list(sequences)[:num_ends]:
+            intake.end_sequence(key[0])
+            del sequences[key]
+            if not any(serial == key[0] for serial, _ in sequences):
+                del prompts[key[0]]
+        assert intake.num_sequences == len(sequences)
+        assert intake.num_tokens == sum(sequences.values()) + sum(prompts.values())
+
+
+def test_a_request_that_is_alone_is_never_too_much() -> None:
+    intake = Intake(max_sequences=4, max_tokens=10)
+    large = submit(1, range(1000), num_choices=128)
+    assert intake.has_room(large)
+    intake.take(1, large)
+    assert not intake.has_room(replace(large, submit_id=2, num_choices=1, packed_tokens=bytes(4)))
+
+
+def test_bodies_that_wait_go_in_messages_of_a_bounded_size() -> None:
+    stream = RouterStream(LoadSnapshot(), time.monotonic)
+    piece = bytes(MAX_FRAME_BYTES // 4 + 1)
+    for number in range(10):
+        stream.put(TokenDelta(RequestKey(number, 0), body=piece))
+        stream.put(TokenDelta(RequestKey(number, 0), (1,)))
+    frames = []
+    while stream.wanted.is_set():
+        frames.append(stream.take().deltas)
+    assert [len(deltas) for deltas in frames] == [6, 6, 6, 2]
+    assert [delta.key.number for deltas in frames for delta in deltas] == sorted([*range(10), *range(10)])
+    stream.put(TokenDelta(RequestKey(1, 0), (1,)))
+    assert len(stream.take().deltas) == 1

@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from replicas.config import ReplicaConfig
-from replicas.engine import RequestRefused
 from replicas.process.settings import SettingsError
-from replicas.protocol.blocks import ImageTokens
-from replicas.protocol.frames import RefusalCode, SamplingParams
+from replicas.protocol.frames import SamplingParams
 from replicas.torch_engine.engine import TorchEngine
-from tests.replicas.builders import engine_request
 from tests.replicas.torch_engine.checkpoints import VOCAB_SIZE, Reference, make_checkpoint
 from tests.replicas.torch_engine.driving import Driver, greedy
 
@@ -86,17 +83,6 @@ def test_logprobs_equal_the_log_softmax_of_transformers(checkpoint: Path, driver
         assert [token_id for token_id, _ in logprobs.top] == expected[row].topk(4).indices.tolist()
 
 
-def test_a_stop_token_ends_the_answer_but_not_before_min_tokens(driver: Driver) -> None:
-    prompt = prompt_of(12)
-    free = driver.generate(prompt, 12).token_ids
-    stopped = driver.generate(prompt, 12, stop_token_ids=(free[2],))
-    assert stopped.token_ids == free[:3]
-    assert stopped.finish == "stop"
-    later = driver.generate(prompt, 12, stop_token_ids=(free[2],), min_tokens=6)
-    assert free[2] not in later.token_ids[:6]
-    assert len(later.token_ids) >= 6
-
-
 def test_an_aborted_request_leaves_no_trace(checkpoint: Path, driver: Driver) -> None:
     kept, gone = driver.add(prompt_of(40), greedy(10)), driver.add(prompt_of(41), greedy(10))
     driver.step()
@@ -104,14 +90,6 @@ def test_an_aborted_request_leaves_no_trace(checkpoint: Path, driver: Driver) ->
     outcome = driver.finish()[kept]
     assert outcome.token_ids == Reference(checkpoint).generate(prompt_of(40), 10)
     assert driver.engine.step().load.num_used_blocks == 0
-
-
-def test_resetting_the_prefix_cache_makes_a_prompt_cold_again(driver: Driver) -> None:
-    driver.generate(prompt_of(30), 2)
-    assert driver.engine.reset_prefix_cache()
-    usage = driver.generate(prompt_of(30), 2).usage
-    assert usage is not None
-    assert usage.num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -213,12 +191,3 @@ def test_settings_that_cannot_work_are_refused_at_the_start(
 ) -> None:
     with pytest.raises(SettingsError, match=words):
         TorchEngine(ReplicaConfig(**{"model": str(checkpoint), "block_size": 8, "device": "cpu", **settings}))
-
-
-def test_media_is_refused_for_a_model_that_reads_text_only(driver: Driver) -> None:
-    media = (ImageTokens(b"picture", 0, 2),)
-    request = engine_request([1, 2, 3], media=media)
-    with pytest.raises(RequestRefused) as caught:
-        driver.engine.add(request)
-    assert caught.value.code is RefusalCode.INVALID_REQUEST
-    assert not driver.engine.has_work()

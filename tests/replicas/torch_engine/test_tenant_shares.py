@@ -62,13 +62,6 @@ def test_a_flood_of_another_tenant_leaves_what_is_within_a_share(checkpoint: Pat
     assert again.num_host_tokens == (156 if has_share else 0)
 
 
-def test_who_is_alone_has_all_of_it(checkpoint: Path) -> None:
-    driver = tiered(checkpoint, 24)
-    for seed in (1, 2):
-        ask(driver, prompt(seed), tenant=ADA, store_share=0.25)
-    assert ask(driver, prompt(1), tenant=ADA, store_share=0.25).num_cached_tokens == 156
-
-
 def test_a_lease_of_an_aborted_request_takes_nothing_of_another_tenants_share(checkpoint: Path) -> None:
     driver = tiered(checkpoint, 24, lease_share=0.5)
     lease = (PrefixLease(40, 60),)
