@@ -254,7 +254,7 @@ def test_without_events_hits_are_mostly_foretold_and_never_far_off(tmp_path: Pat
 
 
 def test_a_server_of_a_quantised_model_is_joined(tmp_path: Path) -> None:
-    model = write_quantized("gptq", tmp_path / "model")
+    model = write_quantized(tmp_path / "model")
     with serving(tmp_path / "log", model=model) as (url, _), _driving(url, model) as driven:
         prompt = [7 + number % 900 for number in range(200)]
         usages = [driven.finish(driven.add(prompt, max_tokens=3)).usage for _ in range(2)]

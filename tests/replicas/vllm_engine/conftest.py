@@ -13,7 +13,7 @@ from replicas.vllm_engine.environment import vllm_environment
 from tests.replicas.vllm_engine.lora import write_adapter
 
 if TYPE_CHECKING:
-    from replicas.vllm_engine.engine import VllmEngine
+    pass
 
 NUM_BLOCKS = 64
 
@@ -70,19 +70,50 @@ def image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# One engine at a time: vLLM shares its state with all engines of a process, and closing one takes it from
-# the others. So an engine lives as long as one test module, which must build its own ones last.
+class OneEngine:
+    """The engine of this process: vLLM shares its state with all engines of a process, and closing one takes
+    it from the others. It lives until a test asks for another.
+    """
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+        self._settings: dict[str, Any] = {}
+
+    def of(self, **settings: Any) -> Any:
+        """Return the engine with these settings, and build it where the present one has others."""
+        if self._engine is None or self._settings != settings:
+            self.close()
+            self._engine, self._settings = build_engine(vllm_config(**settings))[0], settings
+        return self._engine
+
+    def close(self) -> None:
+        """Close it, and clear what an engine that did not start has left in the process."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        engine, self._engine = self._engine, None
+        if engine is None:
+            cleanup_dist_env_and_memory()
+        else:
+            engine.close()
 
 
-@pytest.fixture(scope="module")
-def adapted_engine(environment: None, adapters: Mapping[str, str]) -> Iterator["VllmEngine"]:
-    built: Any = build_engine(vllm_config(adapters=adapters))[0]
-    yield built
-    built.close()
+@pytest.fixture(scope="package")
+def one_engine(environment: None) -> Iterator[OneEngine]:
+    one = OneEngine()
+    yield one
+    one.close()
 
 
-@pytest.fixture(scope="module")
-def engine(environment: None) -> Iterator["VllmEngine"]:
-    built: Any = build_engine(vllm_config())[0]
-    yield built
-    built.close()
+@pytest.fixture
+def alone(one_engine: OneEngine) -> None:
+    """Close the shared engine, since the test builds its own."""
+    one_engine.close()
+
+
+@pytest.fixture
+def patient_reading(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading is always worth it."""
+    monkeypatch.setattr("replicas.kvstore.plan.MIN_PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(
+        "replicas.scheduling.speed_meter.SpeedMeter.prefill_seconds_per_token", property(lambda _: 1.0)
+    )

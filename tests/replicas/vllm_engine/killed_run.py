@@ -12,7 +12,7 @@ import httpx
 
 from loadtests.stacks.local_stack import LocalStack
 from tests.integration.observe import metric
-from tests.replicas.vllm_engine.router_view import Prompts
+from tests.replicas.vllm_engine.foretold import Prompts
 
 SETTLE_SECONDS = 0.3
 """Longer than the events of a step take from a replica to the router."""

@@ -42,8 +42,8 @@ from replicas.toy_model import toy_model_path
 from replicas.vllm_engine.cache_shape import read_cache_shape
 from replicas.vllm_engine.core_view import CoreView
 from replicas.vllm_engine.sparse_translation import SparseTranslator
+from tests.replicas.vllm_engine.foretold import ROOT
 from tests.replicas.vllm_engine.hit_rule import HitRule
-from tests.replicas.vllm_engine.router_view import ROOT
 
 _HEADS: Any = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
 

@@ -1,17 +1,31 @@
-"""vLLM keeps the contract of engines, and answers for itself where its ways are not ours."""
+"""vLLM keeps the contracts of engines and of grammars, and answers for itself where its ways are not ours."""
+
+from typing import Any
 
 import pytest
 
 from replicas.engine import RequestRefused
 from replicas.protocol.frames import RefusalCode
 from tests.replicas.engine_contract import EngineContract, EngineRun, prompt_of, run
+from tests.replicas.grammar_contract import GrammarContract
+from tests.replicas.vllm_engine.conftest import OneEngine
+from tests.replicas.vllm_engine.foretold import write_model
 
 __all__ = ["run"]
 
 pytestmark = pytest.mark.vllm
 
 
+@pytest.fixture
+def engine(one_engine: OneEngine) -> Any:
+    return one_engine.of()
+
+
 class TestVllmEngine(EngineContract):
+    resumes_samples = False
+
+
+class TestVllmGrammars(GrammarContract):
     resumes_samples = False
 
 
@@ -23,11 +37,22 @@ def test_presence_of_resumed_output_is_penalised(run: EngineRun) -> None:
     assert run.tokens(key) == run.tokens(plain)[1:]
 
 
+def test_a_sampled_answer_is_the_same_with_its_prompt_in_pieces_and_in_one_step(run: EngineRun) -> None:
+    prompt = prompt_of(run.engine, 600)
+    in_pieces = run.generate(prompt, max_tokens=8, temperature=1.0, seed=11)
+    at_once = run.generate(prompt, max_tokens=8, temperature=1.0, seed=11)
+    usages = [run.usage(key) for key in (in_pieces, at_once)]
+    assert [usage.num_cached_tokens > 500 for usage in usages] == [False, True]
+    assert len(run.tokens(in_pieces)) == 8
+    assert run.tokens(in_pieces) == run.tokens(at_once)
+
+
 def test_what_only_vllm_refuses_is_refused_as_invalid(run: EngineRun) -> None:
-    with pytest.raises(RequestRefused) as caught:
+    with pytest.raises(RequestRefused, match="temperature") as caught:
         run.add(prompt_of(run.engine, 20), temperature=5.0)
     assert caught.value.code is RefusalCode.INVALID_REQUEST
-    assert "temperature" in caught.value.message
+    with pytest.raises(RequestRefused, match="there is no adapter 'tuned'; this replica has none"):
+        run.add(prompt_of(run.engine, 20), adapter="tuned")
     assert not run.engine.has_work()
 
 
@@ -40,15 +65,43 @@ def test_what_is_too_long_or_no_token_never_reaches_vllm(
         raise AssertionError("vLLM was asked")
 
     monkeypatch.setattr(run.engine, "_vllm", type("Vllm", (), {"add_request": unreachable})())
-    too_long = [5] * card.context_length
     for token_ids, sentence in (
-        (too_long, "context length"),
+        ([5] * card.context_length, "context length"),
         ([5, card.vocab_size], "outside the vocabulary"),
     ):
         with pytest.raises(RequestRefused, match=sentence):
             run.add(token_ids)
 
 
-def test_an_adapter_where_there_is_none_is_refused(run: EngineRun) -> None:
-    with pytest.raises(RequestRefused, match="there is no adapter 'tuned'; this replica has none"):
-        run.add(prompt_of(run.engine, 20), adapter="tuned")
+def test_an_idle_engine_notices_that_a_process_of_vllms_has_died(engine: Any, one_engine: OneEngine) -> None:
+    """In one process there is none; the executor of several says it so."""
+    executor, woken = engine._core._engine_core.model_executor, []
+    executor.register_failure_callback = woken.append
+    engine.begin(lambda: None)
+    assert len(woken) == 1 and not engine.has_work()
+    executor.is_failed = True
+    assert engine.has_work()
+    with pytest.raises(RuntimeError, match="a process of vLLM's has died"):
+        engine.step()
+    one_engine.close()
+
+
+class TestVllmEngineWithATier(EngineContract):
+    resumes_samples = False
+
+    @pytest.fixture(scope="class")
+    def engine(self, one_engine: OneEngine) -> Any:
+        return one_engine.of(host_kv_bytes=8 * 2**20)
+
+
+class TestSparseVllmEngine(EngineContract):
+    """A model whose layers keep different caches."""
+
+    resumes_samples = False
+    has_one_cache = False
+
+    @pytest.fixture(scope="class")
+    def engine(self, one_engine: OneEngine, tmp_path_factory: pytest.TempPathFactory) -> Any:
+        model = write_model("gpt_oss", tmp_path_factory.mktemp("model") / "gpt-oss")
+        options = {"prefix_cache_retention_interval": None}
+        return one_engine.of(model=str(model), num_blocks=128, engine_args=options)

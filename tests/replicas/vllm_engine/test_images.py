@@ -1,27 +1,30 @@
-"""Images on a real vLLM: what is predicted is cached, and nothing that does not fit is computed."""
+"""Images on a real vLLM: what is predicted is cached by tier, and nothing that does not fit is computed."""
 
 import io
+import os
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
 from replicas.engine import RequestRefused
-from replicas.engine_process.build import build_engine
 from replicas.media.probes import probe_png
 from replicas.proof import prove_hashes
 from replicas.protocol.blocks import BlockHash, ImageTokens, hash_blocks
+from replicas.protocol.events import Tier
 from replicas.protocol.frames import RefusalCode, UserTag
 from replicas.protocol.image_rules import ImageRule, expand, rule_on_card
 from replicas.protocol.images import ImageError, media_hash, read_size
 from replicas.protocol.media import ImageQuery, ImageQueryAnswer
-from tests.replicas.builders import OTHER_ROOT, ROOT
-from tests.replicas.engine_run import EngineRun, prompt_of
-from tests.replicas.vllm_engine.conftest import vllm_config
+from tests.replicas.builders import OTHER_ROOT, ROOT, engine_request
+from tests.replicas.engine_run import prompt_of
+from tests.replicas.vllm_engine.conftest import OneEngine
+from tests.replicas.vllm_engine.tiered_run import BLOCK, CHUNK, TieredRun, opened, settle
 
 if TYPE_CHECKING:
     from replicas.vllm_engine.engine import VllmEngine
@@ -35,23 +38,21 @@ TALL = probe_png(90, 230, b"\7\7\7")
 ANN, BOB = (UserTag(name.ljust(16)) for name in (b"ann", b"bob"))
 
 
-@pytest.fixture(scope="module")
-def engine(environment: None, image_model: Path) -> Iterator["VllmEngine"]:
-    built: Any = build_engine(vllm_config(model=str(image_model), context_length=1024))[0]
-    yield built
-    built.close()
+@pytest.fixture
+def engine(one_engine: OneEngine, image_model: Path) -> "VllmEngine":
+    engine: VllmEngine = one_engine.of(model=str(image_model), context_length=1024)
+    return engine
 
 
 class Images:
     """Asks about images as a router does: sends them, writes their tokens, and predicts the blocks."""
 
-    def __init__(self, engine: "VllmEngine", run: EngineRun | None = None) -> None:
-        self.run = EngineRun(engine) if run is None else run
+    def __init__(self, engine: "VllmEngine", run: TieredRun | None = None) -> None:
+        self.run = TieredRun(engine) if run is None else run
         self.engine = engine
         rule = rule_on_card(engine.card.image_rule)
         assert rule is not None
         self.rule: ImageRule = rule
-        self.writers: dict[BlockHash, UserTag] = {}
         self.next_number = 0
 
     def put(self, content: bytes, root: BlockHash = ROOT) -> ImageQueryAnswer:
@@ -133,35 +134,6 @@ def test_the_same_image_is_cached_and_another_misses_from_it_on(images: Images, 
     assert images.cached(text, BLUE) == start // size * size
     assert images.cached(text, RED, root=OTHER_ROOT) == 0
     assert start // size < (start + length) // size
-
-
-def test_predicted_is_cached_in_every_one_of_many_mixed_requests(images: Images, engine: Any) -> None:
-    """Up to four images in any order, two users, two namespaces, on a cache that forgets."""
-    rng = random.Random(7)
-    pictures = [RED, BLUE, SMALL, TALL]
-    texts = [words(engine, 100, seed) for seed in range(3)]
-    size = engine.card.block_size
-    num_hits = 0
-    for _ in range(60):
-        root = rng.choice([ROOT, ROOT, OTHER_ROOT])
-        contents = rng.sample(pictures, rng.randrange(5))
-        text, user = rng.choice(texts), rng.choice([ANN, BOB])
-        token_ids, spans = images.prompt(text, contents)
-        hashes = hash_blocks(root, token_ids, size, media=images.media(contents, spans, root))
-        held = {block_hash for block_hash, number in images.run.balance.held.items() if number}
-        predicted = next((i for i, name in enumerate(hashes) if name not in held), len(hashes))
-        predicted = min(predicted, (len(token_ids) - 1) // size)
-        key = images.add(text, *contents, root=root, user=user, max_tokens=rng.randrange(1, 4))
-        if rng.random() < 0.15:
-            images.run.step()
-            images.run.abort(key)
-            images.run.finish()
-            continue
-        images.run.finish()
-        assert images.run.usage(key).num_cached_tokens == predicted * size
-        num_hits += bool(predicted)
-    assert num_hits > 20
-    assert images.num_held == 0
 
 
 def test_what_is_to_be_encoded_is_counted_and_what_was(images: Images, engine: Any) -> None:
@@ -260,17 +232,6 @@ def test_an_answer_that_goes_on_from_its_own_tokens_reads_the_same(images: Image
     assert images.run.tokens(rest) == whole[5:]
 
 
-def test_choices_of_one_prompt_share_its_images(images: Images, engine: Any) -> None:
-    images.put(RED)
-    token_ids, spans = images.prompt(words(engine, 60), [RED])
-    keys = images.run.add_choices(token_ids, media=images.media([RED], spans), num_choices=3)
-    assert images.num_held == 3
-    images.run.abort(keys[1])
-    assert images.num_held == 2
-    images.run.finish()
-    assert images.num_held == 0
-
-
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "L", "1"])
 def test_formats_and_colours_are_read_and_turned_as_their_headers_say(
@@ -355,3 +316,135 @@ def test_what_cannot_be_read_is_said_and_the_next_one_is_read(images: Images, co
     assert answer.problem and not answer.content_hash
     assert "0x" not in answer.problem
     assert images.put(SMALL).content_hash
+
+
+NUM_MIXED = int(os.environ.get("KVASIR_IMAGE_REQUESTS", "60"))
+
+
+class Predicted(NamedTuple):
+    """Leading tokens of a prompt on the device, with those below it, and how many of these only on disk."""
+
+    num_device: int
+    num_cached: int
+    num_disk: int
+
+
+def predicted(run: TieredRun, hashes: Sequence[BlockHash], size: int, num_tokens: int) -> Predicted:
+    """By what was said to lie where."""
+    on_device = next((n for n, name in enumerate(hashes) if (Tier.DEVICE, name) not in run.held), len(hashes))
+    device = min(on_device * size, (num_tokens - 1) // size * size)
+    end = device // CHUNK * CHUNK
+    num_disk = 0
+    while end + CHUNK <= num_tokens - 1:
+        name = hashes[(end + CHUNK) // size - 1]
+        if (Tier.HOST, name) not in run.held:
+            if (Tier.DISK, name) not in run.held:
+                break
+            num_disk += end + CHUNK - max(end, device)
+        end += CHUNK
+    if end - device < CHUNK:  # less is not worth a load
+        return Predicted(device, device, 0)
+    return Predicted(device, end, num_disk)
+
+
+def test_predicted_is_cached_in_every_one_of_many_mixed_requests(images: Images) -> None:
+    answer_mixed(images, [Tier.DEVICE])
+
+
+def answer_mixed(images: Images, forgets: list[Tier]) -> None:
+    """Up to four images in any order, two users, two namespaces, aborts, on tiers that forget. The engine
+    computes what is not predicted and no more.
+    """
+    engine, run, rng = images.engine, images.run, random.Random(11)
+    size = engine.card.block_size
+    texts = [words(engine, 240, seed) for seed in range(3)]
+    counts: Counter[str] = Counter()
+    for _ in range(NUM_MIXED):
+        root, user = rng.choice([ROOT, ROOT, OTHER_ROOT]), rng.choice([ANN, BOB])
+        contents = rng.sample([RED, BLUE, SMALL, TALL], rng.randrange(5))
+        text = rng.choice(texts)
+        token_ids, spans = images.prompt(text, contents)
+        hashes = hash_blocks(root, token_ids, size, media=images.media(contents, spans, root))
+        expected = predicted(run, hashes, size, len(token_ids))
+        run.frames.clear()
+        key = images.add(text, *contents, root=root, user=user, max_tokens=rng.randrange(1, 4))
+        if rng.random() < 0.15:
+            run.step()
+            run.abort(key)
+            run.finish()
+            settle(run)
+            continue
+        run.finish()
+        usage = run.usage(key)
+        assert (usage.num_device_tokens, usage.num_cached_tokens, usage.num_disk_tokens) == expected
+        num_computed = sum(frame.num_prefill_tokens for frame in run.frames)
+        assert num_computed == len(token_ids) - expected.num_cached
+        settle(run)
+        device, cached, disk = expected
+        counts += Counter(loaded=cached > device, on_device=device > 0, of_disk=disk > 0)
+    assert counts["on_device"] > NUM_MIXED // 10
+    assert Tier.DISK not in forgets or min(counts["loaded"], counts["of_disk"]) > NUM_MIXED // 10
+    assert images.num_held == 0
+    assert all(run.num_removed[tier] > 0 for tier in forgets)
+
+
+def test_a_model_that_takes_images_may_be_served_for_text_alone(
+    one_engine: OneEngine, image_model: Path
+) -> None:
+    engine = one_engine.of(model=str(image_model), context_length=1024, image_bytes=0)
+    assert engine.card.image_rule == ""
+    assert prove_hashes(engine, random.Random(0)) < 300
+    with pytest.raises(RequestRefused, match="reads text only"):
+        engine.add(engine_request([5] * 40, media=(ImageTokens(bytes(32), 0, 5),)))
+
+
+def opened_for_images(folder: Path, model: Path, num_files: int, **settings: Any) -> Iterator[Images]:
+    shape = {"model": str(model), "num_blocks": 40, "context_length": 1024}
+    for run in opened(folder, num_files, block_bytes=16_384, **shape, **settings):
+        images = Images(run.engine, run)
+        yield images
+        assert images.num_held == 0
+
+
+def test_images_of_an_earlier_life_are_read_for_the_same_prompt_and_no_other(
+    patient_reading: None, tmp_path: Path, image_model: Path
+) -> None:
+    for images in opened_for_images(tmp_path / "kv", image_model, num_files=200):
+        run = images.run
+        texts = [words(run.engine, 300, seed) for seed in range(3)]
+        keys = []
+        for text in texts:
+            keys.append(images.add(text, RED, max_tokens=6, user=ANN))
+            run.finish()
+        answers = [run.tokens(key) for key in keys]
+    for images in opened_for_images(tmp_path / "kv", image_model, num_files=200):
+        run = images.run
+        token_ids, ((start, length),) = images.prompt(texts[0], [RED])
+        whole, before = len(token_ids) // CHUNK * CHUNK, start // CHUNK * CHUNK
+        assert 0 < before < start + length < whole
+        hashes = hash_blocks(ROOT, token_ids, BLOCK, media=images.media([RED], [(start, length)]))[3::4]
+        assert run.tiers_of(hashes) == {(Tier.DISK,)}, "before any request"
+        again = images.add(texts[0], RED, max_tokens=6, user=BOB)
+        run.finish()
+        usage = run.usage(again)
+        assert usage.num_cached_tokens == usage.num_disk_tokens == usage.num_slower_tier_tokens == whole
+        assert usage.num_cross_user_tokens == whole
+        assert run.tokens(again) == answers[0]
+        assert run.tiers_of(hashes) == {tuple(Tier)}
+        assert sum(frame.num_encoded_tokens for frame in run.frames) == 0
+        other = images.add(texts[1], BLUE, max_tokens=6)
+        run.finish()
+        assert run.usage(other).num_cached_tokens == run.usage(other).num_disk_tokens == before
+        for text, content, expected in ((texts[2], RED, answers[2]), (texts[1], BLUE, run.tokens(other))):
+            elsewhere = images.add(text, content, root=OTHER_ROOT, max_tokens=6)
+            run.finish()
+            assert run.usage(elsewhere).num_cached_tokens == run.usage(elsewhere).num_disk_tokens == 0
+            assert run.tokens(elsewhere) == expected, "computed anew"
+        assert run.tokens(other) != answers[1]
+
+
+def test_predicted_is_cached_with_tiers_below(
+    patient_reading: None, tmp_path: Path, image_model: Path
+) -> None:
+    for images in opened_for_images(tmp_path / "kv", image_model, 48, host_kv_bytes=3 << 19):
+        answer_mixed(images, list(Tier))

@@ -1,9 +1,10 @@
-"""What vLLM cannot start with: one clear sentence, an exit code, and never a lease."""
+"""What vLLM cannot start with, and what is not served: one clear sentence, and never a lease."""
 
 import asyncio
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ import pytest
 from replicas.__main__ import EXIT_NOT_STARTED, main
 from replicas.engine_process.build import build_engine
 from replicas.errors import StartupError
+from replicas.kvcache.cache_groups import CacheGroup
+from replicas.loadable import complaint
 from replicas.process.settings import SettingsError
+from replicas.protocol.status import ModelCard
 from replicas.toy_model import toy_model_path
 from replicas.vllm_engine.environment import vllm_environment
 from tests.replicas.mirror import connect
@@ -26,7 +30,6 @@ UNFINISHED_TIER = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     ("settings", "sentence"),
     [
         ({"block_size": 16}, "needs a multiple of 32"),
-        ({"block_size": 100}, "needs a multiple of 32"),
         ({"engine_args": {"tensor_paralel_size": 2}}, "did you mean tensor_parallel_size"),
         ({"engine_args": {"block_size": 64}}, "use the setting block_size"),
         ({"engine_args": {"override-generation-config": {"top_k": 1}}}, "use the setting sampling_override"),
@@ -60,7 +63,7 @@ UNFINISHED_TIER = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     ],
 )
 def test_settings_that_do_not_fit_are_one_clear_sentence(
-    environment: None, settings: dict[str, Any], sentence: str
+    alone: None, settings: dict[str, Any], sentence: str
 ) -> None:
     from replicas.checkpoints.model_config import CheckpointError
 
@@ -86,7 +89,7 @@ def test_ranks_share_the_threads_and_are_bound_only_by_whoever_says_so(
 
 
 def test_an_environment_that_vllm_would_misread_is_refused(
-    environment: None, monkeypatch: pytest.MonkeyPatch
+    alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with pytest.raises(StartupError, match="VLLM_ENABLE_V1_MULTIPROCESSING=0"):
@@ -104,28 +107,13 @@ def other_model(tmp_path: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--model", "{other_model}"], "vLLM cannot serve"),
-        (["--block-size", "48"], "setting block_size is 48"),
-        (["--num-blocks", "2"], "raise num_blocks or kv_cache_bytes"),
-        (["--adapters", "tuned=/nowhere"], "adapter tuned: there is no directory /nowhere"),
-        (["--engine-args", "enable-chunked-prefill=false"], "is smaller than max_model_len"),
-    ],
-)
 def test_what_cannot_start_is_one_sentence_an_exit_code_and_never_a_lease(
-    environment: None,
-    redis_url: str,
-    other_model: Path,
-    arguments: list[str],
-    sentence: str,
-    capfd: pytest.CaptureFixture[str],
+    alone: None, redis_url: str, other_model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    filled = [argument.format(other_model=other_model) for argument in arguments]
-    assert main(["--engine", "vllm", "--redis-url", redis_url, *filled], {}) == EXIT_NOT_STARTED
+    flags = ["--engine", "vllm", "--redis-url", redis_url, "--model", str(other_model)]
+    assert main(flags, {}) == EXIT_NOT_STARTED
     said = capfd.readouterr().err.splitlines()
-    assert sentence in said[-1]
+    assert "vLLM cannot serve" in said[-1]
     assert not any("Traceback" in line for line in said)
     assert asyncio.run(keys_of(redis_url)) == []
 
@@ -135,3 +123,106 @@ async def keys_of(redis_url: str) -> list[bytes]:
     keys: list[bytes] = await redis.keys("*")
     await redis.aclose()
     return keys
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    ignored = shutil.ignore_patterns("*.py", "corpus", "__pycache__")
+    return Path(shutil.copytree(toy_model_path(), tmp_path / "copy", ignore=ignored))
+
+
+def edit(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_model_that_vllm_serves(alone: None, checkpoint: Path) -> None:
+    assert complaint(vllm_config(model=str(checkpoint))) is None
+    edit(checkpoint, architectures=["MixtralForCausalLM"])
+    assert complaint(vllm_config(model=str(checkpoint))) is None, "which torch would not take"
+
+
+def test_what_vllm_would_refuse_is_told_in_its_words(alone: None, checkpoint: Path) -> None:
+    edit(checkpoint, architectures=["AbacusForCausalLM"])
+    assert complaint(vllm_config(model=str(checkpoint))) == (
+        f"vLLM does not serve the model in {checkpoint}: it has no architecture AbacusForCausalLM"
+    )
+    assert "no checkpoint directory /nowhere" in str(complaint(vllm_config(model="/nowhere")))
+    adapters = vllm_config(adapters={"tuned": "/nowhere"})
+    assert complaint(adapters) == "adapter tuned: there is no directory /nowhere"
+    typo = vllm_config(engine_args={"max_model_leng": 3})
+    assert "vLLM does not have an engine argument max_model_leng; did you mean" in str(complaint(typo))
+
+
+CARD = ModelCard("m", "ff", "vllm", 32, 100, 4096, 1000)
+FULL, LATENT = CacheGroup("full_attention", 32), CacheGroup("mla_attention", 32)
+WINDOW = CacheGroup("sliding_window", 32, 128)
+STATE = CacheGroup("mamba", 32)
+CHUNKED = CacheGroup("chunked_local_attention", 32, 256)
+DRAFTED = CacheGroup("sliding_window", 32, 128, has_draft=True)
+
+
+def fit(*groups: CacheGroup, has_more_tiers: bool = False) -> None:
+    from replicas.vllm_engine.cache_shape import CacheShape
+    from replicas.vllm_engine.starting import check_fit
+
+    core: Any = SimpleNamespace(
+        cache_shape=CacheShape(groups, 32, 32, 10_000, 0),
+        has_more_tiers=has_more_tiers,
+        num_lookahead_tokens=0,
+    )
+    check_fit(CARD, vllm_config(), core)
+
+
+@pytest.mark.parametrize("groups", [[CacheGroup("unknown", 32)], [CHUNKED], [DRAFTED]])
+def test_what_cannot_be_foretold_is_refused_and_it_says_what_serves_it(
+    groups: list[CacheGroup], alone: None
+) -> None:
+    with pytest.raises(SettingsError, match="disable_hybrid_kv_cache_manager=true in engine_args"):
+        fit(*groups)
+
+
+def test_tiers_below_the_device_are_for_full_attention_alone(alone: None) -> None:
+    fit(FULL, has_more_tiers=True)
+    for groups in ([WINDOW], [WINDOW, FULL]):
+        with pytest.raises(SettingsError, match="it is served without host_kv_bytes"):
+            fit(*groups, has_more_tiers=True)
+
+
+@pytest.mark.parametrize(
+    ("groups", "alignment", "expected"),
+    [
+        ([WINDOW, FULL], 32, 2048),
+        ([WINDOW], 32, 2048),
+        ([CacheGroup("sliding_window_mla", 96, 128), LATENT], 96, 2112),
+        ([WINDOW, STATE, FULL], 32, 0),
+        ([STATE, FULL], 32, 0),
+        ([CHUNKED, FULL], 32, 0),
+        ([FULL], 32, 0),
+    ],
+)
+def test_models_with_windows_keep_points_at_intervals(
+    groups: list[CacheGroup], alignment: int, expected: int, alone: None
+) -> None:
+    from replicas.vllm_engine.cache_shape import CacheShape
+
+    assert CacheShape(tuple(groups), 32, alignment, 10_000, 0).default_retention == expected
+
+
+@pytest.mark.parametrize(
+    ("groups", "of_vllm", "expected"),
+    [
+        ([WINDOW, FULL], 0, 0),
+        ([WINDOW, FULL], 256, 256),
+        ([WINDOW, FULL], None, 32),
+        ([STATE, FULL], None, 0),
+        ([STATE, FULL], 256, 0),
+        ([CHUNKED, FULL], 0, 32),
+    ],
+)
+def test_the_card_says_which_points_a_router_may_count_on(
+    groups: list[CacheGroup], of_vllm: int | None, expected: int, alone: None
+) -> None:
+    from replicas.vllm_engine.cache_shape import CacheShape
+
+    assert CacheShape(tuple(groups), 32, 32, 10_000, of_vllm).retention_interval == expected

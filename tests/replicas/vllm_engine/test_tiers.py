@@ -1,36 +1,32 @@
 """Blocks that vLLM keeps in the host's memory and on disk: reported by tier, found again, counted right."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from replicas.engine_process.build import build_engine
 from replicas.proof import prove_hashes
 from replicas.protocol.blocks import hash_blocks
-from replicas.protocol.events import AllBlocksCleared, BlockStored, Tier
+from replicas.protocol.events import BlockStored, Tier
 from replicas.protocol.frames import PromptUsage, UserTag
 from tests.replicas.builders import OTHER_ROOT, ROOT
 from tests.replicas.engine_contract import prompt_of
-from tests.replicas.vllm_engine.conftest import vllm_config
-from tests.replicas.vllm_engine.tiered_run import TieredRun, tiered_run
+from tests.replicas.vllm_engine.conftest import OneEngine
+from tests.replicas.vllm_engine.tiered_run import BLOCK_BYTES, TieredRun, tiered_run
 
 if TYPE_CHECKING:
     from replicas.vllm_engine.engine import VllmEngine
 
 pytestmark = pytest.mark.vllm
 
-NUM_BLOCKS = 32
 NUM_HOST_BLOCKS = 48
-BLOCK_BYTES = 40_960
-"""Keys and values of 32 tokens in five layers of two heads of 32, in bfloat16."""
 
 ANN, BOB = (UserTag(name.ljust(16)) for name in (b"ann", b"bob"))
 
 
-def build_tiered(disk: Path | None = None, adapters: Mapping[str, str] | None = None) -> Any:
+def settings(disk: Path | None = None) -> dict[str, Any]:
     """With the host's tier, and perhaps a disk behind it, set up as a user would: by engine_args alone."""
     tier: dict[str, Any] = {
         "spec_name": "HostTieringSpec",
@@ -45,20 +41,13 @@ def build_tiered(disk: Path | None = None, adapters: Mapping[str, str] | None = 
         "kv_role": "kv_both",
         "kv_connector_extra_config": tier,
     }
-    config = vllm_config(
-        num_blocks=NUM_BLOCKS,
-        engine_args={"kv_transfer_config": transfer},
-        adapters=adapters,
-        trust_code=True,
-    )
-    return build_engine(config)[0]
+    return {"num_blocks": 32, "engine_args": {"kv_transfer_config": transfer}, "trust_code": True}
 
 
-@pytest.fixture(scope="module")
-def tiered_engine(environment: None, adapters: Mapping[str, str]) -> Iterator["VllmEngine"]:
-    built = build_tiered(adapters=adapters)
-    yield built
-    built.close()
+@pytest.fixture
+def tiered_engine(one_engine: OneEngine) -> "VllmEngine":
+    engine: VllmEngine = one_engine.of(**settings())
+    return engine
 
 
 @pytest.fixture
@@ -66,16 +55,8 @@ def run(tiered_engine: "VllmEngine") -> Iterator[TieredRun]:
     yield from tiered_run(tiered_engine)
 
 
-def test_the_proof_passes_with_a_tier_behind_and_leaves_nothing(run: TieredRun) -> None:
-    """The copies of one probe are reported while the next one runs."""
-    assert run.engine.card.adapters
-    prove_hashes(run.engine, random.Random(1))
-    assert not run.engine.has_work()
-    run.generate(prompt_of(run.engine, 40), max_tokens=1)
-    assert run.tiers_of(block_hash for _, block_hash in run.held) == {(Tier.DEVICE, Tier.HOST)}
-
-
 def test_what_leaves_the_device_stays_in_the_host_and_comes_back(run: TieredRun) -> None:
+    prove_hashes(run.engine, random.Random(1))
     block_size = run.engine.card.block_size
     prompt = prompt_of(run.engine, 300)
     hashes = hash_blocks(ROOT, prompt, block_size)
@@ -99,22 +80,6 @@ def test_what_leaves_the_device_stays_in_the_host_and_comes_back(run: TieredRun)
     assert run.tiers_of(hashes) == {(Tier.DEVICE, Tier.HOST)}
 
 
-def test_a_prefix_may_lie_in_two_tiers(run: TieredRun) -> None:
-    """Its tail leaves the device first."""
-    block_size = run.engine.card.block_size
-    prompt = prompt_of(run.engine, 300)
-    hashes = hash_blocks(ROOT, prompt, block_size)
-    run.generate(prompt, max_tokens=1)
-    run.generate(prompt_of(run.engine, 800, 1), max_tokens=1)
-    assert run.tiers_of(hashes[:5]) == {(Tier.DEVICE, Tier.HOST)}
-    assert run.tiers_of(hashes[-1:]) == {(Tier.HOST,)}
-    num_left = sum(Tier.DEVICE in run.tiers_of([block_hash]).pop() for block_hash in hashes)
-    assert 5 <= num_left < 9
-    assert run.usage(run.generate(prompt, max_tokens=1)) == PromptUsage(
-        300, 9 * block_size, 0, num_slower_tier_tokens=(9 - num_left) * block_size
-    )
-
-
 def test_a_copy_that_is_reported_after_its_block_has_left_the_device_is_named(run: TieredRun) -> None:
     block_size = run.engine.card.block_size
     tenant = run.add(prompt_of(run.engine, 20 * block_size, 1), max_tokens=60)
@@ -132,47 +97,6 @@ def test_a_copy_that_is_reported_after_its_block_has_left_the_device_is_named(ru
     run.finish()
     assert (Tier.HOST,) in run.tiers_of(hashes)
     assert all(Tier.HOST in tiers for tiers in run.tiers_of(hashes))
-
-
-def test_whoever_wrote_a_block_wrote_it_wherever_it_has_been_since(run: TieredRun) -> None:
-    block_size = run.engine.card.block_size
-    prompt = prompt_of(run.engine, 300)
-    hashes = hash_blocks(ROOT, prompt, block_size)
-
-    def cross_user(user: UserTag) -> int:
-        return run.usage(run.generate(prompt, max_tokens=1, user=user)).num_cross_user_tokens
-
-    cross_user(ANN)
-    run.evict(Tier.DEVICE, hashes)
-    assert cross_user(BOB) == 9 * block_size
-    run.evict(Tier.DEVICE, hashes)
-    assert cross_user(ANN) == 0
-    run.evict(Tier.HOST, hashes)
-    run.evict(Tier.DEVICE, hashes)
-    assert cross_user(BOB) == 0, "it was computed anew"
-    assert cross_user(ANN) == 9 * block_size
-
-
-def test_a_reset_empties_the_host_too(run: TieredRun) -> None:
-    prompt = prompt_of(run.engine, 300)
-    run.generate(prompt, max_tokens=1)
-    assert run.engine.reset_prefix_cache()
-    frame = run.step()
-    assert frame.events == [AllBlocksCleared(), AllBlocksCleared(Tier.HOST)]
-    assert run.usage(run.generate(prompt, max_tokens=1)).num_cached_tokens == 0
-
-
-def test_a_refused_reset_leaves_the_host_as_it_is(run: TieredRun) -> None:
-    prompt = prompt_of(run.engine, 300)
-    hashes = hash_blocks(ROOT, prompt, run.engine.card.block_size)
-    run.generate(prompt, max_tokens=1)
-    key = run.add(prompt_of(run.engine, 40, 1), max_tokens=20)
-    run.step()
-    assert not run.engine.reset_prefix_cache()
-    run.finish()
-    assert len(run.tokens(key)) == 20
-    run.evict(Tier.DEVICE, hashes)
-    assert run.usage(run.generate(prompt, max_tokens=1)).num_cached_tokens == 288
 
 
 def test_the_events_of_every_tier_are_what_vllm_holds_after_a_storm(
@@ -211,9 +135,9 @@ def host_hashes(engine: "VllmEngine") -> list[bytes]:
 
 
 def test_what_an_earlier_process_left_on_disk_is_found_and_named_when_it_comes_back(
-    environment: None, tmp_path: Path
+    one_engine: OneEngine, tmp_path: Path
 ) -> None:
-    engine = build_tiered(tmp_path)
+    engine = one_engine.of(**settings(tmp_path))
     prompt = prompt_of(engine, 300)
     hashes = hash_blocks(ROOT, prompt, engine.card.block_size)
     for run in tiered_run(engine):
@@ -226,8 +150,8 @@ def test_what_an_earlier_process_left_on_disk_is_found_and_named_when_it_comes_b
             300, 288, 0, 288, num_slower_tier_tokens=288
         )
         assert run.tiers_of(hashes) == {tuple(Tier)}
-    engine.close()
-    engine = build_tiered(tmp_path)
+    one_engine.close()
+    engine = one_engine.of(**settings(tmp_path))
     for run in tiered_run(engine):
         assert run.usage(run.generate(prompt, max_tokens=1, user=ANN)) == PromptUsage(
             300, 288, 0, num_slower_tier_tokens=288
@@ -235,4 +159,3 @@ def test_what_an_earlier_process_left_on_disk_is_found_and_named_when_it_comes_b
         assert run.tiers_of(hashes) == {(Tier.DEVICE, Tier.HOST)}, "of the disk, vLLM does not say"
         # Who computed it, this process cannot know: not who read it back first.
         assert run.usage(run.generate(prompt, max_tokens=1, user=BOB)) == PromptUsage(300, 288, 0)
-    engine.close()

@@ -1,13 +1,22 @@
 """Driving a vLLM that has tiers below its device: where each block lies, by what the engine said of it."""
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+from replicas.engine_process.build import build_engine
+from replicas.kvstore.layout import file_bytes
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier
 from replicas.protocol.frames import StepFrame
 from tests.replicas.engine_run import EngineRun, prompt_of
+from tests.replicas.vllm_engine.conftest import vllm_config
+
+BLOCK, CHUNK = 32, 128
+BLOCK_BYTES = 40_960
+"""Keys and values of the toy model's blocks, in five layers of two heads of 32, in bfloat16."""
 
 
 class TieredRun(EngineRun):
@@ -61,3 +70,38 @@ def tiered_run(engine: Any) -> Iterator[TieredRun]:
     assert engine.reset_prefix_cache()
     run.finish()
     assert not any(tier is not Tier.DISK for tier, _ in run.held)
+
+
+def opened(
+    folder: Path,
+    num_files: int = 200,
+    *,
+    num_slots: int = 8,
+    block_bytes: int = BLOCK_BYTES,
+    **settings: Any,
+) -> Iterator[TieredRun]:
+    """An engine over what is in the folder, as a replica's loop would begin with it."""
+    slot_bytes = file_bytes(4 * block_bytes)
+    defaults = {
+        "num_blocks": 32,
+        "host_kv_bytes": num_slots * slot_bytes,
+        "disk_kv_bytes": num_files * slot_bytes,
+        "kv_folder": str(folder),
+        "disk_reserve_bytes": 0,
+        "spill_seconds": 60.0,
+    }
+    engine: Any = build_engine(vllm_config(**{**defaults, **settings}))[0]
+    engine.begin(lambda: None)
+    run = TieredRun(engine)
+    run.finish()
+    while not run.step().load.disk_seconds_per_token:
+        time.sleep(0.01)
+    yield run
+    run.finish()
+    engine.close()
+
+
+def settle(run: TieredRun) -> None:
+    """Step until the disk has written what it will."""
+    while run.step().look_again_seconds is not None:
+        run.engine._tier.store.wait(0.05)  # type: ignore[attr-defined]

@@ -14,64 +14,34 @@ from replicas.toy_model import toy_model_path
 GROUP = 128
 """Weights of one scale, in 4 bits."""
 
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
-
-QUANTIZATION: Mapping[str, Mapping[str, Any]] = {
-    "int8": {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {**_INT8, "strategy": "channel", "dynamic": False},
-                "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
-            }
-        },
-    },
-    "gptq": {
-        "quant_method": "gptq",
-        "bits": 4,
-        "group_size": GROUP,
-        "desc_act": False,
-        "sym": True,
-        "lm_head": False,
-    },
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+QUANTIZATION: Mapping[str, Any] = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": GROUP,
+    "desc_act": False,
+    "sym": True,
+    "lm_head": False,
 }
 
 
-def write_quantized(method: str, directory: Path) -> Path:
-    """Write the toy model with the weights of all its layers in the format of `QUANTIZATION[method]`."""
+def write_quantized(directory: Path) -> Path:
+    """Write the toy model with the weights of all its layers in 4 bits, in GPTQ's format."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(toy_model_path(), directory, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    write = {"int8": _int8, "gptq": _gptq, "awq": _awq}[method]
     tensors: dict[str, Any] = {}
     for name, weight in load_file(directory / "model.safetensors").items():
         layer = name.removesuffix(".weight")
         if layer.rpartition(".")[2] in _LINEAR:
-            tensors |= {f"{layer}.{part}": tensor for part, tensor in write(weight.float()).items()}
+            tensors |= {f"{layer}.{part}": tensor for part, tensor in _gptq(weight.float()).items()}
         else:
             tensors[name] = weight
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = QUANTIZATION[method]
+    config["quantization_config"] = QUANTIZATION
     (directory / "config.json").write_text(json.dumps(config))
     return directory
-
-
-def _int8(weight: Any) -> dict[str, Any]:
-    import torch
-
-    scale = weight.abs().amax(dim=1, keepdim=True) / 127
-    return {
-        "weight": (weight / scale).round().to(torch.int8),
-        "weight_scale": scale.to(torch.bfloat16),
-    }
 
 
 def _steps(weight: Any) -> tuple[Any, Any]:
@@ -83,12 +53,12 @@ def _steps(weight: Any) -> tuple[Any, Any]:
     return steps.int(), scale
 
 
-def _packed(steps: Any, order: tuple[int, ...] = tuple(range(8))) -> Any:
-    """Eight numbers of a row in each int32; the one at `order[n]` in its n-th four bits."""
+def _packed(steps: Any) -> Any:
+    """Pack eight numbers of a row into each int32."""
     import torch
 
     eights = steps.view(steps.shape[0], -1, 8).to(torch.int64)
-    words = sum(eights[:, :, place] << 4 * at for at, place in enumerate(order))
+    words = sum(eights[:, :, place] << 4 * place for place in range(8))
     return (words - ((words >> 31) << 32)).to(torch.int32)
 
 
@@ -104,51 +74,34 @@ def _gptq(weight: Any) -> dict[str, Any]:
     }
 
 
-def _awq(weight: Any) -> dict[str, Any]:
-    import torch
-
-    steps, scale = _steps(weight)
-    return {
-        "qweight": _packed(steps, _AWQ_ORDER),
-        "qzeros": _packed(torch.full(scale.shape, 8), _AWQ_ORDER),
-        "scales": scale.to(torch.float16),
-    }
-
-
-def write_drafter(method: str, directory: Path, target: Path | None = None) -> Path:
-    """Write a draft model of one layer for "eagle" or "eagle3", of the toy's shape or of `target`'s width."""
+def write_drafter(directory: Path, target: Path) -> Path:
+    """Write a draft model of one layer for EAGLE 3, of `target`'s width."""
     import torch
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True)
     config = json.loads((toy_model_path() / "config.json").read_text())
-    if target is not None:
-        config["hidden_size"] = json.loads((target / "config.json").read_text())["hidden_size"]
+    config["hidden_size"] = json.loads((target / "config.json").read_text())["hidden_size"]
     width, inner = config["hidden_size"], config["intermediate_size"]
     num_q, num_kv = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
-    is_third = method == "eagle3"
-    read = 2 * width if is_third else width
     shapes = {
-        "fc": (width, width * (3 if is_third else 2)),
-        "self_attn.q_proj": (num_q, read),
-        "self_attn.k_proj": (num_kv, read),
-        "self_attn.v_proj": (num_kv, read),
-        "self_attn.o_proj": (width, num_q),
-        "mlp.gate_proj": (inner, width),
-        "mlp.up_proj": (inner, width),
-        "mlp.down_proj": (width, inner),
+        "fc": (width, width * 3),
+        "midlayer.self_attn.q_proj": (num_q, 2 * width),
+        "midlayer.self_attn.k_proj": (num_kv, 2 * width),
+        "midlayer.self_attn.v_proj": (num_kv, 2 * width),
+        "midlayer.self_attn.o_proj": (width, num_q),
+        "midlayer.mlp.gate_proj": (inner, width),
+        "midlayer.mlp.up_proj": (inner, width),
+        "midlayer.mlp.down_proj": (width, inner),
     }
     generator = torch.Generator().manual_seed(3)
-    layer = "midlayer" if is_third else "layers.0"
     tensors = {
-        f"{name if name == 'fc' else f'{layer}.{name}'}.weight": torch.randn(shape, generator=generator) / 10
-        for name, shape in shapes.items()
+        f"{name}.weight": torch.randn(shape, generator=generator) / 10 for name, shape in shapes.items()
     }
-    norms = ["post_attention_layernorm"] + ["input_layernorm", "hidden_norm"] * is_third
-    tensors |= {f"{layer}.{norm}.weight": torch.ones(width) for norm in norms}
-    if is_third:
-        tensors["norm.weight"] = torch.ones(width)
-        tensors["lm_head.weight"] = torch.randn(config["vocab_size"], width, generator=generator) / 10
+    for norm in ("post_attention_layernorm", "input_layernorm", "hidden_norm"):
+        tensors[f"midlayer.{norm}.weight"] = torch.ones(width)
+    tensors["norm.weight"] = torch.ones(width)
+    tensors["lm_head.weight"] = torch.randn(config["vocab_size"], width, generator=generator) / 10
     save_file(
         {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()},
         directory / "model.safetensors",
@@ -156,7 +109,7 @@ def write_drafter(method: str, directory: Path, target: Path | None = None) -> P
     )
     config |= {
         "num_hidden_layers": 1,
-        "architectures": ["LlamaForCausalLMEagle3" if is_third else "LlamaForCausalLM"],
+        "architectures": ["LlamaForCausalLMEagle3"],
         "tie_word_embeddings": False,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
     }
