@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,13 +14,12 @@ from replicas.openai_engine import upstream
 from replicas.openai_engine.engine import OpenAiEngine
 from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import BlockHash, hash_blocks
-from replicas.protocol.frames import BodyForm, FinishReason, RefusalCode, RequestKey, TokenDelta
-from tests.replicas.builders import ROOT, EventBalance, engine_request
+from replicas.protocol.frames import BodyForm, FinishReason, RefusalCode, RequestKey
+from tests.replicas.builders import ROOT, engine_request
+from tests.replicas.driven import WAIT_SECONDS
+from tests.replicas.driven import Driven as Base
 from tests.replicas.openai_engine.route_server import RouteServer
 from tests.replicas.openai_engine.text_server import TextServer
-
-WAIT_SECONDS = 60.0
-"""For one thing, on a busy machine."""
 
 WORDS = " ".join(f"w{number}" for number in range(100))
 
@@ -35,41 +34,14 @@ def chat(text: str = WORDS, **fields: Any) -> bytes:
     return json.dumps(body).encode()
 
 
-class Driven:
-    """An engine that has begun, and what it has said. The tokens of a body are its bytes."""
+class Driven(Base):
+    """The tokens of a body are its bytes."""
 
-    def __init__(self, engine: OpenAiEngine) -> None:
-        self.engine = engine
-        self.deltas: dict[RequestKey, list[TokenDelta]] = {}
-        self.balance = EventBalance()
-        self._serial = 0
-
-    def add(self, body: bytes, form: BodyForm = BodyForm.CHAT, **fields: Any) -> RequestKey:
-        self._serial += 1
-        request = engine_request(list(body), serial=self._serial, body=body, body_form=form, **fields)
-        self.engine.add(request)
-        self.deltas[request.key] = []
-        return request.key
-
-    def step_until(self, is_so: Callable[[], bool]) -> None:
-        ends_at = time.monotonic() + WAIT_SECONDS
-        while not is_so():
-            assert time.monotonic() < ends_at
-            time.sleep(0.005)
-            frame = self.engine.step()
-            self.balance.apply(frame.events)
-            for delta in frame.deltas:
-                self.deltas[delta.key].append(delta)
-
-    def finish(self, key: RequestKey) -> TokenDelta:
-        self.step_until(lambda: bool(self.deltas[key]) and self.deltas[key][-1].finish_reason is not None)
-        return self.deltas[key][-1]
+    def ask(self, body: bytes, form: BodyForm = BodyForm.CHAT, **fields: Any) -> RequestKey:
+        return self.add([*body], body=body, body_form=form, **fields)
 
     def body(self, key: RequestKey) -> bytes:
         return b"".join(delta.body or b"" for delta in self.deltas[key])
-
-    def num_tokens(self, key: RequestKey) -> int:
-        return sum(delta.num_tokens for delta in self.deltas[key])
 
 
 @pytest.fixture
@@ -91,18 +63,18 @@ def test_names_that_change_at_the_server_change_on_the_card(driven: Driven, serv
     assert driven.engine.card.aliases == ()
     server.other_names = ["gpt-4o"]
     driven.step_until(lambda: driven.engine.card.aliases == ("gpt-4o",))
-    driven.finish(driven.add(chat(model="gpt-4o")))
+    driven.finish(driven.ask(chat(model="gpt-4o")))
     assert json.loads(server.bodies[-1])["model"] == "wordy"
     server.other_names, server.adapters = [], ["tuned"]
     driven.step_until(lambda: driven.engine.card.aliases == ())
     assert [adapter.name for adapter in driven.engine.card.adapters] == ["tuned"]
-    driven.finish(driven.add(chat(model="tuned"), adapter="tuned"))
+    driven.finish(driven.ask(chat(model="tuned"), adapter="tuned"))
     assert json.loads(server.bodies[-1])["model"] == "tuned"
 
 
 def test_an_answer_passes_as_it_is(driven: Driven, server: TextServer) -> None:
     body = chat()
-    key = driven.add(body)
+    key = driven.ask(body)
     last = driven.finish(key)
     assert [json.loads(each) for each in server.bodies] == [json.loads(body)]
     answer = json.loads(driven.body(key))
@@ -113,7 +85,7 @@ def test_an_answer_passes_as_it_is(driven: Driven, server: TextServer) -> None:
 
 
 def test_a_stream_comes_in_whole_events_without_the_usage_that_nobody_asked_for(driven: Driven) -> None:
-    key = driven.add(chat(stream=True, max_tokens=5))
+    key = driven.ask(chat(stream=True, max_tokens=5))
     last = driven.finish(key)
     assert last.finish_reason is FinishReason.LENGTH
     stream = driven.body(key)
@@ -121,7 +93,7 @@ def test_a_stream_comes_in_whole_events_without_the_usage_that_nobody_asked_for(
     assert all((delta.body or b"\n\n").endswith(b"\n\n") for delta in driven.deltas[key])
     assert driven.num_tokens(key) >= 5
 
-    asked = driven.add(chat(stream=True, stream_options={"include_usage": True}))
+    asked = driven.ask(chat(stream=True, stream_options={"include_usage": True}))
     driven.finish(asked)
     assert b'"usage"' in driven.body(asked)
 
@@ -131,16 +103,16 @@ def test_what_was_sent_is_believed_and_what_the_server_says_corrects_it(
 ) -> None:
     body = chat()
     size = driven.engine.card.block_size
-    driven.finish(driven.add(body))
+    driven.finish(driven.ask(body))
     driven.step_until(lambda: not driven.engine.has_work())
     hashes = hash_blocks(ROOT, list(body), size)
     assert set(driven.balance.held) == set(hashes)
-    again = driven.finish(driven.add(body))
+    again = driven.finish(driven.ask(body))
     assert again.usage is not None
     assert 0.9 * len(body) < (again.usage.num_cached_tokens or 0) < len(body)
 
     server.forget()
-    gone = driven.finish(driven.add(chat(WORDS + " and more")))
+    gone = driven.finish(driven.ask(chat(WORDS + " and more")))
     assert gone.usage is not None and gone.usage.num_cached_tokens == 0
 
 
@@ -148,12 +120,12 @@ def test_two_replicas_at_one_server_believe_each_what_they_have_sent(server: Tex
     engines = [OpenAiEngine(config(server)) for _ in range(2)]
     first, second = map(Driven, engines)
     body = chat()
-    first.finish(first.add(body))
+    first.finish(first.ask(body))
     assert (engines[0].step().load.num_cached_blocks, engines[1].step().load.num_cached_blocks) == (
         len(body) // engines[0].card.block_size,
         0,
     )
-    told = second.finish(second.add(body)).usage
+    told = second.finish(second.ask(body)).usage
     assert told is not None and (told.num_cached_tokens or 0) > 0.9 * len(body)  # of what the first has sent
     assert first.balance.held == second.balance.held
     for engine in engines:
@@ -162,12 +134,12 @@ def test_two_replicas_at_one_server_believe_each_what_they_have_sent(server: Tex
 
 def test_unknown_is_not_nothing(driven: Driven, server: TextServer) -> None:
     server.tells_cached = False
-    last = driven.finish(driven.add(chat()))
+    last = driven.finish(driven.ask(chat()))
     assert last.usage is not None and last.usage.num_cached_tokens is None
 
 
 def test_anthropics_bodies(driven: Driven) -> None:
-    key = driven.add(chat(), BodyForm.MESSAGES)
+    key = driven.ask(chat(), BodyForm.MESSAGES)
     last = driven.finish(key)
     assert json.loads(driven.body(key))["content"] == [{"type": "text", "text": "hello"}]
     assert last.finish_reason is FinishReason.STOP
@@ -199,17 +171,17 @@ def test_a_fault_ends_its_request_alone(
     if fault == "sends an endless line":
         monkeypatch.setattr(upstream, "MOST_STREAM_BYTES", 2**24)
     server.fault = fault
-    last = driven.finish(driven.add(chat(stream=True)))
+    last = driven.finish(driven.ask(chat(stream=True)))
     assert last.finish_reason is FinishReason.ERROR and last.refusal is not None
     assert last.refusal.code is code
     assert words in last.refusal.message
     server.fault = ""
-    assert driven.finish(driven.add(chat())).finish_reason is FinishReason.STOP
+    assert driven.finish(driven.ask(chat())).finish_reason is FinishReason.STOP
 
 
 def test_an_aborted_request_is_ended_at_the_server(driven: Driven, server: TextServer) -> None:
     server.fault = "stalls"
-    key = driven.add(chat(stream=True))
+    key = driven.ask(chat(stream=True))
     driven.step_until(lambda: bool(driven.deltas[key]))
     assert server.num_open == 1
     driven.engine.abort(key)
@@ -230,14 +202,14 @@ def test_usage_that_no_server_can_mean_is_not_believed(
     driven: Driven, server: TextServer, usage: dict[str, Any], stream: bool
 ) -> None:
     server.usage = usage
-    key = driven.add(chat(stream=stream))
+    key = driven.ask(chat(stream=stream))
     last = driven.finish(key)
     assert last.usage is not None and last.usage.num_cached_tokens is None
     assert 0 <= driven.num_tokens(key) <= 4
 
 
 def test_roles_ends_and_usage_are_no_tokens(driven: Driven) -> None:
-    key = driven.add(chat(stream=True, max_tokens=5))
+    key = driven.ask(chat(stream=True, max_tokens=5))
     driven.finish(key)
     assert driven.num_tokens(key) == 5
 
@@ -256,14 +228,14 @@ def test_an_answer_that_waited_for_a_slot_measures_nothing(server: TextServer) -
     engine.begin(lambda: None)
     driven = Driven(engine)
     server.fault = "stalls"
-    first = driven.add(chat(stream=True))
+    first = driven.ask(chat(stream=True))
     driven.step_until(lambda: bool(driven.deltas[first]))
     server.fault = ""
-    driven.finish(driven.add(chat(stream=True)))
+    driven.finish(driven.ask(chat(stream=True)))
     load = engine.step().load
     assert load.prefill_seconds_per_token == 0.0 and load.place_seconds > 0.0  # by the age of the first
     engine.abort(first)
-    driven.finish(driven.add(chat(stream=True)))
+    driven.finish(driven.ask(chat(stream=True)))
     assert engine.step().load.prefill_seconds_per_token > 0.0
     engine.close()
 
@@ -271,13 +243,13 @@ def test_an_answer_that_waited_for_a_slot_measures_nothing(server: TextServer) -
 def test_what_the_server_says_of_its_speed_is_believed(driven: Driven, server: TextServer) -> None:
     server.timings = {"cache_n": 0, "prompt_n": 100, "prompt_ms": 5000.0}
     body = chat()
-    driven.finish(driven.add(body))
+    driven.finish(driven.ask(body))
     assert driven.engine.step().load.prefill_seconds_per_token == pytest.approx(5.0 / len(body))
 
 
 def test_a_comment_is_no_beginning_of_an_answer(driven: Driven, server: TextServer) -> None:
     server.fault = "pings"
-    key = driven.add(chat(stream=True))
+    key = driven.ask(chat(stream=True))
     ends_at = time.monotonic() + WAIT_SECONDS
     while not driven.engine.has_work():
         assert time.monotonic() < ends_at
@@ -297,7 +269,7 @@ def test_namespaces_are_apart_in_the_cache_of_a_server_that_takes_a_salt(
     engine.begin(lambda: None)
     driven = Driven(engine)
     for root in (ROOT, BlockHash(b"another tenant's")):
-        driven.finish(driven.add(chat(), root=root))
+        driven.finish(driven.ask(chat(), root=root))
     engine.close()
     salts = [json.loads(body).get("cache_salt") for body in server.bodies]
     is_salted = owner in ("vllm", "sglang")
@@ -307,7 +279,7 @@ def test_namespaces_are_apart_in_the_cache_of_a_server_that_takes_a_salt(
 @pytest.mark.parametrize("fault", ["lingers", "breaks off after its end", "forgets its end"])
 def test_an_answer_ends_with_its_last_event(driven: Driven, server: TextServer, fault: str) -> None:
     server.fault = fault
-    assert driven.finish(driven.add(chat(stream=True))).finish_reason is FinishReason.LENGTH
+    assert driven.finish(driven.ask(chat(stream=True))).finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("fault", ["hangs", "is loading", "drips"])
@@ -326,7 +298,7 @@ def test_a_server_that_writes_does_not_hang(
     """One with a thread for each connection may have none to spare for a look."""
     monkeypatch.setattr(upstream, "CONNECT_SECONDS", 0.2)
     server.fault = "is busy"
-    last = driven.finish(driven.add(chat(stream=True, max_tokens=30)))
+    last = driven.finish(driven.ask(chat(stream=True, max_tokens=30)))
     assert last.finish_reason is FinishReason.LENGTH
 
 
@@ -340,7 +312,7 @@ def test_tokens_without_a_body_are_refused(driven: Driven) -> None:
     with pytest.raises(RequestRefused, match="a client's body"):
         driven.engine.add(engine_request([1, 2, 3]))
     with pytest.raises(RequestRefused, match="a client's body"):
-        driven.add(chat(), BodyForm.COMPLETION)
+        driven.ask(chat(), BodyForm.COMPLETION)
 
 
 def test_a_models_name_that_the_server_lacks(server: TextServer) -> None:
@@ -375,7 +347,7 @@ def passing() -> Iterator[tuple[Driven, RouteServer]]:
 
 def pass_on(driven: Driven, route: str = "/v1/embeddings") -> RequestKey:
     body, kind = b'{"model": "ours", "input": "a"}', "application/json"
-    return driven.add(body, BodyForm.PASSED, route=route, content_type=kind)
+    return driven.ask(body, BodyForm.PASSED, route=route, content_type=kind)
 
 
 def test_a_body_is_passed_on_to_a_route_that_was_set(passing: tuple[Driven, RouteServer]) -> None:

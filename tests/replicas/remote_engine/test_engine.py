@@ -7,9 +7,8 @@ import random
 import shutil
 import socket
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,19 +20,16 @@ import pytest
 from replicas import proof, remote_engine
 from replicas.config import ReplicaConfig
 from replicas.engine import RequestRefused
-from replicas.errors import EngineDied, StartupError
+from replicas.errors import StartupError
 from replicas.process.settings import SettingsError
 from replicas.proof import prove_hashes
 from replicas.protocol.blocks import hash_blocks
-from replicas.protocol.events import AllBlocksCleared, BlockStored, CacheEvent
+from replicas.protocol.events import AllBlocksCleared, BlockStored
 from replicas.protocol.frames import (
     FinishReason,
     PromptUsage,
     RefusalCode,
-    RequestKey,
     ServerError,
-    StepFrame,
-    TokenDelta,
     UserTag,
 )
 from replicas.protocol.prefix_leases import PrefixLease
@@ -47,11 +43,9 @@ from replicas.remote_engine.probes import find_dialect
 from replicas.remote_engine.server import Server, Unreachable
 from replicas.toy_model import checkpoint_directory
 from tests.certificates import Authority
-from tests.replicas.builders import ROOT, EventBalance, engine_request
+from tests.replicas.builders import ROOT
+from tests.replicas.driven import WAIT_SECONDS, Driven
 from tests.replicas.remote_engine.stand_in import BLOCK_SIZE, NUM_BLOCKS, StandIn, token_of
-
-WAIT_SECONDS = 60.0
-"""For one thing, on a busy machine."""
 
 PROMPT = list(range(100, 100 + 3 * BLOCK_SIZE + 1))
 
@@ -59,57 +53,6 @@ PROMPT = list(range(100, 100 + 3 * BLOCK_SIZE + 1))
 def config(server: StandIn, **settings: Any) -> ReplicaConfig:
     defaults = {"engine_url": server.url, "engine_hang_seconds": 1.0, "build_seconds": 20.0}
     return ReplicaConfig(engine="remote", **{**defaults, **settings})
-
-
-class Driven:
-    """An engine that was proven and has begun, and what it has said."""
-
-    def __init__(self, engine: RemoteEngine) -> None:
-        self.engine = engine
-        self.deltas: dict[RequestKey, list[TokenDelta]] = {}
-        self.events: list[CacheEvent] = []
-        self.balance = EventBalance()
-        self.frame = StepFrame()
-        self._serial = 100
-
-    def add(self, token_ids: list[int], **fields: Any) -> RequestKey:
-        self._serial += 1
-        request = engine_request(token_ids, serial=self._serial, **{"ignore_eos": True, **fields})
-        self.engine.add(request)
-        self.deltas[request.key] = []
-        return request.key
-
-    def step(self) -> None:
-        self.frame = self.engine.step()
-        self.events += self.frame.events
-        self.balance.apply(self.frame.events)
-        for delta in self.frame.deltas:
-            self.deltas[delta.key].append(delta)
-
-    def finish(self, key: RequestKey) -> TokenDelta:
-        ends_at = time.monotonic() + WAIT_SECONDS
-        while not (self.deltas[key] and self.deltas[key][-1].finish_reason):
-            assert time.monotonic() < ends_at, "the request does not end"
-            time.sleep(0.002)
-            self.step()
-        return self.deltas[key][-1]
-
-    def tokens(self, key: RequestKey) -> list[int]:
-        return [token for delta in self.deltas[key] for token in delta.token_ids]
-
-    def step_until(self, condition: Callable[[], bool]) -> None:
-        ends_at = time.monotonic() + WAIT_SECONDS
-        while not condition():
-            assert time.monotonic() < ends_at, "it does not come about"
-            time.sleep(0.002)
-            self.step()
-
-    def dies(self, match: str) -> None:
-        with pytest.raises(EngineDied, match=match):
-            ends_at = time.monotonic() + WAIT_SECONDS
-            while time.monotonic() < ends_at:
-                time.sleep(0.01)
-                self.step()
 
 
 @pytest.fixture
