@@ -105,5 +105,6 @@ def kill(stack: LocalStack, replica: str) -> None:
 
 
 def start(stack: LocalStack) -> None:
-    stack.start(REPLICA)
+    if stack.exit_status(REPLICA) is not None:
+        stack.start(REPLICA)
     stack.wait_ready(1)
