@@ -85,11 +85,6 @@ class RememberedHistory:
     def num_records(self) -> int:
         return len(self._records)
 
-    @property
-    def num_remembered(self) -> int:
-        """Since the start."""
-        return self._serial
-
     def instruments(self) -> Iterator[Instrument]:
         yield gauge(
             "router_history_bytes",

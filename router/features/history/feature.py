@@ -25,8 +25,7 @@ from router.api.chat_request import ChatRequest
 from router.api.choice_output import TOOL_CALLS, ChoiceOutput
 from router.api.context import ApiContext
 from router.api.prepare import PreparedChat
-from router.caller import Caller
-from router.encoded import EncodedHistory, EncodedPrompt, EncodedTail, TailOf
+from router.encoded import EncodedHistory, EncodedPrompt, EncodedTail
 from router.feature import Feature
 from router.features.history.history_sync import HistorySync
 from router.features.history.redis_history import HistoryBounds, RedisHistory
@@ -46,7 +45,6 @@ from router.history.tool_gaps import ToolGaps
 from router.keeping import LeaseRequest
 from router.prompt.catalog import ServedModel
 from router.shared.instruments import Instrument, counter
-from router.turns import LongWork
 
 LEAST_ROOM_SHARE = 0.25
 """Share of the context for an answer whose length the client leaves open."""
@@ -132,15 +130,25 @@ class ChatHistory(Feature):
         return cls(context, HistorySync(redis, config.history_wait_seconds))
 
     async def encoded(self, request: ApiRequest, model: ServedModel, chat: PreparedChat) -> PreparedChat:
-        asked = model, request.caller, chat.request, chat.prompt
-        begun = self.begin(*asked)
-        if begun is None:
+        caller, history = request.caller, chat.prompt.history
+        if history is None or not self.is_on:
             return chat
-        if self.is_elsewhere(begun, chat.prompt):
-            begun = await self.ask_elsewhere(*asked, begun, self._turns.long_work())
-        prompt, turn = self.go_on(*asked, chat.tail_of, begun)
-        if turn is None:
-            return chat
+        root = model.root(caller.owner, chat.request.cache_salt)
+        begun = self._begin(root, history)
+        last, found = history.last_answer, begun.found
+        if self._sharing is not None and last is not None and (found is None or found.position < last):
+            sought = Sought(
+                model,
+                caller,
+                tenant_label(caller, model, chat.request.cache_salt),
+                chat.prompt,
+                begun.keys,
+                0 if found is None else found.position + 1,
+                chat.request.tools or (),
+            )
+            if await self._sharing.fetch(sought, self._turns.long_work()):
+                begun = self._begin(root, history)
+        prompt, turn = _go_on(model, chat, history, begun)
         request.state[self] = turn
         token_ids = chat.token_ids if prompt is chat.prompt else prompt.ids()
         return chat._replace(prompt=prompt, token_ids=token_ids, is_remembered=True)
@@ -177,99 +185,14 @@ class ChatHistory(Feature):
             "outcome",
         )
 
-    def begin(
-        self, model: ServedModel, caller: Caller, request: ChatRequest, encoded: EncodedPrompt
-    ) -> Begun | None:
-        """Continue a conversation from this router's memory; None if it is never remembered. Only the
-        tenant's own answers are found: they may contain reasoning that no client was shown."""
-        history = encoded.history
-        if history is None or not self.is_on:
-            return None
-        root = model.root(caller.owner, request.cache_salt)
+    def _begin(self, root: bytes, history: EncodedHistory) -> Begun:
+        """Continue a conversation from this router's memory. Only the tenant's own answers are found: they
+        may contain reasoning that no client was shown."""
         keys, retold = self._keys(root, history)
         found = None
         if history.last_answer is not None:
             found = self._remembered.find(keys[: history.last_answer + 1])
         return Begun(root, keys, retold, found)
-
-    def is_elsewhere(self, begun: Begun | None, encoded: EncodedPrompt) -> bool:
-        """Whether other routers may know more of it."""
-        if self._sharing is None or begun is None or encoded.history is None:
-            return False
-        last, found = encoded.history.last_answer, begun.found
-        return last is not None and (found is None or found.position < last)
-
-    async def ask_elsewhere(
-        self,
-        model: ServedModel,
-        caller: Caller,
-        request: ChatRequest,
-        encoded: EncodedPrompt,
-        begun: Begun,
-        work: LongWork,
-    ) -> Begun | None:
-        """Continue a conversation from any router's memory, within a short wait."""
-        assert self._sharing is not None
-        sought = Sought(
-            model,
-            caller,
-            tenant_label(caller, model, request.cache_salt),
-            encoded,
-            begun.keys,
-            0 if begun.found is None else begun.found.position + 1,
-            request.tools or (),
-        )
-        if not await self._sharing.fetch(sought, work):
-            return begun
-        return self.begin(model, caller, request, encoded)
-
-    def go_on(
-        self,
-        model: ServedModel,
-        caller: Caller,
-        request: ChatRequest,
-        encoded: EncodedPrompt,
-        tail_of: TailOf,
-        begun: Begun | None = None,
-    ) -> tuple[EncodedPrompt, Turn | None]:
-        """The prompt from remembered tokens on if there are any, and what its answer is remembered by.
-        `begun` is how far the conversation is known, if that was just asked."""
-        begun = begun or self.begin(model, caller, request, encoded)
-        history = encoded.history
-        if begun is None or history is None:
-            return encoded, None
-        root, keys, retold, found = begun
-        may_call = bool(request.tools) and request.tool_choice.mode is not ToolMode.NONE
-        turn = partial(
-            Turn,
-            root,
-            keys[-1],
-            model.eos_token_ids,
-            may_call=may_call,
-            starts_in_reasoning=encoded.starts_in_reasoning,
-        )
-        if history.last_answer is None:
-            return encoded, turn()
-        turn = partial(turn, answered=keys[history.last_answer])
-        if found is None:
-            return encoded, turn(outcome=HistoryOutcome.UNKNOWN if retold is None else HistoryOutcome.RETOLD)
-        tail = tail_of(found.position)
-        if tail is None:
-            return encoded, turn(outcome=HistoryOutcome.REFUSED)
-        token_ids = _joined(found, tail, model.eos_token_ids)
-        if not _has_room(model, request, encoded, token_ids):
-            return encoded, turn(outcome=HistoryOutcome.REFUSED)
-        is_before = retold is not None and found.position < retold
-        if token_ids == encoded.token_ids:
-            return encoded, turn(
-                parent=found, outcome=HistoryOutcome.RETOLD if is_before else HistoryOutcome.EXACT
-            )
-        spliced = msgspec.structs.replace(
-            encoded, token_ids=token_ids, keeps=_moved(encoded.keeps, encoded, tail, token_ids)
-        )
-        return spliced, turn(
-            parent=found, outcome=HistoryOutcome.RETOLD if is_before else HistoryOutcome.DRIFTED
-        )
 
     def _keys(self, root: bytes, history: EncodedHistory) -> tuple[list[ConversationKey], int | None]:
         """Return the keys of the messages, and the position of the last answer that came back with different
@@ -331,6 +254,43 @@ class ChatHistory(Feature):
             )
             if self._sharing is not None:
                 self._sharing.tell(generation.caller.tenant.name, key)
+
+
+def _go_on(
+    model: ServedModel, chat: PreparedChat, history: EncodedHistory, begun: Begun
+) -> tuple[EncodedPrompt, Turn]:
+    """The prompt from remembered tokens on if there are any, and what its answer is remembered by."""
+    root, keys, retold, found = begun
+    request, encoded = chat.request, chat.prompt
+    may_call = bool(request.tools) and request.tool_choice.mode is not ToolMode.NONE
+    turn = partial(
+        Turn,
+        root,
+        keys[-1],
+        model.eos_token_ids,
+        may_call=may_call,
+        starts_in_reasoning=encoded.starts_in_reasoning,
+    )
+    if history.last_answer is None:
+        return encoded, turn()
+    turn = partial(turn, answered=keys[history.last_answer])
+    if found is None:
+        return encoded, turn(outcome=HistoryOutcome.UNKNOWN if retold is None else HistoryOutcome.RETOLD)
+    tail = chat.tail_of(found.position)
+    if tail is None:
+        return encoded, turn(outcome=HistoryOutcome.REFUSED)
+    token_ids = _joined(found, tail, model.eos_token_ids)
+    if not _has_room(model, request, encoded, token_ids):
+        return encoded, turn(outcome=HistoryOutcome.REFUSED)
+    is_before = retold is not None and found.position < retold
+    if token_ids == encoded.token_ids:
+        return encoded, turn(
+            parent=found, outcome=HistoryOutcome.RETOLD if is_before else HistoryOutcome.EXACT
+        )
+    spliced = msgspec.structs.replace(
+        encoded, token_ids=token_ids, keeps=_moved(encoded.keeps, encoded, tail, token_ids)
+    )
+    return spliced, turn(parent=found, outcome=HistoryOutcome.RETOLD if is_before else HistoryOutcome.DRIFTED)
 
 
 def _joined(found: Found, tail: EncodedTail, ends: frozenset[int]) -> bytes:

@@ -7,7 +7,6 @@ that does not fit is skipped and counted; the conversation then counts as unknow
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from replicas.protocol.blocks import unpack_token_ids
@@ -42,13 +41,13 @@ class Sought(NamedTuple):
     tools: Tools
 
 
-@dataclass(frozen=True, slots=True)
-class _HeardRecord:
+class _Heard(NamedTuple):
+    """`parent` is the key of the answer before it."""
+
+    key: ConversationKey
     position: int
     record: HistoryRecord
-    mark: Mark
-    parent: int | None
-    """Position of the answer before it."""
+    parent: ConversationKey | None
 
 
 class HistorySharing:
@@ -90,17 +89,16 @@ class HistorySharing:
         positions = [place for place in history.answers if place >= sought.num_known][-MOST_ANSWERS:]
         keys = [sought.keys[place] for place in positions]
         answers = await self.sync.fetch(tenant, keys)
-        heard = self._linked(sought, positions, answers)
-        chain = self._longest(heard)
+        chain = self._linked(sought, positions, answers)
         if not chain:
             unused = [key for key, record in zip(keys, answers, strict=True) if record is not None]
             self.sync.pass_over(tenant, unused)
             return False
         retracing = Retracing(sought.encoded.token_ids)
         has_more = False
-        for each in chain:
-            if not self._adopt(sought, each, retracing):
-                self.sync.pass_over(tenant, [sought.keys[each.position]], is_wrong=True)
+        for heard in chain:
+            if not self._adopt(sought, heard, retracing):
+                self.sync.pass_over(tenant, [heard.key], is_wrong=True)
                 break
             has_more = True
             await work.give_way()
@@ -108,41 +106,32 @@ class HistorySharing:
 
     def _linked(
         self, sought: Sought, positions: Sequence[int], answers: Sequence[HistoryRecord | None]
-    ) -> dict[int, _HeardRecord]:
-        """By position: records that continue nothing, each other, or an answer that is remembered here."""
-        assert sought.encoded.history is not None
-        heard: dict[int, _HeardRecord] = {}
-        by_mark: dict[bytes, int] = {}
+    ) -> list[_Heard]:
+        """Return the last record that continues nothing, others, or an answer that is remembered here, and
+        before it those that it needs."""
+        chains: dict[bytes, list[_Heard]] = {}
+        longest: list[_Heard] = []
         for position, record in zip(positions, answers, strict=True):
             if record is None:
                 continue
-            parent = by_mark.get(record.parent) if record.parent else None
-            if record.parent and parent is None:
-                parent = self._known_position(sought, Mark(record.parent))
-            if record.parent and parent is None:
-                continue
-            mark = record.mark
-            heard[position] = _HeardRecord(position, record, mark, parent)
-            by_mark[mark] = position
-        return heard
+            before = chains.get(record.parent) if record.parent else []
+            parent = before[-1].key if before else None
+            if before is None:
+                parent = self._known(sought, Mark(record.parent))
+                before = []
+                if parent is None:
+                    continue
+            heard = _Heard(sought.keys[position], position, record, parent)
+            longest = chains[record.mark] = [*before, heard]
+        return longest
 
-    def _known_position(self, sought: Sought, mark: Mark) -> int | None:
-        assert sought.encoded.history is not None
-        for place in reversed(sought.encoded.history.answers):
-            if place < sought.num_known and self._remembered.holds(sought.keys[place], mark):
-                return place
-        return None
+    def _known(self, sought: Sought, mark: Mark) -> ConversationKey | None:
+        history = sought.encoded.history
+        assert history is not None
+        before = (sought.keys[place] for place in reversed(history.answers) if place < sought.num_known)
+        return next((key for key in before if self._remembered.holds(key, mark)), None)
 
-    def _longest(self, heard: dict[int, _HeardRecord]) -> list[_HeardRecord]:
-        """The last record and those that it needs, earliest first."""
-        place = max(heard, default=None)
-        chain: list[_HeardRecord] = []
-        while place is not None and place in heard:
-            chain.append(heard[place])
-            place = heard[place].parent
-        return chain[::-1]
-
-    def _adopt(self, sought: Sought, heard: _HeardRecord, retracing: Retracing) -> bool:
+    def _adopt(self, sought: Sought, heard: _Heard, retracing: Retracing) -> bool:
         """Remember the record. False if it does not fit the conversation, or there is no room."""
         record, model = heard.record, sought.model
         assert sought.encoded.history is not None
@@ -155,12 +144,12 @@ class HistorySharing:
         age = max(0.0, self._wall_clock() - record.written)
         return self._remembered.adopt(
             sought.tenant,
-            sought.keys[heard.position],
+            heard.key,
             prompt + record.said,
-            None if heard.parent is None else sought.keys[heard.parent],
+            heard.parent,
             thought,
             AskedAnswer(len(prompt), record.may_call, record.starts_in_reasoning),
-            heard.mark,
+            record.mark,
             self._clock() - age,
         )
 

@@ -1,7 +1,5 @@
 """RememberedHistory: what is found is what was remembered, within its bytes, whoever else is there."""
 
-from dataclasses import dataclass, field
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,13 +11,6 @@ LARGE = 2**20
 
 def _key(name: str) -> ConversationKey:
     return ConversationKey(name.encode())
-
-
-@dataclass
-class _Twin:
-    """Forgets nothing, and keeps everything whole."""
-
-    whole: dict[ConversationKey, bytes] = field(default_factory=dict)
 
 
 conversations = st.lists(st.integers(0, 2), min_size=1, max_size=5)
@@ -36,17 +27,18 @@ def _keys(path: list[int]) -> list[ConversationKey]:
 
 def _run(max_bytes: int, steps: list[tuple[list[int], bytes, str, bool]]) -> tuple[int, int]:
     """How many were found of those that the twin has."""
-    history, twin = RememberedHistory(max_bytes), _Twin()
+    history = RememberedHistory(max_bytes)
+    twin: dict[ConversationKey, bytes] = {}  # forgets nothing, and keeps everything whole
     num_found = num_known = 0
     for path, added, tenant, is_told_apart in steps:
         keys = _keys(path)
         found = history.find(keys)
-        known = [position for position, key in enumerate(keys) if key in twin.whole]
+        known = [position for position, key in enumerate(keys) if key in twin]
         num_known += bool(known)
         num_found += found is not None
         if found is not None:
             assert found.key == keys[found.position] and found.position in known
-            assert found.token_ids == twin.whole[found.key]
+            assert found.token_ids == twin[found.key]
             assert max_bytes < LARGE or found.position == known[-1]
         parent = None if found is None or found.position == len(path) - 1 else found
         before = b"" if parent is None else parent.token_ids
@@ -54,10 +46,8 @@ def _run(max_bytes: int, steps: list[tuple[list[int], bytes, str, bool]]) -> tup
         num_refused = history.num_refused
         history.remember(tenant, keys[-1], added, parent)
         if history.num_refused == num_refused:
-            twin.whole[keys[-1]] = before + added
-        statistics = history
-        assert statistics.num_bytes <= max_bytes
-        assert statistics.num_bytes >= statistics.num_records * RECORD_BYTES
+            twin[keys[-1]] = before + added
+        assert history.num_records * RECORD_BYTES <= history.num_bytes <= max_bytes
     return num_found, num_known
 
 
@@ -65,7 +55,7 @@ def _run(max_bytes: int, steps: list[tuple[list[int], bytes, str, bool]]) -> tup
 def test_with_room_it_finds_what_a_twin_that_forgets_nothing_has(
     steps: list[tuple[list[int], bytes, str, bool]],
 ) -> None:
-    # HistoryRecord once: a conversation that is answered anew may leave those that went on from it unusable.
+    # Each once: a conversation that is answered anew may leave those that went on from it unusable.
     once = {tuple(step[0]): step for step in steps}
     num_found, num_known = _run(LARGE, list(once.values()))
     assert num_found == num_known

@@ -3,18 +3,22 @@
 import json
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import msgspec
 import pytest
 
 from replicas.protocol.frames import FinishReason
+from router.api.api_request import ApiRequest
 from router.api.chat_prompt import encode_chat, encoded_prompt, render_chat
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.conversation import encoded_history, encoded_tail
+from router.api.prepare import PreparedChat
 from router.caller import OPEN_CALLER
 from router.features.history.feature import HistoryOutcome
+from router.history.tool_gaps import LEAST_GAPS, LEAST_SECONDS
 from tests.router import tiny_model
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says
@@ -102,6 +106,10 @@ async def test_ten_turns_with_reasoning_and_calls_go_on_from_their_own_tokens(
             else {"role": "user", "content": f"Question {turn + 1}"}
         )
     assert outcomes(server) == {HistoryOutcome.DRIFTED: 9}
+    shown = (await http.get("/metrics")).text
+    assert 'router_history_prompts_total{outcome="drifted"} 9' in shown
+    assert 'router_history_prompts_total{outcome="unknown"} 0' in shown
+    assert "router_history_conversations 10" in shown
 
 
 @pytest.mark.parametrize("is_call", [False, True])
@@ -251,7 +259,9 @@ async def test_a_wish_to_keep_reaches_through_the_same_message(
     shown = encode_chat(model, request, chat)
     plain = encoded_prompt(model, request, chat, shown, shown.token_ids)
     plain = msgspec.structs.replace(plain, history=encoded_history(request))
-    encoded, _ = server.history.go_on(model, OPEN_CALLER, request, plain, partial(encoded_tail, model, chat))
+    asked_again = SimpleNamespace(caller=OPEN_CALLER, state={})
+    prepared = PreparedChat(request, plain, plain.ids(), partial(encoded_tail, model, chat))
+    encoded = (await server.history.encoded(cast("ApiRequest", asked_again), model, prepared)).prompt
     first, last, whole = [keep.num_tokens for keep in encoded.keeps]
     assert first is not None and last is not None and whole is None
     assert len(encoded.ids()) > len(plain.ids())
@@ -269,16 +279,6 @@ async def test_a_room_of_no_bytes_remembers_nothing() -> None:
         await said(http, [*asked, await said(http, asked), *asked])
         assert outcomes(server) == {}
         assert server.history.num_records == 0
-
-
-async def test_what_becomes_of_conversations_is_counted(server: HttpServer, http: httpx.AsyncClient) -> None:
-    server.dispatcher.script = says(token_ids("<think>Hm</think>Fine."))
-    asked: list[dict[str, Any]] = [{"role": "user", "content": "How are you?"}]
-    await said(http, [*asked, await said(http, asked), *asked])
-    shown = (await http.get("/metrics")).text
-    assert 'router_history_prompts_total{outcome="drifted"} 1' in shown
-    assert 'router_history_prompts_total{outcome="unknown"} 0' in shown
-    assert "router_history_conversations 2" in shown
 
 
 def shown_prompt(server: HttpServer) -> str:
@@ -315,3 +315,49 @@ async def test_a_conversation_that_was_retold_goes_on_from_what_came_of_that(
     assert server.dispatcher.generations[-1].token_ids[: len(before)] == before
     assert "First" not in shown_prompt(server) and "Second" in shown_prompt(server)
     assert outcomes(server) == {HistoryOutcome.RETOLD: 1, HistoryOutcome.DRIFTED: 1}
+
+
+async def agent(http: httpx.AsyncClient, *, turns: int, **fields: Any) -> dict[str, Any]:
+    """An agent whose model calls a tool in every turn."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "How is the weather? " * 8}]
+    answer: dict[str, Any] = {}
+    for _ in range(turns):
+        body = {"model": MODEL, "messages": messages, "tools": TOOLS} | fields
+        response = await http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        message = answer["choices"][0]["message"]
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "Fine."}
+        messages += [message, result]
+    return answer
+
+
+@pytest.mark.parametrize(("seconds", "parallel"), [(300, True), (300, False), (0, True)])
+async def test_a_tenants_prompts_are_kept_once_its_tools_are_known(seconds: int, parallel: bool) -> None:
+    async with http_server(catalog=catalog(), tool_gap_seconds=seconds) as server:
+        server.dispatcher.script = says(token_ids(CALL))
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            answer = await agent(http, turns=10, parallel_tool_calls=parallel)
+            leases = [generation.submit.leases for generation in server.dispatcher.generations]
+            assert not any(leases[: LEAST_GAPS + 1])
+            if not seconds:
+                assert not any(leases)
+                return
+            (lease,) = leases[-1]
+            num_tokens = len(server.dispatcher.generations[-1].token_ids)
+            assert lease == (num_tokens // tiny_model.BLOCK_SIZE, LEAST_SECONDS)
+            assert "cache_leases" not in answer["usage"]["prompt_tokens_details"]
+
+            # What a client wishes goes before it.
+            wished = await agent(http, turns=1, prompt_cache_retention="24h")
+            (lease,) = server.dispatcher.generations[-1].submit.leases
+            assert lease.seconds == 86_400
+            assert len(wished["usage"]["prompt_tokens_details"]["cache_leases"]) == 1
+
+            # Without tools there is nothing to wait for, and another tenant has taught nothing.
+            await http.post(
+                "/v1/chat/completions", json={"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+            )
+            assert not server.dispatcher.generations[-1].submit.leases
+            await agent(http, turns=1, cache_salt="another")
+            assert not server.dispatcher.generations[-1].submit.leases
