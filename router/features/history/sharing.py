@@ -41,7 +41,7 @@ class Sought(NamedTuple):
     tools: Tools
 
 
-class _Heard(NamedTuple):
+class _HeardRecord(NamedTuple):
     """`parent` is the key of the answer before it."""
 
     key: ConversationKey
@@ -106,11 +106,11 @@ class HistorySharing:
 
     def _linked(
         self, sought: Sought, positions: Sequence[int], answers: Sequence[HistoryRecord | None]
-    ) -> list[_Heard]:
+    ) -> list[_HeardRecord]:
         """Return the last record that continues nothing, others, or an answer that is remembered here, and
         before it those that it needs."""
-        chains: dict[bytes, list[_Heard]] = {}
-        longest: list[_Heard] = []
+        chains: dict[bytes, list[_HeardRecord]] = {}
+        longest: list[_HeardRecord] = []
         for position, record in zip(positions, answers, strict=True):
             if record is None:
                 continue
@@ -121,7 +121,7 @@ class HistorySharing:
                 before = []
                 if parent is None:
                     continue
-            heard = _Heard(sought.keys[position], position, record, parent)
+            heard = _HeardRecord(sought.keys[position], position, record, parent)
             longest = chains[record.mark] = [*before, heard]
         return longest
 
@@ -131,7 +131,7 @@ class HistorySharing:
         before = (sought.keys[place] for place in reversed(history.answers) if place < sought.num_known)
         return next((key for key in before if self._remembered.holds(key, mark)), None)
 
-    def _adopt(self, sought: Sought, heard: _Heard, retracing: Retracing) -> bool:
+    def _adopt(self, sought: Sought, heard: _HeardRecord, retracing: Retracing) -> bool:
         """Remember the record. False if it does not fit the conversation, or there is no room."""
         record, model = heard.record, sought.model
         assert sought.encoded.history is not None

@@ -1,7 +1,7 @@
 """The page at `/`: the fleet, the prefixes and the last decisions, as data; its files.
 
 Each router watches its own requests end and keeps hashes, counts and decisions, never tokens or text: a
-radix tree of block hashes (4,096 nodes, 2¹⁹ blocks, LRU), five minutes of counts, 200 decisions. `/live/…`
+radix tree of block hashes (4,096 nodes, 2¹⁹ blocks, LRU), five minutes of counts, 50 decisions. `/live/…`
 is computed on demand, at most once per interval for all viewers, in slices of 2 ms.
 
 It reveals whether a prefix is cached. So it and `/explain/…` are open only to loopback under loopback's

@@ -26,9 +26,9 @@ from router.edge.http_error import HttpError
 from router.explain.prefix_tree import PrefixNode
 from router.feature import Feature
 from router.features.live_page import live_view
-from router.features.live_page.live import Live
 from router.features.live_page.live_view import LiveReplica
 from router.features.live_page.page_files import page_routes
+from router.features.live_page.recent import Recent
 from router.served import ServedRequest
 
 STATE_SECONDS = 0.5
@@ -90,11 +90,11 @@ class _KeptAnswer:
 
 
 class _LiveWatch(Feature):
-    def __init__(self, live: Live) -> None:
-        self._live = live
+    def __init__(self, recent: Recent) -> None:
+        self._recent = recent
 
     def ended(self, request: ApiRequest, served: ServedRequest) -> None:
-        self._live.observe(served)
+        self._recent.observe(served)
 
 
 class LivePage(Feature):
@@ -104,9 +104,9 @@ class LivePage(Feature):
         self._context = context
         self._fleet = fleet
         self._access = admin_access(context.config)
-        self._live = Live(lambda model: context.catalog.get(model).card.block_size)
+        self._recent = Recent(lambda model: context.catalog.get(model).card.block_size)
         if self._access is not AdminAccess.NOBODY:
-            self.store = _LiveWatch(self._live)
+            self.store = _LiveWatch(self._recent)
         self._started_at = context.wall_clock()
         self._prefixes_seen = prefixes
         self._state = _KeptAnswer(STATE_SECONDS, self._make_state)
@@ -143,24 +143,23 @@ class LivePage(Feature):
         after = _number(request.query_params.get("after", "0"))
         if after is None:
             return _refuse(HttpError(400, "'after' must be a number.", "invalid_request_error", "after"))
-        recent = self._live.recent
         rows: list[dict[str, Any]] = []
-        for decision in recent.decisions(after):
+        for decision in self._recent.decisions(after):
             if len(rows) == live_view.MAX_DECISIONS:
                 break
             rows.append(live_view.decision_data(decision))
-        return _json(encode_json({"num_decisions": recent.num_decisions, "decisions": rows}))
+        return _json(encode_json({"num_decisions": self._recent.num_decisions, "decisions": rows}))
 
     async def decision(self, request: Request) -> Response:
         number = _number(request.path_params["number"])
-        decision = None if number is None else self._live.recent.decision(number)
+        decision = None if number is None else self._recent.decision(number)
         if decision is None:
             return _refuse(HttpError(404, "This decision is no longer kept.", "invalid_request_error"))
         return _json(encode_json(live_view.explained_data(decision)))
 
     async def _make_state(self) -> dict[str, Any]:
         now = self._context.wall_clock()
-        start, slots = self._live.recent.slots(now)
+        start, slots = self._recent.slots(now)
         replicas = self._fleet.replicas()
         return {
             "now": now,
@@ -184,7 +183,7 @@ class LivePage(Feature):
             "num_replicas": len(replicas),
             "replicas": live_view.replicas_data(replicas, slots),
             "slots": live_view.slots_data(start, slots),
-            "num_decisions": self._live.recent.num_decisions,
+            "num_decisions": self._recent.num_decisions,
         }
 
     async def _make_prefixes(self, choose: Callable[[int], list[PrefixNode]]) -> dict[str, Any]:

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from replicas.protocol.events import Tier
-from replicas.protocol.frames import LoadSnapshot
+from replicas.protocol.frames import NO_USER, LoadSnapshot, UserTag
 from replicas.protocol.status import Epoch, ReplicaId
 from router.explain.prefix_tree import Counts, PrefixNode, Root
 from router.explain.preview import because, candidates_by_cost
-from router.features.live_page.live import user_name
-from router.features.live_page.recent import NUM_SLOTS, SLOT_SECONDS, Origins, RecentDecision, Slot
+from router.features.live_page.recent import NUM_SLOTS, SLOT_SECONDS, RecentDecision, Slot
 
 MAX_REPLICAS = 256
 MAX_NODES = 240
@@ -48,8 +47,7 @@ def replicas_data(replicas: Sequence[LiveReplica], slots: Sequence[Slot]) -> lis
 
 def _replica(replica: LiveReplica, slots: Sequence[Slot]) -> dict[str, Any]:
     load = replica.load
-    seen = [slot.replicas.get(replica.replica_id) for slot in slots]
-    total = sum((one[1] for one in seen if one is not None), Origins())
+    seen = [slot.replicas.get(replica.replica_id, (0, 0, 0)) for slot in slots]
     return {
         "id": replica.replica_id,
         "model": replica.model,
@@ -68,9 +66,9 @@ def _replica(replica: LiveReplica, slots: Sequence[Slot]) -> dict[str, Any]:
         "is_predicted": load.is_predicted,
         "total_blocks": load.num_total_blocks,
         "tiers": _tiers(load),
-        "requests": [0 if one is None else one[0] for one in seen],
-        "tokens": total.num_tokens,
-        "cached_tokens": total.num_cached,
+        "requests": [num_prompts for num_prompts, _, _ in seen],
+        "tokens": sum(num_tokens for _, num_tokens, _ in seen),
+        "cached_tokens": sum(num_cached for _, _, num_cached in seen),
     }
 
 
@@ -96,12 +94,12 @@ def slots_data(start: int, slots: Sequence[Slot]) -> dict[str, Any]:
         "most": NUM_SLOTS,
         "requests": [slot.num_requests for slot in slots],
         "errors": [slot.num_errors for slot in slots],
-        "computed": [slot.origins.num_computed for slot in slots],
-        "own": [slot.origins.num_own for slot in slots],
-        "cross_user": [slot.origins.num_cross_user for slot in slots],
-        "unattributed": [slot.origins.num_unattributed for slot in slots],
-        "ttft_p50": [_milliseconds(slot.ttft.percentile(0.5)) for slot in slots],
-        "ttft_p90": [_milliseconds(slot.ttft.percentile(0.9)) for slot in slots],
+        "computed": [slot.num_computed for slot in slots],
+        "own": [slot.num_own for slot in slots],
+        "cross_user": [slot.num_cross_user for slot in slots],
+        "unattributed": [slot.num_unattributed for slot in slots],
+        "ttft_p50": [_milliseconds(slot.percentile(0.5)) for slot in slots],
+        "ttft_p90": [_milliseconds(slot.percentile(0.9)) for slot in slots],
     }
 
 
@@ -130,6 +128,11 @@ def node_data(node: PrefixNode) -> dict[str, Any]:
         "last": counts.last.ended_at if counts.last else None,
         "children": len(node.children),
     }
+
+
+def user_name(user: UserTag) -> str | None:
+    """A short tag: enough to tell users apart on a page."""
+    return None if user == NO_USER else user.hex()[:6]
 
 
 def _place(root: Root) -> dict[str, Any]:
