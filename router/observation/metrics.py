@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from replicas.protocol.events import Tier
-from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import LeaseBreak, LeaseRefusal
 from router.caller import DEFAULT_TENANT
 from router.errors import ErrorKind, HeadFault, KeyFault
@@ -127,8 +126,18 @@ class RouterMetrics(Collector):
         if num_cached is None:
             model.unreported_tokens.value += usage.num_prompt_tokens
             return
-        model.count(usage, num_cached)
-        tenant.count(usage, num_cached)
+        own, cross_user = usage.num_own_tokens, usage.num_cross_user_tokens
+        for series in (model, tenant):
+            series.prompt_tokens.value += usage.num_prompt_tokens
+            series.cached_tokens.value += num_cached
+            series.cross_user_tokens.value += cross_user
+        model.computed_tokens.value += usage.num_prompt_tokens - num_cached
+        model.own_tokens.value += own
+        model.cross_user_origin.value += cross_user
+        model.unattributed_tokens.value += num_cached - own - cross_user
+        model.device_tokens.value += usage.num_device_tokens
+        model.host_tokens.value += usage.num_host_tokens
+        model.disk_tokens.value += usage.num_disk_tokens
         for span in () if prompt.misses is None else prompt.misses.spans:
             model.missed[span.cause].value += span.num_tokens
         if decision is not None:
@@ -422,19 +431,6 @@ class _ModelSeries:
     overlap_tokens: Number
     overlap_error: HistogramSeries
 
-    def count(self, usage: PromptUsage, cached: int) -> None:
-        own, cross_user = usage.num_own_tokens, usage.num_cross_user_tokens
-        self.prompt_tokens.value += usage.num_prompt_tokens
-        self.computed_tokens.value += usage.num_prompt_tokens - cached
-        self.own_tokens.value += own
-        self.cross_user_origin.value += cross_user
-        self.unattributed_tokens.value += cached - own - cross_user
-        self.cached_tokens.value += cached
-        self.cross_user_tokens.value += cross_user
-        self.device_tokens.value += usage.num_device_tokens
-        self.host_tokens.value += usage.num_host_tokens
-        self.disk_tokens.value += usage.num_disk_tokens
-
 
 @dataclass(slots=True, kw_only=True)
 class _TenantSeries:
@@ -444,8 +440,3 @@ class _TenantSeries:
     cross_user_tokens: Number
     output_tokens: Number
     ttft: HistogramSeries
-
-    def count(self, usage: PromptUsage, cached: int) -> None:
-        self.prompt_tokens.value += usage.num_prompt_tokens
-        self.cached_tokens.value += cached
-        self.cross_user_tokens.value += usage.num_cross_user_tokens

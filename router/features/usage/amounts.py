@@ -59,6 +59,9 @@ WRITTEN = {
 }
 """By the class of the time for which it is kept."""
 
+ALL_READ = slice(Amount.READ_DEVICE, Amount.READ_DISK + 1)
+ALL_WRITTEN = slice(Amount.WRITTEN, Amount.WRITTEN_24H + 1)
+
 CLASS_SECONDS = {"5m": 300, "30m": 1800, "1h": 3600, "12h": 43_200, "24h": 86_400}
 """The longest time of each class; a lease is of the first class that reaches as far."""
 
@@ -94,17 +97,9 @@ def add(total: Amounts, more: Iterable[int]) -> None:
             total[place] = min(_MOST, total[place] + number)
 
 
-def num_read_tokens(amounts: Sequence[int]) -> int:
-    return sum(amounts[place] for place in READ.values())
-
-
-def num_written_tokens(amounts: Sequence[int]) -> int:
-    return sum(amounts[place] for place in WRITTEN.values())
-
-
 def num_prompt_tokens(amounts: Sequence[int]) -> int:
     plain = amounts[Amount.UNCACHED] + amounts[Amount.UNREPORTED]
-    return plain + num_read_tokens(amounts) + num_written_tokens(amounts)
+    return plain + sum(amounts[ALL_READ]) + sum(amounts[ALL_WRITTEN])
 
 
 def written_by_class(
@@ -144,7 +139,9 @@ def _count_prompt(amounts: Amounts, prompt: ServedPrompt) -> None:
     amounts[Amount.READ_HOST] += max(0, usage.num_host_tokens)
     amounts[Amount.READ_DISK] += usage.num_disk_tokens
     amounts[Amount.CROSS_USER] += usage.num_cross_user_tokens
-    if usage.num_written_tokens:
-        num_wished = len(prompt.generation.submit.leases) - prompt.num_own_leases
-        for amount, num_tokens in written_by_class(usage, num_cached, usage.leases[: max(0, num_wished)]):
-            amounts[amount] += num_tokens
+    num_wished = len(prompt.generation.submit.leases) - prompt.num_own_leases
+    if num_wished <= 0:
+        amounts[Amount.WRITTEN] += usage.num_written_tokens
+        return
+    for amount, num_tokens in written_by_class(usage, num_cached, usage.leases[:num_wished]):
+        amounts[amount] += num_tokens

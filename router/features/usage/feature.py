@@ -24,15 +24,13 @@ from router.caller import Caller, Right, caller_of
 from router.errors import InvalidRequest
 from router.feature import Feature
 from router.features.usage.amounts import (
-    READ,
-    WRITTEN,
+    ALL_READ,
+    ALL_WRITTEN,
     Amount,
     Amounts,
     add,
     nothing,
     num_prompt_tokens,
-    num_read_tokens,
-    num_written_tokens,
 )
 from router.features.usage.ledger import HOUR_SECONDS
 from router.features.usage.metrics import UsageMetrics
@@ -258,11 +256,11 @@ def _used(amounts: Amounts, cost: Cost) -> tuple[Any, ...]:
         num_prompt_tokens(amounts),
         amounts[Amount.UNREPORTED],
         amounts[Amount.UNCACHED],
-        num_read_tokens(amounts),
-        TierTokens(*(amounts[place] for place in READ.values())),
+        sum(amounts[ALL_READ]),
+        TierTokens(*amounts[ALL_READ]),
         amounts[Amount.CROSS_USER],
-        num_written_tokens(amounts),
-        TtlTokens(*(amounts[place] for place in WRITTEN.values())),
+        sum(amounts[ALL_WRITTEN]),
+        TtlTokens(*amounts[ALL_WRITTEN]),
         amounts[Amount.OUTPUT],
         amounts[Amount.REASONING],
         round(cost.cost, 3),

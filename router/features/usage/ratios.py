@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from router.features.usage.amounts import Amount, num_prompt_tokens, num_read_tokens
+from router.features.usage.amounts import ALL_READ, ALL_WRITTEN, Amount
 
 MAX_RATIO = 1000.0
 
@@ -63,10 +63,12 @@ NO_COST = Cost(0.0, 0.0)
 
 def cost_of(amounts: Sequence[int], ratios: CostRatios) -> Cost:
     output = ratios.output * amounts[Amount.OUTPUT]
-    written = sum(getattr(ratios, name) * amounts[amount] for amount, name in _WRITE_RATIOS.items())
-    read = ratios.read * num_read_tokens(amounts)
+    num_read, num_written = sum(amounts[ALL_READ]), sum(amounts[ALL_WRITTEN])
     plain = amounts[Amount.UNCACHED] + amounts[Amount.UNREPORTED]
-    return Cost(plain + read + written + output, num_prompt_tokens(amounts) + output)
+    cost = plain + ratios.read * num_read
+    if num_written:
+        cost += sum([getattr(ratios, name) * amounts[amount] for amount, name in _WRITE_RATIOS.items()])
+    return Cost(cost + output, plain + num_read + num_written + output)
 
 
 class RatioTable:

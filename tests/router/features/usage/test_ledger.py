@@ -15,14 +15,14 @@ from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import LeaseAnswer, LeaseRefusal, PrefixLease
 from router.caller import Caller, Tenant
 from router.features.usage.amounts import (
+    ALL_READ,
+    ALL_WRITTEN,
     WRITTEN,
     Amount,
     Amounts,
     amounts_of,
     nothing,
     num_prompt_tokens,
-    num_read_tokens,
-    num_written_tokens,
     written_by_class,
 )
 from router.features.usage.ledger import OTHER, OTHER_USE, Ledger, Row, Use
@@ -83,8 +83,8 @@ def test_a_prompt_is_taken_apart_without_rest() -> None:
     expected = {"requests": 1, "read_device": 32, "read_host": 56, "read_disk": 40, "cross_user": 32}
     assert named(counted) == amounts(**expected, uncached=8, written=64, output=14, reasoning=6)
     assert num_prompt_tokens(counted) == 200
-    assert num_read_tokens(counted) == 128
-    assert num_written_tokens(counted) == 64
+    assert sum(counted[ALL_READ]) == 128
+    assert sum(counted[ALL_WRITTEN]) == 64
 
 
 def test_what_the_engine_does_not_say_is_counted_apart_and_costs_what_is_plain() -> None:
