@@ -119,18 +119,17 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
 def fleet_rates(loads: Iterable[ReplicaLoad], parameters: CostParameters) -> FleetRates:
     """Medians of the measured rates, defaults where none was measured."""
     loads = list(loads)
-    prefill = _measured([load.prefill_seconds_per_token for load in loads])
-    decode = _measured([load.decode_step_seconds for load in loads])
+    prefill = [load.prefill_seconds_per_token for load in loads]
+    decode = [load.decode_step_seconds for load in loads]
     return FleetRates(
-        _median(prefill) if prefill else parameters.default_prefill_seconds_per_token,
-        _median(decode) if decode else parameters.default_decode_step_seconds,
+        _typical(prefill, parameters.default_prefill_seconds_per_token),
+        _typical(decode, parameters.default_decode_step_seconds),
     )
 
 
 def typical_encode_seconds(loads: Iterable[ReplicaLoad]) -> float:
     """Return the median encoding time per image token; 0 if none was measured."""
-    measured = _measured([load.encode_seconds_per_token for load in loads])
-    return _median(measured) if measured else 0.0
+    return _typical([load.encode_seconds_per_token for load in loads], 0.0)
 
 
 def cost_of(
@@ -208,15 +207,13 @@ def _encode_rate(load: ReplicaLoad, rates: FleetRates) -> float:
     return _own_or_typical(load.encode_seconds_per_token, typical)
 
 
-def _median(values: list[float]) -> float:
-    """`statistics.median`, which takes ten times as long, is felt in every decision."""
-    values.sort()
+def _typical(rates: Iterable[float | None], default: float) -> float:
+    """Return the median of the measured rates. `statistics.median` takes ten times as long."""
+    values = sorted([rate for rate in rates if rate is not None and 0.0 < rate <= LONGEST_SECONDS])
+    if not values:
+        return default
     middle = len(values) // 2
     return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
-
-
-def _measured(rates: Iterable[float | None]) -> list[float]:
-    return [rate for rate in rates if rate is not None and 0.0 < rate <= LONGEST_SECONDS]
 
 
 def _is_measured(seconds: float | None) -> TypeGuard[float]:

@@ -248,18 +248,6 @@ def overlap_tokens(request: RoutingRequest, num_blocks: int) -> int:
     return max(0, min(num_blocks, most_blocks) * request.block_size - request.peek_tokens)
 
 
-class _TokensOf(dict[int, int]):
-    """`overlap_tokens` of one request by number of blocks, each computed once: few differ in a fleet."""
-
-    def __init__(self, request: RoutingRequest) -> None:
-        self._request = request
-        self[0] = 0
-
-    def __missing__(self, num_blocks: int) -> int:
-        num_tokens = self[num_blocks] = overlap_tokens(self._request, num_blocks)
-        return num_tokens
-
-
 Considered: TypeAlias = tuple[int, ReplicaId, ReplicaLoad]
 """A replica's place in the affinity order, its name, and how busy it is."""
 
@@ -334,7 +322,7 @@ class _Reaches:
     ) -> None:
         self._replicas = replicas
         self._overlaps = overlaps
-        self._tokens = _TokensOf(request)
+        self._request = request
         self._at_peer: dict[str, int] = {"": 0}
         """By layout, the most that any replica of it has stored."""
         among = functools.reduce(operator.or_, bits, 0)
@@ -362,15 +350,16 @@ class _Reaches:
         return reach
 
     def _reach(self, depths: Depths, layout: str | None) -> Reach:
-        overlaps, tokens = self._overlaps, self._tokens
-        local = tokens[depths.anywhere]
+        overlaps, request = self._overlaps, self._request
+        local = overlap_tokens(request, depths.anywhere)
         if layout is None:
             return Reach(local, local, local, local)
         at_peer = self._at_peer.get(layout)
         if at_peer is None:
             level = overlaps.deepest_stored(self._replicas.peer_mask(overlaps.slots, layout))
-            at_peer = self._at_peer[layout] = 0 if level is None else tokens[level.depth]
-        return Reach(tokens[depths.device], tokens[depths.host], local, max(local, at_peer))
+            at_peer = self._at_peer[layout] = 0 if level is None else overlap_tokens(request, level.depth)
+        device, host = overlap_tokens(request, depths.device), overlap_tokens(request, depths.host)
+        return Reach(device, host, local, max(local, at_peer))
 
 
 def peer_of(

@@ -189,9 +189,11 @@ class Overlaps(Mapping[ReplicaId, int]):
 
     def alike(self, among: int) -> list[tuple[int, Depths]]:
         """Group the replicas in the mask `among` that hold anything by equal depths."""
+        if self._look is None or not self._levels:
+            return [
+                (mask & among, Depths(depth, depth, depth)) for depth, mask in self._levels if mask & among
+            ]
         anywhere = [(depth, mask & among) for depth, mask in self._levels if mask & among]
-        if self._look is None or not anywhere:
-            return [(mask, Depths(depth, depth, depth)) for depth, mask in anywhere]
         in_host, on_device = self._view(View.IN_HOST), self._view(View.ON_DEVICE)
         return [
             (mask, Depths(device, host, depth))
