@@ -190,19 +190,14 @@ class VirtualCounters:
         account.counter += work / account.weight
 
     def charge(self, name: str, work: float) -> None:
-        """Charge more work. Nothing is recorded for a tenant that was forgotten meanwhile."""
-        account = self._accounts.get(name)
-        if account is not None:
-            account.counter += work / account.weight
-
-    def give_back(self, name: str, work: float) -> None:
-        """Return charged work that was not done."""
+        """Charge more work; less than none is given back. Nothing is recorded for a forgotten tenant."""
         account = self._accounts.get(name)
         if account is None:
             return
-        account.counter -= work / account.weight
-        for order in account.orders:
-            order.add(account)
+        account.counter += work / account.weight
+        if work < 0:
+            for order in account.orders:
+                order.add(account)
 
     def _join(self, order: LeastFirst, account: Account) -> None:
         order.add(account)

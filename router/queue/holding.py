@@ -199,7 +199,7 @@ class Holding:
         """Drop a request that was abandoned. One that was routed meanwhile is returned."""
         if held.routed is not None:
             held.routed.close()
-            self._fleet(held.asking.model).queue.counters.give_back(held.tenant, held.work)
+            self._fleet(held.asking.model).queue.counters.charge(held.tenant, -held.work)
             held.routed = None
         elif not held.is_out:
             self._leave(self._fleet(held.asking.model), held)

@@ -64,7 +64,11 @@ class StandingDelay:
     def sees(self, wait_seconds: float, least_seconds: float, num_replicas: int, now: float) -> bool:
         """Record a request's wait at its replica, one of `num_replicas`, and that at the idlest one. Not
         called in an overload; True if this is one."""
-        self._count(wait_seconds > TARGET_SECONDS, now)
+        unused_seconds = min(MOMENT_SECONDS, self._unused_seconds + now - self._met_at)
+        self._met_at = now
+        weight = min(1.0 / LATEST_REQUESTS, -math.expm1(-unused_seconds / LATEST_SECONDS))
+        self._unused_seconds = max(0.0, unused_seconds + LATEST_SECONDS * math.log1p(-weight))
+        self._share += weight * ((wait_seconds > TARGET_SECONDS) - self._share)
         large = min(MOST_SHARE, max(LEAST_SHARE, 1.0 / max(1, num_replicas)))
         if least_seconds <= TARGET_SECONDS:
             self._since = None
@@ -83,10 +87,3 @@ class StandingDelay:
         if not self.is_overload(now):  # another one begins
             self._since = self._began_at = None
         self._held_at = now
-
-    def _count(self, is_long: bool, now: float) -> None:
-        unused_seconds = min(MOMENT_SECONDS, self._unused_seconds + now - self._met_at)
-        self._met_at = now
-        weight = min(1.0 / LATEST_REQUESTS, -math.expm1(-unused_seconds / LATEST_SECONDS))
-        self._unused_seconds = max(0.0, unused_seconds + LATEST_SECONDS * math.log1p(-weight))
-        self._share += weight * (is_long - self._share)

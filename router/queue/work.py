@@ -73,10 +73,8 @@ class Charge:
         if num_cached_tokens is None:
             return
         difference = prompt_work(self._num_tokens, num_cached_tokens) - self._work
-        if difference >= 0:
+        if difference:
             self._counters.charge(self._tenant, difference)
-        else:
-            self._counters.give_back(self._tenant, -difference)
 
     def produces(self, num_tokens: int) -> None:
         """Nothing is recorded for a tenant that is forgotten meanwhile."""
@@ -94,7 +92,7 @@ class Charge:
             self._share = None
         if not self._has_begun:
             self._has_begun = True
-            self._counters.give_back(self._tenant, self._work * (1.0 - self._part_computed(now)))
+            self._counters.charge(self._tenant, -self._work * (1.0 - self._part_computed(now)))
 
     def _part_computed(self, now: float | None) -> float:
         if now is None or self._begins_at is None or now <= self._begins_at:

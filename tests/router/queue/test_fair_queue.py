@@ -168,11 +168,9 @@ class QueueMachine(RuleBasedStateMachine):
     def charge(self, tenant: str, work: float, is_back: bool) -> None:
         if tenant not in self.model.counters:
             return
-        if is_back:
-            self.queue.counters.give_back(tenant, work)
-        else:
-            self.queue.counters.charge(tenant, work)
-        self.model.counters[tenant] += (-1 if is_back else 1) * work / WEIGHTS[tenant]
+        work = -work if is_back else work
+        self.queue.counters.charge(tenant, work)
+        self.model.counters[tenant] += work / WEIGHTS[tenant]
 
     @invariant()
     def agrees(self) -> None:
@@ -335,9 +333,9 @@ def test_an_order_keeps_no_more_than_twice_what_stands_in_it() -> None:
         counters.starts_to_wait(name, 1.0)
         counters.join(order, name)
     for number in range(10_000):
-        counters.give_back(TENANTS[number % len(TENANTS)], 1.0)
+        counters.charge(TENANTS[number % len(TENANTS)], -1.0)
         assert order.num_entries <= 2 * len(order) + SPARE_ENTRIES
-    counters.give_back("grey", 1.0)
+    counters.charge("grey", -1.0)
     assert [account.name for account in order.firsts(2)] == ["grey", "blue"]
 
 
