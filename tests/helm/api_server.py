@@ -1,6 +1,6 @@
 """A Kubernetes API server that stores what it is sent and runs nothing of it: enough for Helm.
 
-Owns the objects and the order in which they were written. Knows no schema and no other rule of Kubernetes'
+Owns the objects. Knows no schema and no other rule of Kubernetes'
 than names, namespaces and that Secrets come in protobuf: `kubernetes_validate` looks at the objects.
 """
 
@@ -49,11 +49,10 @@ KINDS: dict[str, dict[str, str]] = {
 
 
 class ApiServer:
-    """`objects` is what exists, `log` what was done, as (verb, kind, name)."""
+    """Hold objects by kind and name."""
 
     def __init__(self) -> None:
         self.objects: dict[Key, Object] = {}
-        self.log: list[tuple[str, str, str]] = []
         self.url = ""
 
     def installed(self) -> dict[Key, Object]:
@@ -103,7 +102,6 @@ class ApiServer:
                 return 404, _status(404, "NotFound", f'{kind} "{name}" not found')
             if verb == "DELETE":
                 del self.objects[kind, name]
-                self.log.append((verb, kind, name))
             return 200, item
         item = _decoded(body)
         item.setdefault("kind", kind)
@@ -119,7 +117,6 @@ class ApiServer:
                 key: base64.b64encode(text.encode()).decode() for key, text in plain.items()
             }
         self.objects[kind, name] = item
-        self.log.append((verb, kind, name))
         return (201 if created else 200), item
 
     def _selected(self, kind: str, query: dict[str, list[str]]) -> list[Object]:

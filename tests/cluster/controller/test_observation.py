@@ -4,7 +4,6 @@ import asyncio
 import logging
 import socket
 import urllib.request
-from collections.abc import Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
@@ -179,13 +178,9 @@ def test_replicas_are_counted_by_pool_and_state() -> None:
     assert sample(metrics, "fleet_replicas", pool="large-ones", state="ready") == 1
     assert sample(metrics, "fleet_replicas", pool="large-ones", state="stopped") == 0
     assert sample(metrics, "fleet_replicas_desired", pool="small") == 2
-
-
-def test_counters_of_a_pool_are_there_before_anything_has_happened() -> None:
-    metrics = FleetMetrics(CollectorRegistry())
-    metrics.see(SPEC, [])
     for name in ("starts", "restarts", "failures"):
         assert sample(metrics, f"fleet_replica_{name}_total", pool="small") == 0
+    assert pool_of_id(ReplicaId("large-ones-7")) == "large-ones"
 
 
 def test_a_pool_that_is_given_up_goes_down_to_zero_and_stays() -> None:
@@ -198,11 +193,6 @@ def test_a_pool_that_is_given_up_goes_down_to_zero_and_stays() -> None:
     assert sample(metrics, "fleet_replicas", pool="small", state="draining") == 1
     metrics.see(fewer, [])
     assert sample(metrics, "fleet_replicas", pool="small", state="draining") == 0
-
-
-def test_a_replica_without_a_place_in_the_spec_has_its_pool_by_its_name() -> None:
-    assert pool_of_id(ReplicaId("large-ones-0")) == "large-ones"
-    assert pool_of_id(ReplicaId("large-ones-7")) == "large-ones"
 
 
 def test_replicas_of_servers_that_were_found_count_for_the_pool_that_found_them() -> None:
@@ -227,14 +217,6 @@ def endpoint() -> MetricsEndpoint:
     registry = CollectorRegistry()
     Gauge("answer", "To everything", registry=registry).set(42)
     return MetricsEndpoint(registry)
-
-
-@pytest.fixture
-def taken_port() -> Iterator[int]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield listener.getsockname()[1]
 
 
 async def scraped(endpoint: MetricsEndpoint) -> str:
@@ -265,31 +247,17 @@ async def test_it_serves_where_it_was_asked_to_and_moves_when_asked_again(
     await endpoint.close()
 
 
-async def test_a_port_that_is_taken_is_a_complaint_until_it_is_free(
-    endpoint: MetricsEndpoint, taken_port: int
-) -> None:
-    await endpoint.serve("127.0.0.1", taken_port)
-    assert endpoint.address is None
-    assert endpoint.complaint == (
-        f"the controller serves no metrics on 127.0.0.1:{taken_port}: Address already in use"
-    )
-    await endpoint.serve("127.0.0.1", 0)
-    assert endpoint.complaint is None
-    assert "answer 42.0" in await scraped(endpoint)
-    await endpoint.close()
-
-
-async def test_a_port_that_became_free_is_taken_when_it_is_tried_again(
-    endpoint: MetricsEndpoint,
-) -> None:
+async def test_a_port_that_is_taken_is_a_complaint_until_it_is_free(endpoint: MetricsEndpoint) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
         await endpoint.serve("127.0.0.1", port)
-        assert endpoint.complaint is not None
+        complaint = f"the controller serves no metrics on 127.0.0.1:{port}: Address already in use"
+        assert (endpoint.address, endpoint.complaint) == (None, complaint)
     await endpoint.serve("127.0.0.1", port)
     assert (endpoint.address, endpoint.complaint) == (f"127.0.0.1:{port}", None)
+    assert "answer 42.0" in await scraped(endpoint)
     await endpoint.close()
 
 
