@@ -67,7 +67,8 @@ def compared_id(options: PromptCacheOptions | None) -> str | None:
 
 def check_caching(retention: str | None, options: PromptCacheOptions | None) -> None:
     """Raises InvalidRequest for a value that OpenAI does not know either."""
-    _check("prompt_cache_retention", retention, ["in_memory", "24h"], RETENTION_SECONDS)
+    if retention is not None:
+        _check("prompt_cache_retention", retention, ["in_memory", "24h"], RETENTION_SECONDS)
     if options is None:
         return
     if options.ttl is not None and _ttl_seconds(options.ttl) is None:

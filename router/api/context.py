@@ -201,11 +201,9 @@ class ApiContext:
                     held.enter_context(context)
             if num_bytes:
                 held.enter_context(self.images.hold(request.address)).take(num_bytes)
-            held.enter_context(
-                self.admission.hold(
-                    demand_of(generations), lambda: self.dispatcher.retry_after_seconds(model)
-                )
-            )
+            demand = demand_of(generations)
+            self.admission.take(demand, lambda: self.dispatcher.retry_after_seconds(model))
+            held.callback(self.admission.give_back, demand)
             return held.pop_all()
 
     def hold_place(self, scope: Scope) -> AbstractContextManager[None]:

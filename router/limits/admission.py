@@ -42,9 +42,9 @@ class Admission:
         self.num_tokens = 0
         self.num_refused = 0
 
-    def hold(self, demand: Demand, retry_after_seconds: Callable[[], float]) -> "AdmissionHold":
-        """From now until the context is left. Raises Overloaded while others hold too much, InvalidRequest
-        if no waiting would help."""
+    def take(self, demand: Demand, retry_after_seconds: Callable[[], float]) -> None:
+        """Reserve it; give it back once. Raises Overloaded while others hold too much, InvalidRequest if no
+        waiting would help."""
         if demand.num_sequences > self._max_sequences or demand.num_tokens > self._max_tokens:
             self.num_refused += 1
             raise InvalidRequest(
@@ -62,7 +62,6 @@ class Admission:
             )
         self.num_sequences += demand.num_sequences
         self.num_tokens += demand.num_tokens
-        return AdmissionHold(self, demand)
 
     def give_back(self, demand: Demand) -> None:
         self.num_sequences -= demand.num_sequences
@@ -84,19 +83,3 @@ class Admission:
             "Requests refused because too many sequences or tokens were in flight",
             lambda: self.num_refused,
         )
-
-
-class AdmissionHold:
-    """One request's reservation. Leave it once."""
-
-    __slots__ = ("_admission", "_demand")
-
-    def __init__(self, admission: Admission, demand: Demand) -> None:
-        self._admission = admission
-        self._demand = demand
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self._admission.give_back(self._demand)
