@@ -1,8 +1,8 @@
 """Benchmarks our engine on a GPU: time to first token with and without a cached prefix, and decoding.
 
-Builds the torch engine in this process, with random weights in the shape of a Llama, made on the device.
-Nothing else runs: no router, no Redis, no Ray, no network, no checkpoint. Beside each figure is its share of
-the device's best, by a matrix product and a copy that are measured first.
+Builds the torch engine in this process, with random weights in the shape of a Llama, made on the device:
+no router, no network, no checkpoint. Beside each figure is its share of the device's best, by a matrix
+product and a copy that are measured first.
 
     python -m loadtests.bench_gpu                               an 8B Llama in bfloat16 on the GPU
     python -m loadtests.bench_gpu --attention gather kernel     both ways to cached keys, one after the other
@@ -14,96 +14,68 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeVar
 
+import psutil
 import torch
 
 from loadtests.arguments import count
-from loadtests.bench_gpu.device_limits import describe, free_bytes, measure_limits, wait_for
-from loadtests.bench_gpu.model_work import (
+from loadtests.bench_gpu.work import (
+    SHAPES,
     DeviceLimits,
     Extent,
-    Work,
     kv_bytes_per_token,
     num_parameters,
+    random_checkpoint,
     step_work,
 )
-from loadtests.bench_gpu.random_model import SHAPES, random_checkpoint
 from loadtests.figures import percentiles, print_header
-from replicas.checkpoints.model_config import ModelConfig
 from replicas.config import ATTENTIONS, DEFAULT_BLOCK_SIZE, ReplicaConfig
 from replicas.engine import expand
 from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import HASH_BYTES, BlockHash, pack_token_ids
-from replicas.protocol.frames import PromptUsage, RequestKey, SamplingParams, Submit
+from replicas.protocol.frames import RequestKey, SamplingParams, Submit
 from replicas.torch_engine.engine import DTYPES, TorchEngine
 
-Figures = TypeVar("Figures")
-CLAIMED_PREFIX, CLAIMED_SAVING = 4096, 0.85
-"""A common claim about prefix caching: a cached prefix of this length saves this share of the TTFT."""
 ROOT = BlockHash(b"g" * HASH_BYTES)
 UNMEASURED_STEPS = 3
 USABLE_RATIO = 0.85
 """The share of the memory left by the weights that the cache may have; the rest is scratch memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class TtftFigures:
-    """Seconds of each round. `num_cached_tokens` is what the engine counted for every hit."""
-
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    misses: list[float]
-    hits: list[float]
-
-    @property
-    def saving(self) -> float:
-        return 1 - percentiles(self.hits).p50 / percentiles(self.misses).p50
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeFigures:
-    """Seconds of each step, and for each the work that it was."""
-
-    batch: int
-    steps: list[float]
-    works: list[Work]
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.batch * len(self.steps) / sum(self.steps)
-
-    def share(self, limits: DeviceLimits) -> float:
-        return sum(map(limits.least_seconds, self.works)) / sum(self.steps)
-
-
-@dataclass(slots=True)
 class Bench:
     """An engine with random weights, and the way to time it."""
 
-    engine: TorchEngine
-    model: ModelConfig
-    device: torch.device
-    itemsize: int
-    rng: random.Random = field(default_factory=lambda: random.Random(1))
-    num_requests: int = 0
+    def __init__(self, arguments: argparse.Namespace, num_blocks: int, attention: str) -> None:
+        self.device, dtype = torch.device(arguments.device), DTYPES[arguments.dtype]
+        self.model, self.itemsize = SHAPES[arguments.shape], dtype.itemsize
+        config = ReplicaConfig(
+            model_name=arguments.shape,
+            device=arguments.device,
+            dtype=arguments.dtype,
+            num_blocks=num_blocks,
+            context_length=max(
+                max(arguments.prefixes) + arguments.question + 1,
+                arguments.context + answer_tokens(max(arguments.batches), arguments.steps),
+            ),
+            max_running=max(arguments.batches),
+            attention=attention,
+        )
+        self.engine = TorchEngine(config, random_checkpoint(arguments.shape, self.device, dtype))
+        self._rng, self._num_requests = random.Random(1), 0
 
     def prompt(self, num_tokens: int) -> list[int]:
-        return self.rng.choices(range(self.model.vocab_size), k=num_tokens)
+        return self._rng.choices(range(self.model.vocab_size), k=num_tokens)
 
     def add(self, token_ids: Sequence[int], max_tokens: int) -> RequestKey:
-        number = self.num_requests
-        self.num_requests += 1
+        number = self._num_requests
+        self._num_requests += 1
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        submit = Submit(number, pack_token_ids(token_ids), sampling, ROOT)
-        [request] = expand(submit, number)
+        [request] = expand(Submit(number, pack_token_ids(token_ids), sampling, ROOT), number)
         self.engine.add(request)
         return request.key
 
-    def first_token(self, token_ids: Sequence[int]) -> tuple[float, PromptUsage]:
-        """Seconds from a prompt's arrival to its only token, and how much of it was cached."""
+    def first_token(self, token_ids: Sequence[int], num_expected: int | None = None) -> float:
+        """Return seconds from a prompt's arrival to its only token; check how much of it was cached."""
         wait_for(self.device)
         started = time.perf_counter()
         self.add(token_ids, max_tokens=1)
@@ -111,44 +83,44 @@ class Bench:
             pass
         wait_for(self.device)
         seconds = time.perf_counter() - started
-        assert deltas[0].usage is not None
-        return seconds, deltas[0].usage
+        num_cached = (deltas[0].usage and deltas[0].usage.num_cached_tokens) or 0
+        if num_expected not in (None, num_cached):
+            raise RuntimeError(f"{num_cached} tokens of a prompt were cached where {num_expected} should be")
+        return seconds
 
     def forget(self) -> None:
+        """End what a measurement has left, and empty the cache."""
+        for number in range(self._num_requests):
+            self.engine.abort(RequestKey(number, 0))
         assert self.engine.reset_prefix_cache(), "a request is still there"
         while self.engine.has_work():
             self.engine.step()
 
-    def abandon(self) -> None:
-        """End what a measurement has left that broke off."""
-        for number in range(self.num_requests):
-            self.engine.abort(RequestKey(number, 0))
-        self.forget()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def ttft(self, num_prefix_tokens: int, num_question_tokens: int, rounds: int) -> TtftFigures:
-        """A prompt that was never seen, then another question behind its prefix; one round unmeasured."""
-        misses, hits, num_cached = [], [], 0
-        for _ in range(rounds + 1):
-            prefix = self.prompt(num_prefix_tokens)
-            miss, first = self.first_token(prefix + self.prompt(num_question_tokens))
-            hit, second = self.first_token(prefix + self.prompt(num_question_tokens))
-            num_cached = second.num_cached_tokens or 0
-            self._check(first.num_cached_tokens or 0, 0)
-            self._check(num_cached, num_prefix_tokens // DEFAULT_BLOCK_SIZE * DEFAULT_BLOCK_SIZE)
-            misses.append(miss)
-            hits.append(hit)
+    def ttft(self, num_prefix: int, num_question: int, rounds: int, limits: DeviceLimits) -> str:
+        """Return the row of prompts never seen, then other questions behind their prefixes."""
+        misses, hits = [], []
+        num_cached = num_prefix // DEFAULT_BLOCK_SIZE * DEFAULT_BLOCK_SIZE
+        for _ in range(rounds + 1):  # one unmeasured
+            prefix = self.prompt(num_prefix)
+            misses.append(self.first_token(prefix + self.prompt(num_question), 0))
+            hits.append(self.first_token(prefix + self.prompt(num_question), num_cached))
             self.forget()
-        return TtftFigures(num_prefix_tokens + num_question_tokens, num_cached, misses[1:], hits[1:])
+        whole = num_prefix + num_question
+        miss, hit = percentiles(misses[1:]).p50, percentiles(hits[1:]).p50
+        work_of_miss = step_work(self.model, [Extent(0, whole)], self.itemsize)
+        work_of_hit = step_work(self.model, [Extent(num_cached, whole - num_cached)], self.itemsize)
+        return (
+            f"| {whole:,} | {num_cached:,} | {spread(misses[1:])} | {spread(hits[1:])} "
+            f"| {1 - hit / miss:.1%} "
+            f"| {limits.share(work_of_miss, miss)} | {limits.share(work_of_hit, hit)} |"
+        )
 
-    def decode(self, batch: int, num_context_tokens: int, num_steps: int) -> DecodeFigures:
-        """Sequences with equally long prompts, which are in the cache already, so that all start at once."""
-        prompts = [self.prompt(num_context_tokens) for _ in range(batch)]
+    def decode(self, batch: int, num_context: int, num_steps: int, limits: DeviceLimits) -> str:
+        """Return the row of sequences with equally long prompts, which are in the cache already."""
+        prompts = [self.prompt(num_context) for _ in range(batch)]
         for prompt in prompts:
             self.first_token(prompt)
-        most = answer_tokens(batch, num_steps)
-        lengths = {self.add(prompt, max_tokens=most): num_context_tokens for prompt in prompts}
+        lengths = {self.add(prompt, answer_tokens(batch, num_steps)): num_context for prompt in prompts}
         started: set[RequestKey] = set()
         while len(started) < batch:
             started |= self._step(lengths)
@@ -159,24 +131,83 @@ class Bench:
             extents = [Extent(length - 1, 1) for length in lengths.values()]
             works.append(step_work(self.model, extents, self.itemsize))
             begun = time.perf_counter()
-            moved = self._step(lengths)
+            assert len(self._step(lengths)) == batch, "a sequence stood still"
             seconds.append(time.perf_counter() - begun)
-            assert len(moved) == batch, "a sequence stood still"
-        for key in lengths:
-            self.engine.abort(key)
         self.forget()
-        return DecodeFigures(batch, seconds, works)
+        middle, least = works[num_steps // 2], sum(map(limits.least_seconds, works))
+        share = limits.share(middle, limits.least_seconds(middle) * sum(seconds) / least)
+        return (
+            f"| {batch} | {batch * num_steps / sum(seconds):,.1f} | {spread(seconds)} "
+            f"| {middle.num_bytes / 1e6:,.2f} | {share} |"
+        )
 
     def _step(self, lengths: dict[RequestKey, int]) -> set[RequestKey]:
-        frame = self.engine.step()
+        deltas = self.engine.step().deltas
         wait_for(self.device)
-        for delta in frame.deltas:
+        for delta in deltas:
             lengths[delta.key] += len(delta.token_ids)
-        return {delta.key for delta in frame.deltas}
+        return {delta.key for delta in deltas}
 
-    def _check(self, num_cached: int, expected: int) -> None:
-        if num_cached != expected:
-            raise RuntimeError(f"{num_cached} tokens of a prompt were cached where {expected} should be")
+    def attempt(self, what: str, num_blocks: int, measure: Callable[[], str]) -> None:
+        """Print the row, or the sentence that says why there is none."""
+        num_here = self.engine.card.num_blocks
+        if num_blocks > num_here:
+            fitting = f"{num_blocks:,} KV blocks, and {num_here:,} fit beside the weights"
+            print(f"Skipped: {what} takes {fitting}.", file=sys.stderr)
+            return
+        try:
+            print(measure(), flush=True)
+            return
+        except torch.OutOfMemoryError:
+            pass  # what the failed step held is let go with the exception, so the rest comes after it
+        self.forget()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        print(f"Skipped: {what} takes more scratch memory than the device has left.", file=sys.stderr)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait for a GPU's queue; a CPU has none."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_limits(device: torch.device, dtype: torch.dtype) -> tuple[DeviceLimits, str]:
+    """Return the best of several rounds each, over random numbers; and a line that says what was done."""
+    size, num_bytes, num_calls = (8192, 2**30, 20) if device.type == "cuda" else (1024, 2**26, 1)
+
+    def best(call: Callable[[], object]) -> float:
+        rounds = []
+        for _ in range(6):
+            wait_for(device)
+            started = time.perf_counter()
+            for _ in range(num_calls):
+                call()
+            wait_for(device)
+            rounds.append((time.perf_counter() - started) / num_calls)
+        return min(rounds[1:])
+
+    left, right = (torch.randn((size, size), device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(left)
+    flops_per_second = 2 * size**3 / best(lambda: torch.mm(left, right, out=product))
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    bytes_per_second = 2 * num_bytes / best(lambda: target.copy_(source))
+    return DeviceLimits(flops_per_second, bytes_per_second), (
+        f"limits: {flops_per_second / 1e12:,.2f} TFLOP/s in a product of {size} x {size} matrices, "
+        f"{bytes_per_second / 1e9:,.1f} GB/s read and written in a copy of {num_bytes // 2**20} MiB"
+    )
+
+
+def free_bytes(device: torch.device) -> int:
+    is_gpu = device.type == "cuda"
+    return int(torch.cuda.mem_get_info(device)[0] if is_gpu else psutil.virtual_memory().available)
+
+
+def describe(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, torch {torch.__version__}"
+    return f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
 def blocks_of(num_tokens: int) -> int:
@@ -184,57 +215,8 @@ def blocks_of(num_tokens: int) -> int:
 
 
 def answer_tokens(batch: int, num_steps: int) -> int:
-    """More than a sequence decodes: a token in each step, and a batch has started after `batch` steps."""
+    """Bound what a sequence decodes: a token in each step, and a batch has started after `batch` steps."""
     return batch + UNMEASURED_STEPS + num_steps + 1
-
-
-def ttft_blocks(num_prefix_tokens: int, num_question_tokens: int) -> int:
-    """A prefix once, and two questions with a token of answer each."""
-    return blocks_of(num_prefix_tokens) + 2 * blocks_of(num_question_tokens + 1)
-
-
-def decode_blocks(batch: int, num_context_tokens: int, num_steps: int) -> int:
-    return batch * blocks_of(num_context_tokens + answer_tokens(batch, num_steps))
-
-
-def block_needs(arguments: argparse.Namespace) -> list[int]:
-    """Blocks that each measurement needs."""
-    return [
-        *(ttft_blocks(prefix, arguments.question) for prefix in arguments.prefixes),
-        *(decode_blocks(batch, arguments.context, arguments.steps) for batch in arguments.batches),
-    ]
-
-
-def fitting_blocks(num_free_bytes: int, model: ModelConfig, itemsize: int) -> int:
-    """KV blocks that there is room for beside the weights."""
-    left = num_free_bytes - num_parameters(model) * itemsize
-    bytes_per_block = DEFAULT_BLOCK_SIZE * kv_bytes_per_token(model, itemsize)
-    return max(0, int(left * USABLE_RATIO)) // bytes_per_block
-
-
-def build(
-    arguments: argparse.Namespace, device: torch.device, num_blocks: int, attention: str = "auto"
-) -> Bench:
-    dtype, model = DTYPES[arguments.dtype], SHAPES[arguments.shape]
-    longest = max(
-        max(arguments.prefixes) + arguments.question + 1,
-        arguments.context + answer_tokens(max(arguments.batches), arguments.steps),
-    )
-    config = ReplicaConfig(
-        model_name=arguments.shape,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        num_blocks=num_blocks,
-        context_length=longest,
-        max_running=max(arguments.batches),
-        attention=attention,
-    )
-    engine = TorchEngine(config, random_checkpoint(arguments.shape, device, dtype))
-    return Bench(engine, model, device, dtype.itemsize)
-
-
-def percent(ratio: float) -> str:
-    return f"{ratio * 100:.1f} %"
 
 
 def spread(seconds: Sequence[float]) -> str:
@@ -242,163 +224,84 @@ def spread(seconds: Sequence[float]) -> str:
     return f"{found.p50 * 1e3:,.2f} / {found.p90 * 1e3:,.2f}"
 
 
-def share_of_limit(limits: DeviceLimits, work: Work, seconds: Sequence[float]) -> str:
-    share = limits.least_seconds(work) / percentiles(seconds).p50
-    return f"{percent(share)} ({limits.bound(work)})"
-
-
-def ttft_row(bench: Bench, limits: DeviceLimits, figures: TtftFigures) -> str:
-    whole, cached = figures.num_prompt_tokens, figures.num_cached_tokens
-    miss = step_work(bench.model, [Extent(0, whole)], bench.itemsize)
-    hit = step_work(bench.model, [Extent(cached, whole - cached)], bench.itemsize)
+def block_needs(arguments: argparse.Namespace) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the blocks of each prefix with two questions, and of each batch."""
+    question = 2 * blocks_of(arguments.question + 1)
     return (
-        f"| {whole:,} | {cached:,} | {spread(figures.misses)} | {spread(figures.hits)} "
-        f"| {percent(figures.saving)} | {share_of_limit(limits, miss, figures.misses)} "
-        f"| {share_of_limit(limits, hit, figures.hits)} |"
+        {prefix: blocks_of(prefix) + question for prefix in arguments.prefixes},
+        {
+            batch: batch * blocks_of(arguments.context + answer_tokens(batch, arguments.steps))
+            for batch in arguments.batches
+        },
     )
-
-
-def decode_row(limits: DeviceLimits, figures: DecodeFigures) -> str:
-    middle = figures.works[len(figures.works) // 2]
-    return (
-        f"| {figures.batch} | {figures.tokens_per_second:,.1f} | {spread(figures.steps)} "
-        f"| {middle.num_bytes / 1e6:,.2f} | {percent(figures.share(limits))} ({limits.bound(middle)}) |"
-    )
-
-
-def claim(figures: TtftFigures) -> str:
-    verdict = "holds" if figures.saving >= CLAIMED_SAVING else "does not hold"
-    return (
-        f"That a cached prefix of {CLAIMED_PREFIX:,} tokens cuts the time to first token by "
-        f"{CLAIMED_SAVING:.0%} {verdict} here: it is {percent(figures.saving)}."
-    )
-
-
-def attempt(bench: Bench, what: str, num_blocks: int, measure: Callable[[], Figures]) -> Figures | str:
-    """The figures, or the sentence that says why there are none."""
-    num_here = bench.engine.card.num_blocks
-    if num_blocks > num_here:
-        return f"Skipped: {what} takes {num_blocks:,} KV blocks, and {num_here:,} fit beside the weights."
-    try:
-        return measure()
-    except torch.OutOfMemoryError:
-        pass  # what the failed step held is let go with the exception, so the rest comes after it
-    bench.abandon()
-    return f"Skipped: {what} takes more scratch memory than the device has left."
-
-
-def print_ttft(bench: Bench, limits: DeviceLimits, arguments: argparse.Namespace) -> None:
-    """A row for each prefix, then what is to be said of those that are no rows."""
-    print(f"\n### Time to first token, {arguments.rounds} rounds, miss and hit in turn\n")
-    print("| prompt tokens | cached when hit | miss p50 / p90 ms | hit p50 / p90 ms | saved ", end="")
-    print("| miss: share of limit | hit: share of limit |")
-    print("|---|---|---|---|---|---|---|")
-    remarks = []
-    for prefix in arguments.prefixes:
-        found = attempt(
-            bench,
-            f"a prefix of {prefix:,} tokens",
-            ttft_blocks(prefix, arguments.question),
-            partial(bench.ttft, prefix, arguments.question, arguments.rounds),
-        )
-        if isinstance(found, str):
-            remarks.append(found)
-            continue
-        print(ttft_row(bench, limits, found), flush=True)
-        if prefix == CLAIMED_PREFIX:
-            remarks.append(claim(found))
-    print_remarks(remarks)
-
-
-def print_decode(bench: Bench, limits: DeviceLimits, arguments: argparse.Namespace) -> None:
-    print(f"\n### Decoding behind {arguments.context:,} tokens, {arguments.steps} steps\n")
-    print("| batch | tokens/s | step p50 / p90 ms | MB to read per step | share of limit |")
-    print("|---|---|---|---|---|")
-    remarks = []
-    for batch in arguments.batches:
-        found = attempt(
-            bench,
-            f"a batch of {batch} behind {arguments.context:,} tokens",
-            decode_blocks(batch, arguments.context, arguments.steps),
-            partial(bench.decode, batch, arguments.context, arguments.steps),
-        )
-        if isinstance(found, str):
-            remarks.append(found)
-        else:
-            print(decode_row(limits, found), flush=True)
-    print_remarks(remarks)
-
-
-def print_remarks(remarks: Sequence[str]) -> None:
-    for remark in remarks:
-        print(f"\n{remark}")
 
 
 def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument(
-        "--attention", choices=ATTENTIONS, nargs="+", default=["auto"], help="how cached keys are read"
-    )
-    parser.add_argument("--prefixes", type=count, nargs="+", default=[CLAIMED_PREFIX, 512, 16_384])
-    parser.add_argument("--question", type=count, default=32, help="tokens behind the prefix")
-    parser.add_argument("--rounds", type=count, default=9)
-    parser.add_argument("--batches", type=count, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--context", type=count, default=1024, help="prompt tokens of decoding sequences")
-    parser.add_argument("--steps", type=count, default=32)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="8b")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--attention", choices=ATTENTIONS, nargs="+", default=["auto"], help="how cached keys are read")
+    add("--prefixes", type=count, nargs="+", default=[4096, 512, 16_384])
+    add("--question", type=count, default=32, help="tokens behind the prefix")
+    add("--rounds", type=count, default=9)
+    add("--batches", type=count, nargs="+", default=[1, 16, 64])
+    add("--context", type=count, default=1024, help="prompt tokens of decoding sequences")
+    add("--steps", type=count, default=32)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0, or 2 where nothing can be measured."""
+    """Return 0, or 2 where nothing can be measured."""
     chosen = options().parse_args(arguments)
     if chosen.device == "cuda" and not torch.cuda.is_available():
         print("torch finds no GPU here; --device cpu measures the processor instead", file=sys.stderr)
         return 2
     device, dtype, model = torch.device(chosen.device), DTYPES[chosen.dtype], SHAPES[chosen.shape]
-    num_free = free_bytes(device)
-    num_fitting = fitting_blocks(num_free, model, dtype.itemsize)
-    num_weight_bytes = num_parameters(model) * dtype.itemsize
+    num_weight_bytes, num_free = num_parameters(model) * dtype.itemsize, free_bytes(device)
     weights = f"{num_weight_bytes / 1e6:,.1f} MB of weights in {chosen.dtype}"
-    if num_fitting < min(block_needs(chosen)):
-        print(
-            f"{chosen.shape} has {weights}, and {num_free / 1e6:,.1f} MB are free: take a smaller --shape",
-            file=sys.stderr,
-        )
+    bytes_per_block = DEFAULT_BLOCK_SIZE * kv_bytes_per_token(model, dtype.itemsize)
+    num_fitting = int(max(0, num_free - num_weight_bytes) * USABLE_RATIO) // bytes_per_block
+    needs = [need for each in block_needs(chosen) for need in each.values()]
+    if num_fitting < min(needs):
+        small = f"{num_free / 1e6:,.1f} MB are free: take a smaller --shape"
+        print(f"{chosen.shape} has {weights}, and {small}", file=sys.stderr)
         return 2
     print_header(f"GPU check: a random Llama of {num_parameters(model) / 1e6:,.1f} M parameters")
-    print(f"device: {describe(device)}")
     limits, line = measure_limits(device, dtype)
-    print(line, flush=True)
-    num_blocks = min(max(block_needs(chosen)), num_fitting)
+    num_blocks = min(max(needs), num_fitting)
+    print(f"device: {describe(device)}\n{line}")
     print(f"engine: {weights}, {num_blocks:,} KV blocks of {DEFAULT_BLOCK_SIZE} tokens", flush=True)
-    return max([measure(chosen, device, limits, num_blocks, attention) for attention in chosen.attention])
+    return max([measure(chosen, limits, num_blocks, attention) for attention in chosen.attention])
 
 
-def measure(
-    arguments: argparse.Namespace,
-    device: torch.device,
-    limits: DeviceLimits,
-    num_blocks: int,
-    attention: str,
-) -> int:
-    """All tables with one way to cached keys. 0, or 2 where it cannot be had."""
+def measure(arguments: argparse.Namespace, limits: DeviceLimits, num_blocks: int, attention: str) -> int:
+    """Print all tables with one way to cached keys. Return 0, or 2 where it cannot be had."""
     started = time.perf_counter()
     try:
-        bench = build(arguments, device, num_blocks, attention)
+        bench = Bench(arguments, num_blocks, attention)
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2
-    seconds = time.perf_counter() - started
+    seconds, context = time.perf_counter() - started, arguments.context
+    print(f"\n## Attention: {bench.engine.attention}, wanted: {attention}, built in {seconds:.1f} s")
+    of_prefixes, of_batches = block_needs(arguments)
+    print(f"\n### Time to first token, {arguments.rounds} rounds, miss and hit in turn\n")
+    print("| prompt tokens | cached when hit | miss p50 / p90 ms | hit p50 / p90 ms | saved ", end="")
+    print("| miss: share of limit | hit: share of limit |\n|---|---|---|---|---|---|---|")
+    for prefix, need in of_prefixes.items():
+        asked = prefix, arguments.question, arguments.rounds, limits
+        bench.attempt(f"a prefix of {prefix:,} tokens", need, lambda asked=asked: bench.ttft(*asked))  # type: ignore[misc]
+    print(f"\n### Decoding behind {context:,} tokens, {arguments.steps} steps\n")
     print(
-        f"\n## Attention: {bench.engine.attention}, wanted: {attention}, built in {seconds:.1f} s", flush=True
+        "| batch | tokens/s | step p50 / p90 ms | MB to read per step | share of limit |\n" + "|---" * 5 + "|"
     )
-    print_ttft(bench, limits, arguments)
-    print_decode(bench, limits, arguments)
+    for batch, need in of_batches.items():
+        wanted = batch, context, arguments.steps, limits
+        what = f"a batch of {batch} behind {context:,} tokens"
+        bench.attempt(what, need, lambda wanted=wanted: bench.decode(*wanted))  # type: ignore[misc]
     bench.engine.close()
     return 0
 
