@@ -13,7 +13,6 @@ from loadtests.benches.harness import (
     counters,
     in_turns,
     open_loop,
-    print_rounds,
 )
 from tests.loadtests.delay_server import MODEL, DelayServer, running
 
@@ -23,13 +22,6 @@ SYSTEMS = [System(name, 0, 0) for name in "abc"]
 def test_every_system_goes_first_as_often_as_the_others() -> None:
     orders = [[system.name for system in in_turns(SYSTEMS, number)] for number in range(3)]
     assert orders == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
-
-
-def test_a_table_has_medians_their_range_and_the_median_of_ratios(capsys: pytest.CaptureFixture[str]) -> None:
-    print_rounds({"ours": [2.0, 9.0, 4.0], "theirs": [1.0, 3.0, 4.0]}, {"ms": float}, against="theirs")
-    ours, theirs = capsys.readouterr().out.splitlines()[-2:]
-    assert ours == "| ours | 4.0 (2.0 to 9.0), 2.00 |"
-    assert theirs == "| theirs | 3.0 (1.0 to 4.0) |"
 
 
 def test_runs_begin_cold_and_have_equal_structure() -> None:

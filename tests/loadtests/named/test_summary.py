@@ -45,19 +45,6 @@ def test_a_line_for_each_run_says_how_evenly_tenants_were_served() -> None:
     assert lines[1].split() == ["run-kvasir", "1.000", "75.0", "%", "50.0", "%", "2.71", "s"]
 
 
-def test_images_have_lines_of_their_own_where_prompts_have_any() -> None:
-    assert "mage" not in table(compared(run_of("round_robin"), run_of("kvasir")))
-    runs = []
-    for policy, num_taken, num_encoded in (("round_robin", 20, 4000), ("kvasir", 5, 1000)):
-        run = run_of(policy, num_images=2, num_image_tokens=500)
-        assert run.engine_totals is not None
-        totals = replace(run.engine_totals, num_images=num_taken, num_encoded_image_tokens=num_encoded)
-        runs.append(replace(run, engine_totals=totals))
-    lines = {line[:36].strip(): line[36:].split() for line in table(compared(*runs)).splitlines()}
-    assert lines["Image tokens cached"] == ["20.0", "%", "80.0", "%", "4.00×"]
-    assert lines["Images uploaded, of those in prompts"] == ["100.0", "%", "25.0", "%", "0.25×"]
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs", "hits", "first_tokens"),
     [
@@ -101,45 +88,6 @@ def test_a_policy_that_failed_most_requests_is_compared_with_nobody(
         assert sentence(runs) == f"{said}, so there is nothing to compare."
         assert "×" not in table(runs)
     assert sentence(compared(dead)) == f"{said}."
-
-
-def test_a_third_policy_that_failed_is_named_before_those_that_did_not() -> None:
-    runs = compared(run_of("random"), dying(run_of("round_robin"), 1), run_of("kvasir"))
-    assert (sentence(runs) or "").startswith(
-        "round_robin failed: 9 of 10 requests were not answered. kvasir answered the same traffic with "
-    )
-
-
-def test_a_policy_that_failed_the_smaller_half_is_compared() -> None:
-    runs = compared(dying(run_of("round_robin"), 5), run_of("kvasir"))
-    assert (sentence(runs) or "").startswith("kvasir answered the same traffic with ")
-
-
-def test_where_a_policy_had_no_hit_no_ratio_is_told() -> None:
-    runs = compared(run_of("round_robin", cached=0), run_of("kvasir", cached=5))
-    assert (sentence(runs) or "").startswith(
-        "kvasir answered the same traffic with hits where round_robin had none (5.0 % against 0.0 %), and "
-    )
-
-
-def test_the_sentence_is_about_our_policy_whatever_the_order_and_however_many_there_are() -> None:
-    runs = compared(
-        run_of("kvasir", cached=90), run_of("round_robin", cached=30), run_of("random", cached=10)
-    )
-    assert (sentence(runs) or "").startswith(
-        "kvasir answered the same traffic with 3.0 times the hits of round_"
-    )
-
-
-def test_one_policy_alone_is_compared_with_nothing() -> None:
-    assert sentence(compared(run_of("kvasir"))) is None
-    assert "×" not in table(compared(run_of("kvasir")))
-
-
-def test_the_table_has_a_column_for_each_policy_and_one_for_what_they_differ_by() -> None:
-    lines = table(compared(run_of("round_robin", cached=20), run_of("kvasir", cached=80))).splitlines()
-    assert lines[0].split() == ["round_robin", "kvasir"]
-    assert lines[1].split() == ["Token", "hit", "rate", "20.0", "%", "80.0", "%", "4.00×"]
 
 
 def test_nothing_is_wrong_with_runs_in_which_all_went_well() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.reports.comparison import FIGURES, HEADLINES, compare, in_ratio, in_units, ratio, verdict
+from loadtests.reports.comparison import FIGURES, compare, in_ratio, in_units, ratio, verdict
 from loadtests.reports.html_page import page
 from loadtests.reports.markdown import markdown
 from loadtests.reports.page import main
@@ -100,15 +100,6 @@ def test_the_page_holds_every_run_and_every_figure(runs: list[tuple[str, Run]]) 
         assert tenant in found.texts
 
 
-def test_the_comparison_comes_before_all_else() -> None:
-    for runs in (FEW, MANY):
-        text = page(compare(runs, SLO), SLO)
-        body = text[text.index("<main>") :]
-        assert body.index('class="verdict"') < body.index("<table") < body.index("<svg")
-        first_table = Checked(body[body.index("<table") : body.index("</table>") + 8]).texts
-        assert {figure.label for figure in HEADLINES} <= set(first_table)
-
-
 @pytest.mark.parametrize("runs", [FEW, MANY], ids=["few", "many"])
 def test_the_page_needs_nothing_besides_itself(runs: list[tuple[str, Run]]) -> None:
     text = page(compare(runs, SLO), SLO)
@@ -118,16 +109,6 @@ def test_the_page_needs_nothing_besides_itself(runs: list[tuple[str, Run]]) -> N
         assert not [name for name in attributes if name == "src" or name.startswith("on")]
         assert (attributes.get("href") or "#").startswith("#")
     assert "http:" not in text and "https:" not in text and "@import" not in text and "url(" not in text
-
-
-def test_each_drawing_has_a_name_and_links_lead_somewhere() -> None:
-    found = Checked(page(compare(MANY, SLO), SLO))
-    drawings = [attributes for tag, attributes in found.tags if tag == "svg"]
-    assert len(drawings) > 20
-    assert all(each.get("aria-label") or each.get("aria-hidden") for each in drawings)
-    ids = {attributes["id"] for _, attributes in found.tags if "id" in attributes}
-    targets = {str(attributes["href"]).removeprefix("#") for tag, attributes in found.tags if tag == "a"}
-    assert targets == ids != set()
 
 
 def hostile_runs() -> list[tuple[str, Run]]:
@@ -163,27 +144,6 @@ def test_what_a_run_file_holds_ends_no_cell_and_is_no_markup_in_the_tables() -> 
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
     assert len([line for line in text.splitlines() if line.startswith("#")]) == 1
-
-
-@pytest.mark.parametrize("runs", [FEW, MANY], ids=["few", "many"])
-def test_the_tables_have_a_line_for_each_policy_with_its_figures(runs: list[tuple[str, Run]]) -> None:
-    sets = compare(runs, SLO)
-    text = markdown(sets)
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    expected = [(run_set, variant) for run_set in sets for variant in run_set.variants]
-    rows = [row for row in rows if row[0] != "policy"]
-    assert len(rows) == len(expected)
-    for row, (run_set, variant) in zip(rows, expected, strict=True):
-        assert row[:2] == [variant.name, str(len(variant.runs))]
-        for cell, figure in zip(row[2:], HEADLINES, strict=False):
-            spread = variant.spread(figure)
-            assert spread is not None
-            assert cell.startswith(in_units(spread.median, figure.unit))
-            if spread.lowest < spread.highest:
-                assert cell.endswith(f"{in_units(spread.highest, figure.unit)}]".replace("]", "\\]"))
-            if variant is not run_set.baseline:
-                assert in_ratio(ratio(figure, variant, run_set.baseline) or 0) in cell
-    assert text.count("\n## ") + text.startswith("## ") == len({run_set.test for run_set in sets})
 
 
 @pytest.mark.parametrize("what", POOR)
@@ -227,19 +187,6 @@ def test_the_command_writes_both_files_and_prints_the_sentence(
     assert "none.json cannot be read" in capsys.readouterr().err
     assert main([files[0], "--html", str(tmp_path / "no" / "page.html")]) == 1
     assert "cannot be written" in capsys.readouterr().err
-
-
-def test_runs_with_one_file_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        write_run(FEW[0][1], tmp_path / folder / "run.json")
-    page_file = tmp_path / "page.html"
-    assert (
-        main([str(tmp_path / "one/run.json"), str(tmp_path / "two/run.json"), "--html", str(page_file)]) == 0
-    )
-    assert {str(tmp_path / "one/run.json"), str(tmp_path / "two/run.json")} <= set(
-        Checked(page_file.read_text(encoding="utf-8")).texts
-    )
 
 
 def test_the_best_of_those_that_did_not_fail_is_marked() -> None:

@@ -1,4 +1,3 @@
-import json
 import math
 
 import pytest
@@ -145,28 +144,3 @@ def test_a_run_without_answers_has_a_report_too() -> None:
     )
     assert "0 answered, 1 connection lost" in render(report)
     assert make_report([]).goodput == 0
-
-
-def test_the_table_gives_hits_as_a_share_of_the_ideal() -> None:
-    text = render(make_report([answered()]), IdealHits(0.8, 0.4))
-    assert "40.0% of prompt tokens, 50.0% of the ideal 80.0%" in text
-    assert "10.0% of prompt tokens, 25.0% of the ideal 40.0%" in text
-
-
-def test_a_report_can_be_written_as_json() -> None:
-    report = make_report([answered(), failed("timed out")])
-    assert json.loads(json.dumps(report.as_json()))["errors"] == {"timed out": 1}
-
-
-def test_the_table_splits_hits_by_who_had_computed_them() -> None:
-    def line(*records: RequestRecord) -> list[str]:
-        return [
-            each for each in render(make_report(records)).splitlines() if each.startswith("hits by origin")
-        ]
-
-    assert line(answered()) == ["hits by origin      own 30.0%, other users' 10.0%"]
-    assert line(answered(num_cross_user_tokens=None)) == ["hits by origin      writer unknown 40.0%"]
-    assert line(answered(num_other_tenant_tokens=5)) == [
-        "hits by origin      own 30.0%, other users' 5.0%, other tenants' 5.0%"
-    ]
-    assert line(answered(num_cached_tokens=0, num_cross_user_tokens=0)) == []

@@ -6,14 +6,10 @@ import pytest
 
 from loadtests.reports.report import Images, Origins, RequestRecord, Slo, make_report, origins_of
 from loadtests.reports.run_figures import (
-    MOST_BINS,
-    MOST_TENANTS,
-    NUM_LOOKS,
     figures_of,
-    nice_bin_seconds,
     over_time,
 )
-from loadtests.reports.run_file import EngineTotals, LoadSample, Run
+from loadtests.reports.run_file import EngineTotals, Run
 from loadtests.reports.table import render
 from tests.loadtests.run_builder import random_run, run_info, totals_of
 
@@ -98,11 +94,6 @@ def test_bins_hold_every_token_and_every_good_answer_once(seed: int, bin_seconds
         assert each.goodput * each.num_seconds == pytest.approx(len(good))
 
 
-@pytest.mark.parametrize("duration", [0.0, 0.01, 3.9, 4.1, 61.0, 3600.0, 1e6, 1e9])
-def test_bins_are_round_and_not_too_many(duration: float) -> None:
-    assert duration / nice_bin_seconds(duration) <= MOST_BINS
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_without_samples_a_replicas_load_is_what_the_client_had_in_flight(seed: int) -> None:
     run = replace(random_run(seed), samples=())
@@ -118,19 +109,6 @@ def test_without_samples_a_replicas_load_is_what_the_client_had_in_flight(seed: 
             ]
             in_flight = sum(start <= point.seconds < start + length for start, length in starts)
             assert (point.num_running, point.num_waiting) == (in_flight, 0)
-
-
-def test_samples_too_dense_to_draw_leave_their_peaks() -> None:
-    samples = tuple(
-        LoadSample(number / 10, "a", 50 if number == 777 else number % 3, 1, 0, 0, 0, 0)
-        for number in range(2000)
-    )
-    loads = figures_of(Run(run_info(), (), samples, None), SLO).loads
-    points = loads.of_replicas["a"]
-    assert loads.is_sampled
-    assert len(points) <= NUM_LOOKS + 1
-    assert max(point.num_running for point in points) == 50
-    assert [point.seconds for point in points] == sorted(point.seconds for point in points)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -188,17 +166,6 @@ def test_a_difference_is_said_to_the_token_and_with_what_explains_it() -> None:
     assert "the records do not explain it" in said((whole,), more)
     assert "-1 prompt tokens" in said((whole, lost), less)
     assert "explains no lower counter" in said((whole, lost), less)
-
-
-def test_tenants_are_listed_if_there_are_several_but_not_many() -> None:
-    def tenants(count: int) -> list[str]:
-        records = tuple(record(arrival_seconds=9.0, tenant=f"t{number:02}") for number in range(count))
-        return list(figures_of(Run(run_info(), records, (), None), SLO).tenants)
-
-    assert tenants(1) == []
-    assert tenants(2) == ["t00", "t01"]
-    assert len(tenants(MOST_TENANTS)) == MOST_TENANTS
-    assert tenants(MOST_TENANTS + 1) == []
 
 
 def test_a_run_of_nothing_has_figures() -> None:

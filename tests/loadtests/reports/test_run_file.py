@@ -17,7 +17,6 @@ from loadtests.reports.run_file import (
     RunInfo,
     commit_of,
     read_run,
-    surroundings,
     write_run,
 )
 
@@ -73,21 +72,6 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path, run: Run, name: str) ->
     write_run(run, tmp_path / name)
     assert read_run(tmp_path / name) == run
     assert os.listdir(tmp_path) == [name]
-
-
-def test_only_names_that_end_in_gz_are_compressed(tmp_path: Path) -> None:
-    write_run(RUN, tmp_path / "run.json")
-    write_run(RUN, tmp_path / "run.json.gz")
-    plain = (tmp_path / "run.json").read_bytes()
-    assert json.loads(plain)["info"]["seed"] == 7
-    assert gzip.decompress((tmp_path / "run.json.gz").read_bytes()) == plain
-
-
-def test_column_names_are_written_once_and_unused_columns_never(tmp_path: Path) -> None:
-    write_run(Run(INFO, (BARE,) * 50, (), None), tmp_path / "run.json")
-    text = (tmp_path / "run.json").read_text()
-    assert text.count("arrival_seconds") == 1
-    assert "itl_seconds" not in text
 
 
 def changed(**change: Any) -> bytes:
@@ -177,9 +161,3 @@ def test_a_commit_tells_of_edits_and_nothing_is_known_outside_of_git(tmp_path: P
     assert commit_of(installed) == "", "it lies in the folder, and is no part of the repository"
     source.write_text("2\n")
     assert commit_of(source) == clean + "+edits"
-
-
-def test_surroundings_name_the_processor_the_memory_and_the_time_in_utc() -> None:
-    found = surroundings()
-    assert re.fullmatch(r"\d+ x .+, \d+ GiB, Python 3\.\d+\.\d+\S*", found.machine)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", found.started_at)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from loadtests.simulation.curve import Window, added, back_after, curve, curve_table, left_hits_of
+from loadtests.simulation.curve import Window, back_after, curve, left_hits_of
 from loadtests.simulation.options import FleetOptions, Kill
 from loadtests.simulation.shape import TierShape
 from loadtests.workloads import Loss, Workload, ideal_hits_by_request
@@ -100,17 +100,3 @@ def test_hits_are_back_after_the_last_window_that_lacks_more_than_two_points(
     assert back_after(windows, 15.0, left_hits_of) == seconds
     assert back_after(windows, 15.0) is None
     assert back_after([], 15.0) == 0.0
-
-
-def test_curves_of_several_seeds_are_added() -> None:
-    short, long = (Window(0.0, 1, 2, 3, 4, 5),), (Window(0.0, 10, 20, 30, 40, 50), Window(5.0, 1, 2, 3, 4, 5))
-    assert added([short, long]) == (Window(0.0, 11, 22, 33, 44, 55), Window(5.0, 1, 2, 3, 4, 5))
-    assert added([]) == ()
-
-
-def test_the_table_has_a_line_for_each_window() -> None:
-    assert curve_table([Window(10.0, 3, 200, 50, 100, 75), Window(20.0, 0, 0, 0, 0, 0)]).splitlines() == [
-        " from, s  requests     hits    ideal  not lost",
-        "      10         3   25.0 %   50.0 %    37.5 %",
-        "      20         0    0.0 %    0.0 %     0.0 %",
-    ]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from loadtests.simulation.summary import FIGURES, Summary, in_units, median, table
-from loadtests.simulation.sweep import SWEEPS, answer, plot
+from loadtests.simulation.summary import FIGURES, Summary, median
+from loadtests.simulation.sweep import SWEEPS, answer
 
 
 def summary(good_share: float, **figures: float | None) -> Summary:
@@ -36,42 +36,8 @@ def test_the_answer_is_the_cheapest_point_from_which_on_the_slo_is_kept(
     assert said(kind, shares).startswith(beginning)
 
 
-def test_a_plot_draws_the_largest_value_as_the_longest_bar() -> None:
-    points = {4.0: summary(0.25, ttft_p90=8.0), 8.0: summary(1.0, ttft_p90=None)}
-    lines = plot(SWEEPS["replicas"], points).splitlines()
-    good = lines.index("within the SLO by replicas")
-    assert lines[good + 2].count("█") == 4 * lines[good + 1].count("█") == 40
-    ttft = lines.index("TTFT p90 by replicas")
-    assert lines[ttft + 1].endswith(" 8.000 s") and lines[ttft + 2].endswith("│ -")
-
-
 def test_medians_are_taken_figure_by_figure() -> None:
     runs = [summary(share, ttft_p90=ttft) for share, ttft in ((0.1, 3.0), (0.3, 1.0), (0.2, None))]
     found = median(runs)
     assert (found.figures["good_share"], found.figures["ttft_p90"]) == (0.2, 2.0)
     assert found.reasons == {"home": 3.0}
-
-
-def test_a_table_has_a_column_for_each_and_no_line_without_a_figure() -> None:
-    lines = table({"kvasir": summary(0.5), "random": summary(0.25, num_retries=2)}).splitlines()
-    assert lines[0].split() == ["kvasir", "random"]
-    assert [line.split()[-4:] for line in lines[1:2]] == [["50.0", "%", "25.0", "%"]]
-    assert "TTFT" not in "".join(lines)
-    assert [line.split() for line in lines[2:]] == [
-        ["retries", "-", "2"],
-        ["decided", "by", "home", "3", "3"],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("value", "unit", "text"),
-    [
-        (0.123, "%", "12.3 %"),
-        (1.5, "s", "1.500 s"),
-        (12.34, "s", "12.3 s"),
-        (0.0123, "ms", "12.3 ms"),
-        (7.0, "", "7"),
-    ],
-)
-def test_figures_are_printed_in_their_units(value: float, unit: str, text: str) -> None:
-    assert in_units(value, unit) == text

@@ -12,7 +12,7 @@ import pytest
 
 from loadtests.storm.clients import StormClients, read_events
 from loadtests.storm.faults import Freezer
-from loadtests.storm.verdict import ROUTER_KILL, Failure, Fault, StormRequest, explain_wrong, judge, ttfts
+from loadtests.storm.verdict import ROUTER_KILL, Failure, Fault, StormRequest, judge, ttfts
 from tests.loadtests.scripted_server import DONE, HEAD, chunk, scripted_server
 
 REFERENCES = ["one two three", "four five six"]
@@ -86,14 +86,6 @@ def test_first_tokens_outside_of_faults_are_those_of_answers_that_touch_none() -
     early, during, late = request(), request(sent=19.0, ended=21.0), request(sent=25.0, ended=26.0)
     assert ttfts([early, during, late], [fault("replica-kill", 15.0, 20.0)]) == [early.ttft, late.ttft]
     assert ttfts([early, during, late], [fault("replica-kill", 15.0, None)]) == [early.ttft]
-
-
-def test_a_wrong_text_is_printed_with_where_it_parts_and_what_was_done_meanwhile() -> None:
-    faults = [fault("replica-kill", 11.0, 12.0), fault("redis-kill", 90.0)]
-    text = explain_wrong(request("one too"), REFERENCES[0], faults)
-    assert "parts after 5 of 13 characters" in text
-    assert "replica-kill of router-0 at 11.00 s" in text
-    assert "redis-kill" not in text
 
 
 def event(text: str) -> bytes:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import pytest
 
 from loadtests.workloads import TraceRequest
-from loadtests.workloads.prompts import SAMPLE_WORDS, Prompts, token_alphabet
+from loadtests.workloads.prompts import Prompts
 
 ALPHABET = list(range(300, 364))
 
@@ -67,12 +67,3 @@ def test_memory_for_blocks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         prompts.body(request(number))
     assert len(prompts._blocks) == 10
     assert prompt(prompts, request(0)) == first
-
-
-def test_the_alphabet_is_what_words_are_made_of_and_too_few_tokens_are_refused() -> None:
-    assert token_alphabet(lambda text: [300 + len(text), *range(40, 20, -1), 30]) == [
-        *range(21, 41),
-        300 + len(" ".join(SAMPLE_WORDS)),
-    ]
-    with pytest.raises(ValueError, match="only 1 different"):
-        token_alphabet(lambda _text: [7, 7, 7])
