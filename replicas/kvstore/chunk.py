@@ -21,6 +21,14 @@ class ChunkName(NamedTuple):
     last_block: int
 
 
+class NotedLease(NamedTuple):
+    """Ends at `until`, in seconds since 1970; a use extends it to `seconds` from then, if that is known."""
+
+    until: float
+    seconds: int = 0
+    tenant: bytes = b""
+
+
 class StoreTenant:
     """A tenant with a share of the store: see `tenant_shares.py`."""
 

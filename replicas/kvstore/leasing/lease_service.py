@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from replicas.kvstore.chunk import ChunkName
+from replicas.kvstore.chunk import ChunkName, NotedLease
 from replicas.kvstore.directory import Directory
 from replicas.kvstore.leasing.lease_outcome import LeaseOutcome, ask_for_leases, lease_totals
-from replicas.kvstore.leasing.leases import EVERYBODY, LeaseRecord, Leases, TenantTag
+from replicas.kvstore.leasing.leases import LeaseRecord, Leases, TenantTag
 from replicas.kvstore.tenant_shares import NOBODYS, Tenancy
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.prefix_leases import LeaseTotals, PrefixLease
@@ -23,9 +23,7 @@ from replicas.protocol.tier_figures import WriteStop
 class LeaseJournal(Protocol):
     """Storage for leases on a disk. Ends are in seconds since 1970."""
 
-    restored_leases: Mapping[BlockHash, float]
-    restored_lease_seconds: Mapping[BlockHash, int]
-    restored_lease_tenants: Mapping[BlockHash, bytes]
+    restored_leases: Mapping[BlockHash, NotedLease]
 
     @property
     def is_off(self) -> bool: ...
@@ -44,11 +42,10 @@ def leases_within(lease_share: float, num_slots: int, max_files: int) -> Leases:
 def restored_leases(journal: LeaseJournal, wall_clock: Callable[[], float]) -> Iterable[LeaseRecord]:
     """Read the unexpired leases of an earlier process."""
     now = wall_clock()
-    for key, until in journal.restored_leases.items():
+    for key, (until, seconds, tenant) in journal.restored_leases.items():
         if until > now:
-            seconds = journal.restored_lease_seconds.get(key) or math.ceil(min(until - now, 1e9))
-            tenant = TenantTag(journal.restored_lease_tenants.get(key, EVERYBODY))
-            yield LeaseRecord(key, seconds, until - now, tenant)
+            left = until - now
+            yield LeaseRecord(key, seconds or math.ceil(min(left, 1e9)), left, TenantTag(tenant))
 
 
 class LeaseService:

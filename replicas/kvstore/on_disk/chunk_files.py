@@ -74,14 +74,7 @@ class ChunkFiles:
     def write(self, header: ChunkHeader, slot: memoryview, *, sync: bool = False) -> None:
         """A file of the same key is replaced. Raises OSError; then the file is the one before, or none."""
         image = slot[: encode(header, slot)]
-        temporary = f".tmp-{next(self._temporary)}"
-        try:
-            self._write_image(temporary, image, sync=sync)
-            self._rename(temporary, header.name.key, sync=sync)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=self.of_layout.fd)
-            raise
+        self._either_way(lambda direct: self._write_image(header.name.key, image, direct=direct, sync=sync))
 
     def read(self, key: BlockHash, slot: memoryview) -> ChunkHeader:
         """Read the file into the slot and verify it. After a failure the slot's content is invalid.
@@ -128,15 +121,10 @@ class ChunkFiles:
 
     def probe(self, num_bytes: int) -> tuple[float, float]:
         """Measure the seconds to write that many bytes to the disk, and to read them. Raises OSError."""
-        name = f".tmp-{next(self._temporary)}"
         with mmap.mmap(-1, min(num_bytes, _PROBE_PIECE)) as piece:
             piece.write(os.urandom(len(piece)))
             starts = range(0, num_bytes, len(piece))
-            try:
-                return self._either_way(lambda direct: self._probe(name, piece, starts, direct=direct))
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=self.of_layout.fd)
+            return self._either_way(lambda direct: self._probe(piece, starts, direct=direct))
 
     def has(self, key: BlockHash) -> bool:
         """Whether it has a file. Raises OSError."""
@@ -153,29 +141,19 @@ class ChunkFiles:
 
     # The bytes.
 
-    def _write_image(self, name: str, image: memoryview, *, sync: bool) -> None:
-        def write(direct: bool) -> None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=self.of_layout.fd)
-            fd = os.open(name, _BOTH | os.O_DIRECT * direct, 0o600, dir_fd=self.of_layout.fd)
-            try:
-                done = 0
-                while done < len(image):
-                    done += os.pwrite(fd, image[done:], done)
-                if sync:
-                    os.fdatasync(fd)
-                if not direct:
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
+    def _write_image(self, key: BlockHash, image: memoryview, *, direct: bool, sync: bool) -> None:
+        with self._temporary_file(direct) as (name, fd):
+            done = 0
+            while done < len(image):
+                done += os.pwrite(fd, image[done:], done)
+            if sync:
+                os.fdatasync(fd)
+            if not direct:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            self._rename(name, key, sync=sync)
 
-        self._either_way(write)
-
-    def _probe(self, name: str, piece: mmap.mmap, starts: range, *, direct: bool) -> tuple[float, float]:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self.of_layout.fd)
-        fd = os.open(name, _BOTH | os.O_DIRECT * direct, 0o600, dir_fd=self.of_layout.fd)
-        try:
+    def _probe(self, piece: mmap.mmap, starts: range, *, direct: bool) -> tuple[float, float]:
+        with self._temporary_file(direct) as (_, fd):
             began = time.monotonic()
             for at in starts:
                 os.pwrite(fd, piece, at)
@@ -185,8 +163,20 @@ class ChunkFiles:
             for at in starts:
                 os.preadv(fd, [piece], at)
             return written - began, time.monotonic() - written
+
+    @contextlib.contextmanager
+    def _temporary_file(self, direct: bool) -> Iterator[tuple[str, int]]:
+        """Open a new file, and remove it in the end unless it was renamed."""
+        name = f".tmp-{next(self._temporary)}"
+        try:
+            fd = os.open(name, _BOTH | os.O_DIRECT * direct, 0o600, dir_fd=self.of_layout.fd)
+            try:
+                yield name, fd
+            finally:
+                os.close(fd)
         finally:
-            os.close(fd)
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=self.of_layout.fd)
 
     def _rename(self, temporary: str, key: BlockHash, *, sync: bool) -> None:
         leaf = self.of_layout.open_leaf(key, make=True)
@@ -246,16 +236,8 @@ class ChunkFiles:
 
     def _can_be_direct(self) -> bool:
         """Whether a page can be written and read beside the page cache. On a full disk: it is tried again."""
-        name = f".tmp-{next(self._temporary)}"
         try:
-            with mmap.mmap(-1, ALIGNMENT) as page:
-                fd = os.open(name, _BOTH | os.O_DIRECT, 0o600, dir_fd=self.of_layout.fd)
-                try:
-                    return os.pwrite(fd, page, 0) == os.preadv(fd, [page], 0) == ALIGNMENT
-                finally:
-                    os.close(fd)
+            with mmap.mmap(-1, ALIGNMENT) as page, self._temporary_file(True) as (_, fd):
+                return os.pwrite(fd, page, 0) == os.preadv(fd, [page], 0) == ALIGNMENT
         except OSError as error:
             return error.errno != errno.EINVAL
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=self.of_layout.fd)

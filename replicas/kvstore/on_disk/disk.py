@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from replicas.kvstore.chunk import ChunkName
+from replicas.kvstore.chunk import ChunkName, NotedLease
 from replicas.kvstore.layout import ChunkHeader, file_bytes
 from replicas.kvstore.on_disk.chunk_files import ChunkFiles
 from replicas.kvstore.on_disk.disk_books import DiskBooks, Worker
@@ -66,12 +66,7 @@ class Disk:
             self._opened = opened.pop_all()
         self.restored: Sequence[ChunkName] = self._journal.names()
         """Chunks by the journal, least recently used first."""
-        self.restored_leases: Mapping[BlockHash, float] = dict(self._journal.leases)
-        """Ends of restored leases, in seconds since 1970, if recorded."""
-        self.restored_lease_seconds: Mapping[BlockHash, int] = dict(self._journal.lease_seconds)
-        """How long after its last use each ends, where that was noted."""
-        self.restored_lease_tenants: Mapping[BlockHash, bytes] = dict(self._journal.lease_tenants)
-        """Tenant of each lease, if recorded."""
+        self.restored_leases: Mapping[BlockHash, NotedLease] = dict(self._journal.leases)
         self._threads: list[threading.Thread] = []
         self._books = DiskBooks(options, self._journal.sizes(), self._start_worker, clock)
         self._keeper = DiskKeeper(options, self._files, self._journal, self._books)
@@ -127,7 +122,8 @@ class Disk:
         """Until is in seconds since 1970, 0 for none any more; a use makes it `seconds` from then. The chunk
         may be written later.
         """
-        self._books.note(lambda journal: journal.leased(key, until, seconds, tenant))
+        lease = NotedLease(until, seconds, tenant)
+        self._books.note(lambda journal: journal.leased(key, lease))
 
     # What happens.
 

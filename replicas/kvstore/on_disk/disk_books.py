@@ -4,11 +4,12 @@ Owns the queue, finished jobs, the files and their bytes, measured speeds, and w
 opens no file; nothing blocks under its lock.
 """
 
+import contextlib
 import itertools
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from replicas.kvstore.chunk import ChunkName
@@ -217,15 +218,18 @@ class DiskBooks:
                 self._book(job, outcome, now)
             self._has_work.notify_all()
 
-    def claim(self, key: BlockHash) -> bool:
-        """Whether the key is unknown, and the thread's until `release`."""
+    @contextlib.contextmanager
+    def claimed(self, key: BlockHash) -> Iterator[bool]:
+        """Whether the key is without a job, and the thread's until the end."""
         with self._lock:
-            return self._queue.claim(key)
-
-    def release(self, key: BlockHash) -> None:
-        with self._lock:
-            self._queue.release(key)
-            self._has_work.notify_all()
+            is_ours = self._queue.claim(key)
+        try:
+            yield is_ours
+        finally:
+            if is_ours:
+                with self._lock:
+                    self._queue.release(key)
+                    self._has_work.notify_all()
 
     def knows(self, key: BlockHash) -> bool:
         with self._lock:
@@ -385,8 +389,7 @@ class DiskBooks:
         elif outcome.is_worthless and job.key is not None:
             self._forget(job.key)
         if job.kind in (Kind.READ, Kind.WRITE, Kind.ERASE):
-            header = outcome.header if job.kind is Kind.READ else None
-            self._tell(job.kind, job, now, outcome.reason, header, is_gone=outcome.is_worthless)
+            self._tell(job.kind, job, now, outcome.reason, outcome.header, is_gone=outcome.is_worthless)
 
     def _book_write(self, job: DiskJob, outcome: DiskOutcome, now: float) -> None:
         if outcome.error is not None:

@@ -41,7 +41,7 @@ def perform(files: Files, job: DiskJob, *, excess_bytes: int = 0) -> DiskOutcome
     try:
         if excess_bytes > 0:
             files.others.make_room(excess_bytes)
-        return _DO[job.kind](files, job)
+        return _do(files, job)
     except FileMissing:
         return DiskOutcome(reason="missing", is_worthless=True)
     except ChunkError as error:
@@ -54,37 +54,26 @@ def perform(files: Files, job: DiskJob, *, excess_bytes: int = 0) -> DiskOutcome
         return DiskOutcome(reason=reason, error=error, is_worthless=is_unreadable)
 
 
-def _read(files: Files, job: DiskJob) -> DiskOutcome:
-    assert job.key is not None and job.slot is not None
-    return DiskOutcome(header=files.chunks.read(job.key, job.slot))
-
-
-def _write(files: Files, job: DiskJob) -> DiskOutcome:
-    assert job.header is not None and job.slot is not None
-    files.chunks.write(job.header, job.slot, sync=job.sync)
-    return DiskOutcome(header=job.header)
-
-
-def _remove(files: Files, job: DiskJob) -> DiskOutcome:
+def _do(files: Files, job: DiskJob) -> DiskOutcome:
+    if job.kind is Kind.PROBE:
+        write_seconds, read_seconds = files.chunks.probe(job.num_bytes)
+        return DiskOutcome(
+            read_seconds_per_byte=read_seconds / job.num_bytes,
+            write_seconds_per_byte=write_seconds / job.num_bytes,
+        )
+    if job.kind is Kind.ERASE:
+        try:
+            files.chunks.erase()
+        finally:
+            files.others.erase()
+        return DiskOutcome()
     assert job.key is not None
-    files.chunks.remove(job.key)
+    if job.kind is Kind.REMOVE:
+        files.chunks.remove(job.key)
+        return DiskOutcome()
+    assert job.slot is not None
+    if job.kind is Kind.READ:
+        return DiskOutcome(header=files.chunks.read(job.key, job.slot))
+    assert job.header is not None
+    files.chunks.write(job.header, job.slot, sync=job.sync)
     return DiskOutcome()
-
-
-def _erase(files: Files, job: DiskJob) -> DiskOutcome:
-    try:
-        files.chunks.erase()
-    finally:
-        files.others.erase()
-    return DiskOutcome()
-
-
-def _probe(files: Files, job: DiskJob) -> DiskOutcome:
-    write_seconds, read_seconds = files.chunks.probe(job.num_bytes)
-    return DiskOutcome(
-        read_seconds_per_byte=read_seconds / job.num_bytes,
-        write_seconds_per_byte=write_seconds / job.num_bytes,
-    )
-
-
-_DO = {Kind.READ: _read, Kind.WRITE: _write, Kind.REMOVE: _remove, Kind.ERASE: _erase, Kind.PROBE: _probe}

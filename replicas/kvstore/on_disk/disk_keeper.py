@@ -120,31 +120,17 @@ class DiskKeeper:
 
     def _examine(self, key: BlockHash) -> None:
         """Examine an unknown file: record it, or remove it if it is not what its name says."""
-        if not self._books.claim(key):
-            return
-        try:
-            if self._books.knows(key):
+        with contextlib.suppress(FileMissing, OSError), self._books.claimed(key) as is_ours:
+            if not is_ours or self._books.knows(key):
                 return
             try:
                 header, num_bytes = self._files.chunks.read_header(key)
-            except FileMissing:
-                return
             except ChunkError:
                 self._files.chunks.remove(key)
             else:
                 self._books.found(header.name, num_bytes)
-        except OSError:
-            return
-        finally:
-            self._books.release(key)
 
     def _look_for(self, key: BlockHash) -> None:
-        if not self._books.claim(key):
-            return
-        try:
-            if self._books.knows(key) and not self._files.chunks.has(key):
+        with contextlib.suppress(OSError), self._books.claimed(key) as is_ours:
+            if is_ours and self._books.knows(key) and not self._files.chunks.has(key):
                 self._books.lost(key)
-        except OSError:
-            return
-        finally:
-            self._books.release(key)

@@ -17,12 +17,13 @@ renamed.
 """
 
 import contextlib
+import itertools
 import os
 import struct
 import zlib
 from collections.abc import Iterable
 
-from replicas.kvstore.chunk import ChunkName
+from replicas.kvstore.chunk import ChunkName, NotedLease
 from replicas.kvstore.on_disk.folder import regular_file
 from replicas.kvstore.on_disk.layout_folder import JOURNAL
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
@@ -66,14 +67,7 @@ class Journal:
         self._folder = folder
         self._table: dict[BlockHash, bytes] = {}
         """The record that added each chunk, oldest use first."""
-        self.leases: dict[BlockHash, float] = {}
-        """Their ends, in seconds since 1970."""
-        self.lease_seconds: dict[BlockHash, int] = {}
-        """How long after a use they end, where that was said."""
-        self.lease_tenants: dict[BlockHash, bytes] = {}
-        """Tenant of each lease, if known."""
-        self.num_bytes = 0
-        """Bytes of the files in the table."""
+        self.leases: dict[BlockHash, NotedLease] = {}
         self.num_bad_records = 0
         """Bad records in the log at opening."""
         self._buffer: list[bytes] = []
@@ -85,12 +79,6 @@ class Journal:
             os.close(self._fd)
             raise FileExistsError(0, f"{JOURNAL} is no file")
         self._read()
-
-    def __contains__(self, key: BlockHash) -> bool:
-        return key in self._table
-
-    def __len__(self) -> int:
-        return len(self._table)
 
     def names(self) -> list[ChunkName]:
         """Oldest use first."""
@@ -116,9 +104,8 @@ class Journal:
         self._append(record)
 
     def removed(self, key: BlockHash) -> None:
-        self._end_lease(key)
-        if key in self._table:
-            self._remove(key)
+        self.leases.pop(key, None)
+        if self._table.pop(key, None) is not None:
             self._append(_record(REMOVED, key))
 
     def used(self, keys: Iterable[BlockHash]) -> None:
@@ -128,35 +115,27 @@ class Journal:
                 self._table[key] = self._table.pop(key)
                 self._append(_record(USED, key))
 
-    def leased(self, key: BlockHash, until: float, seconds: int = 0, tenant: bytes = b"") -> None:
-        """Record a lease until `until`, in seconds since 1970, 0 for an ended one; a use extends it to
-        `seconds` from then. The chunk's file may come later."""
-        if self._lease(key, until, seconds, tenant):
-            self._append(_lease_record(key, until, seconds, tenant))
+    def leased(self, key: BlockHash, lease: NotedLease) -> None:
+        """Record a lease; one until 0 has ended. The chunk's file may come later."""
+        if self._lease(key, lease):
+            self._append(_lease_record(key, lease))
 
     def clear(self) -> None:
         """Clear everything; the next flush writes it to the log."""
         self._table.clear()
         self.leases.clear()
-        self.lease_seconds.clear()
-        self.lease_tenants.clear()
-        self.num_bytes = 0
         self._is_behind = True
 
     # The log.
 
-    def flush(self, *, sync: bool = True) -> None:
-        """Write buffered records to the log, and with `sync` to the disk.
-
-        Raises OSError. The next flush then writes what is missing.
-        """
+    def flush(self) -> None:
+        """Write buffered records to the log, durably. Raises OSError; the next flush then writes the rest."""
         if self._is_behind or self._num_dead > max(MIN_DEAD_RECORDS, self._num_live):
-            self._rewrite(sync=sync)
+            self._rewrite()
         elif self._buffer:
             self._is_behind = True
             _write(self._fd, b"".join(self._buffer), self._num_records * RECORD_BYTES)
-            if sync:
-                os.fdatasync(self._fd)
+            os.fdatasync(self._fd)
             self._num_records += len(self._buffer)
             self._buffer.clear()
             self._is_behind = False
@@ -176,24 +155,18 @@ class Journal:
         if not self._is_behind:
             self._buffer.append(record)
 
-    def _rewrite(self, *, sync: bool) -> None:
+    def _rewrite(self) -> None:
         self._is_behind = True
         self._buffer.clear()
-        leases = [
-            _lease_record(key, until, self.lease_seconds.get(key, 0), self.lease_tenants.get(key, b""))
-            for key, until in self.leases.items()
-        ]
-        records = b"".join((*self._table.values(), *leases))
+        records = b"".join((*self._table.values(), *itertools.starmap(_lease_record, self.leases.items())))
         with contextlib.suppress(FileNotFoundError):
             os.unlink(_TEMPORARY, dir_fd=self._folder)
         fd = os.open(_TEMPORARY, _OPEN | os.O_EXCL, 0o600, dir_fd=self._folder)
         try:
             _write(fd, records, 0)
-            if sync:
-                os.fdatasync(fd)
+            os.fdatasync(fd)
             os.rename(_TEMPORARY, JOURNAL, src_dir_fd=self._folder, dst_dir_fd=self._folder)
-            if sync:
-                os.fsync(self._folder)
+            os.fsync(self._folder)
         except BaseException:
             os.close(fd)
             with contextlib.suppress(OSError):
@@ -223,8 +196,7 @@ class Journal:
             self._is_behind = True
         self._num_records = at // RECORD_BYTES
         self._is_behind |= self.num_bad_records > 0
-        for key in [key for key in self.leases if key not in self._table]:
-            self._end_lease(key)
+        self.leases = {key: lease for key, lease in self.leases.items() if key in self._table}
 
     def _replay(self, records: bytes) -> None:
         table, crc32, unpack_crc = self._table, zlib.crc32, _CRC.unpack_from
@@ -240,46 +212,29 @@ class Journal:
                 if key in table:
                     table[key] = table.pop(key)
             elif kind == REMOVED:
-                self._end_lease(key)
-                self._remove(key)
+                self.leases.pop(key, None)
+                table.pop(key, None)
             elif kind == LEASED:
                 tag, tag_bytes, until, seconds = _BODY.unpack_from(record, _CRC.size)[3:]
-                self._lease(key, until, seconds, tag[:tag_bytes])
+                self._lease(key, NotedLease(until, seconds, tag[:tag_bytes]))
             else:
                 self.num_bad_records += 1
 
     # The table.
 
     def _add(self, key: BlockHash, record: bytes) -> None:
-        self._remove(key)
+        self._table.pop(key, None)
         self._table[key] = record
-        self.num_bytes += int.from_bytes(record[56:64], "little")
 
-    def _remove(self, key: BlockHash) -> None:
-        record = self._table.pop(key, None)
-        if record is not None:
-            self.num_bytes -= int.from_bytes(record[56:64], "little")
-
-    def _end_lease(self, key: BlockHash) -> bool:
-        """Whether it had one."""
-        self.lease_seconds.pop(key, None)
-        self.lease_tenants.pop(key, None)
-        return self.leases.pop(key, None) is not None
-
-    def _lease(self, key: BlockHash, until: float, seconds: int, tenant: bytes) -> bool:
+    def _lease(self, key: BlockHash, lease: NotedLease) -> bool:
         """Whether that changes anything."""
-        if not until > 0:
-            return self._end_lease(key)
+        if not lease.until > 0:
+            return self.leases.pop(key, None) is not None
         if key not in self._table and len(self.leases) >= len(self._table) + MAX_LEASES_AHEAD:
             return False
-        before = self.leases.get(key), self.lease_seconds.get(key, 0), self.lease_tenants.get(key, b"")
-        self._end_lease(key)
-        self.leases[key] = until
-        if seconds:
-            self.lease_seconds[key] = seconds
-        if tenant:
-            self.lease_tenants[key] = tenant
-        return before != (until, seconds, tenant)
+        before = self.leases.pop(key, None)
+        self.leases[key] = lease
+        return before != lease
 
 
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -297,9 +252,9 @@ def _record(
     return _CRC.pack(zlib.crc32(body)) + body
 
 
-def _lease_record(key: BlockHash, until: float, seconds: int, tenant: bytes) -> bytes:
-    tag = tenant.ljust(HASH_BYTES, b"\0")
-    return _record(LEASED, key, tag, len(tenant), until=until, number=seconds)
+def _lease_record(key: BlockHash, lease: NotedLease) -> bytes:
+    tag = lease.tenant.ljust(HASH_BYTES, b"\0")
+    return _record(LEASED, key, tag, len(lease.tenant), until=lease.until, number=lease.seconds)
 
 
 def _write(fd: int, data: bytes, at: int) -> None:

@@ -42,57 +42,12 @@ def test_what_was_never_written_is_missing(tmp_path: Path) -> None:
         assert finished.is_gone
 
 
-def test_what_is_removed_is_gone_and_its_bytes_too(tmp_path: Path) -> None:
-    with opened(tmp_path) as at:
-        at.write("a")
-        at.write("b")
-        at.removed("a")
-        assert not at.has("a") and at.has("b")
-        at.until(lambda: at.disk.bytes_used == SLOT_BYTES)
-
-
-def test_jobs_of_one_chunk_are_done_in_their_order(tmp_path: Path) -> None:
-    with opened(tmp_path) as at:
-        at.write("a")
-        for _ in range(20):
-            at.disk.remove([key("a")])
-            gone = at.disk.read(key("a"), at.slots[1])
-            written = at.disk.write(fill(at.slots[0], "a"), at.slots[0])
-            there = at.disk.read(key("a"), at.slots[2])
-            assert [at.ends(job).ok for job in (gone, written, there)] == [False, True, True]
-
-
-def test_a_chunk_that_is_written_again_counts_once(tmp_path: Path) -> None:
-    with opened(tmp_path) as at:
-        at.write("a")
-        at.write("a")
-        assert at.has("a") and at.disk.bytes_used == SLOT_BYTES
-
-
-@pytest.mark.parametrize("sync", [False, True])
-def test_a_next_life_finds_what_was_there_oldest_use_first(tmp_path: Path, sync: bool) -> None:
-    with opened(tmp_path) as at:
-        for path in ("a", "ab", "abc", "z"):
-            at.write(path, sync=sync)
-        at.disk.note_use([key("ab"), key("a")])
-        at.disk.note_lease(key("abc"), 2e9)
-        at.disk.note_lease(key("z"), 3e9)
-        at.disk.note_lease(key("z"), 0)
-    with opened(tmp_path) as at:
-        assert list(at.disk.restored) == [name(path) for path in ("abc", "z", "ab", "a")]
-        assert at.disk.restored_leases == {key("abc"): 2e9}
-        assert at.disk.bytes_used == 4 * SLOT_BYTES
-        assert all(at.has(path) for path in ("a", "ab", "abc", "z"))
-        at.compared()
-        assert at.disk.take_found() == [] and all(each.kind is Kind.READ for each in at.finished)
-
-
 def test_a_lease_may_come_before_its_chunk(tmp_path: Path) -> None:
     with opened(tmp_path) as at:
         at.disk.note_lease(key("a"), 2e9)
         at.write("a")
     with opened(tmp_path) as at:
-        assert at.disk.restored_leases == {key("a"): 2e9}
+        assert at.disk.restored_leases == {key("a"): (2e9, 0, b"")}
 
 
 def test_without_a_journal_files_are_found_one_by_one(tmp_path: Path) -> None:

@@ -121,7 +121,8 @@ class DiskAgainstADictionary(RuleBasedStateMachine):
         self.at.disk.close(PATIENCE_SECONDS)
         self.at = self.open()
         assert list(self.at.disk.restored) == [name(path) for path in self.files]
-        assert self.at.disk.restored_leases == {key(path): until for path, until in self.leases.items()}
+        leases = {each: lease.until for each, lease in self.at.disk.restored_leases.items()}
+        assert leases == {key(path): until for path, until in self.leases.items()}
         self.at.compared()
         assert self.at.disk.take_found() == []
         assert not [each for each in self.at.finished if each.kind is Kind.LOST]

@@ -1,7 +1,5 @@
 """The queue of jobs: priorities, one key's jobs in order, what is late, and its books after any history."""
 
-from collections.abc import Iterable
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -17,80 +15,6 @@ def job(kind: Kind, path: str | None, number: int = 0, asked_at: float = 0.0) ->
     growth = {Kind.WRITE: BYTES, Kind.REMOVE: -BYTES}.get(kind, 0)
     wanted = None if path is None else key(path)
     return DiskJob(kind, number, asked_at, wanted, num_bytes=BYTES, growth=growth)
-
-
-def queue_of(*jobs: tuple[Kind, str]) -> JobQueue:
-    queue = JobQueue()
-    for number, (kind, path) in enumerate(jobs):
-        queue.add(job(kind, path, number))
-    return queue
-
-
-def numbers(jobs: Iterable[DiskJob | None]) -> list[int | None]:
-    return [None if each is None else each.number for each in jobs]
-
-
-def test_reads_come_before_removals_before_writes() -> None:
-    queue = queue_of((Kind.WRITE, "a"), (Kind.REMOVE, "b"), (Kind.READ, "c"), (Kind.READ, "d"))
-    assert numbers(queue.take(0.0) for _ in range(5)) == [2, 3, 1, 0, None]
-
-
-def test_jobs_of_one_key_come_one_after_the_other_in_their_order() -> None:
-    queue = queue_of((Kind.WRITE, "a"), (Kind.REMOVE, "a"), (Kind.READ, "a"), (Kind.WRITE, "b"))
-    first, other = queue.take(0.0), queue.take(0.0)
-    assert first is not None and numbers([first, other, queue.take(0.0)]) == [0, 3, None]
-    queue.end(first)
-    second = queue.take(0.0)
-    assert second is not None and numbers([second, queue.take(0.0)]) == [1, None]
-    queue.end(second)
-    assert numbers([queue.take(0.0)]) == [2]
-
-
-def test_a_read_that_is_given_up_lets_others_have_its_key() -> None:
-    queue = queue_of((Kind.READ, "a"), (Kind.WRITE, "a"))
-    read = queue.take(0.0)
-    assert read is not None and queue.take(0.0) is None
-    assert list(queue.late_reads(1.0)) == [read]
-    queue.give_up(read)
-    assert numbers([queue.take(0.0)]) == [1] and queue.num_running == 1
-    queue.end(read)
-    assert queue.num_running == 1 and read.state is State.ENDED
-
-
-def test_reads_that_wait_too_long_leave_the_queue() -> None:
-    queue = JobQueue()
-    late, later = job(Kind.READ, "a", 1, 1.0), job(Kind.READ, "b", 2, 2.0)
-    queue.add(late)
-    queue.add(later)
-    assert queue.next_deadline() == 1.0
-    assert list(queue.late_reads(2.0)) == [late] and late.state is State.ENDED
-    assert queue.next_deadline() == 2.0 and queue.num_waiting == 1 and queue.bytes_to_read == BYTES
-    assert queue.take(0.0) is later and queue.take(0.0) is None
-    queue.end(later)
-    assert queue.next_deadline() is None
-
-
-def test_a_key_that_is_claimed_is_the_claimers_until_it_is_released() -> None:
-    queue = queue_of((Kind.READ, "a"))
-    assert not queue.claim(key("a")) and queue.claim(key("b")) and not queue.claim(key("b"))
-    queue.add(job(Kind.REMOVE, "b", 7))
-    assert numbers([queue.take(0.0), queue.take(0.0)]) == [0, None]
-    queue.release(key("b"))
-    assert numbers([queue.take(0.0)]) == [7]
-
-
-def test_erasing_waits_for_what_runs_and_everything_else_for_erasing() -> None:
-    queue = queue_of((Kind.WRITE, "a"))
-    running = queue.take(0.0)
-    erase = job(Kind.ERASE, None, 5)
-    queue.add(erase)
-    queue.add(job(Kind.READ, "b", 6))
-    assert running is not None and queue.is_erasing and queue.take(0.0) is None
-    assert not queue.claim(key("c"))
-    queue.end(running)
-    assert queue.take(0.0) is erase and queue.take(0.0) is None
-    queue.end(erase)
-    assert numbers([queue.take(0.0)]) == [6] and not queue.is_erasing
 
 
 class AnyHistory(RuleBasedStateMachine):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from replicas.kvstore.chunk import NotedLease
 from replicas.kvstore.directory import ChunkPlace
 from replicas.kvstore.leasing.lease_service import LeaseService, restored_leases
 from replicas.kvstore.leasing.leases import Charge, LeaseRecord, TenantTag
@@ -24,17 +25,14 @@ class NotedLeases:
     """A disk as leases see it."""
 
     def __init__(self) -> None:
-        self.restored_leases: dict[BlockHash, float] = {}
-        self.restored_lease_seconds: dict[BlockHash, int] = {}
-        self.restored_lease_tenants: dict[BlockHash, bytes] = {}
+        self.restored_leases: dict[BlockHash, NotedLease] = {}
         self.noted: list[tuple[BlockHash, float]] = []
         self.is_off = False
         self.write_stop: WriteStop | None = None
 
     def note_lease(self, key: BlockHash, until: float, seconds: int, tenant: bytes = b"") -> None:
         self.noted.append((key, until))
-        self.restored_lease_tenants[key] = tenant
-        self.restored_lease_seconds[key] = seconds
+        self.restored_leases[key] = NotedLease(until, seconds, tenant)
 
 
 class Desk:
@@ -66,7 +64,7 @@ def test_a_lease_is_noted_with_its_end_once_its_file_is_there_and_again_when_it_
     assert desk.desk.is_to_be_synced(key("a"))
     write_all(desk.directory)
     desk.desk.poll()
-    assert desk.disk.restored_lease_seconds == {key("a"): DAY, key("ab"): DAY}
+    assert [each.seconds for each in desk.disk.restored_leases.values()] == [DAY, DAY]
     assert sorted(desk.disk.noted) == [(key("a"), 1e9 + DAY), (key("ab"), 1e9 + DAY)]
     assert not desk.desk.is_to_be_synced(key("a"))
     desk.disk.noted.clear()
@@ -99,7 +97,7 @@ def test_after_a_restart_what_is_left_holds_and_never_more_than_a_day(
     until: float, left: float | None
 ) -> None:
     disk = NotedLeases()
-    disk.restored_leases = {key("a"): 1e9 + until}
+    disk.restored_leases = {key("a"): NotedLease(1e9 + until)}
     directory = leasing(4, 4)
     directory.restore([name("a")], restored_leases(disk, lambda: 1e9))
     lefts = [record.seconds_left for record in directory.leases.records([key("a")])]
@@ -108,8 +106,7 @@ def test_after_a_restart_what_is_left_holds_and_never_more_than_a_day(
 
 def test_after_a_restart_a_use_renews_all_that_was_asked_for() -> None:
     disk = NotedLeases()
-    disk.restored_leases = {key("a"): 1e9 + 50, key("b"): 1e9 + 5000}
-    disk.restored_lease_seconds = {key("a"): 600, key("b"): 600}
+    disk.restored_leases = {key("a"): NotedLease(1e9 + 50, 600), key("b"): NotedLease(1e9 + 5000, 600)}
     directory = leasing(4, 4)
     directory.restore(map(name, "ab"), restored_leases(disk, lambda: 1e9))
     lefts = [record.seconds_left for record in directory.leases.records([key("a"), key("b")])]
@@ -126,13 +123,12 @@ def test_a_real_disk_remembers_ends_and_seconds_also_when_its_journal_is_written
         at.disk.note_lease(key("b"), 3e9, 7200)
     for _ in range(2):
         with opened(tmp_path) as at:
-            assert at.disk.restored_leases == {key("a"): 2e9, key("b"): 3e9}
-            assert at.disk.restored_lease_seconds == {key("a"): 600, key("b"): 7200}
-            at.disk._journal._rewrite(sync=False)
+            assert at.disk.restored_leases == {key("a"): (2e9, 600, b""), key("b"): (3e9, 7200, b"")}
+            at.disk._journal._rewrite()
     with opened(tmp_path) as at:
         at.disk.note_lease(key("a"), 0)
     with opened(tmp_path) as at:
-        assert at.disk.restored_lease_seconds == {key("b"): 7200}
+        assert at.disk.restored_leases == {key("b"): (3e9, 7200, b"")}
 
 
 def test_after_a_restart_a_lease_is_charged_to_the_tenant_whose_it_was(tmp_path: Path) -> None:
@@ -144,12 +140,8 @@ def test_after_a_restart_a_lease_is_charged_to_the_tenant_whose_it_was(tmp_path:
     desk.desk.poll()
     with opened(tmp_path) as at:
         assert at.write("a").ok and at.write("ab").ok
-        for noted, until in desk.disk.noted:
-            seconds, tenant = (
-                desk.disk.restored_lease_seconds[noted],
-                desk.disk.restored_lease_tenants[noted],
-            )
-            at.disk.note_lease(noted, until, seconds, tenant)
+        for noted, lease in desk.disk.restored_leases.items():
+            at.disk.note_lease(noted, *lease)
     for _ in range(2):
         with opened(tmp_path) as at:
             restored = leasing(8, 8)
@@ -157,7 +149,7 @@ def test_after_a_restart_a_lease_is_charged_to_the_tenant_whose_it_was(tmp_path:
             assert restored.leases.charged_to(ours.tag) == restored.leases.charged == Charge(0, 2)
             refusal = restored.grant([key("x")], DAY, ours)
             assert refusal is LeaseRefusal.TENANT_SHARE, "its share holds what it has leased before"
-            at.disk._journal._rewrite(sync=False)
+            at.disk._journal._rewrite()
 
 
 def test_nobody_is_promised_what_only_a_disk_could_keep_that_is_off() -> None:
