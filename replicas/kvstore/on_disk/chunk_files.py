@@ -81,25 +81,15 @@ class ChunkFiles:
 
         Raises FileMissing, ChunkError for bytes that are not this chunk, OSError.
         """
-        with self._opened(key) as (leaf, size):
-            if size > len(slot) or size % ALIGNMENT:
-                raise WrongLength(f"a file of {size} bytes is none for a slot of {len(slot)}")
-            image = slot[:size]
-            done = self._either_way(
-                lambda direct: self._read_image(leaf, file_name(key), image, direct=direct)
-            )
-            return decode(image[:done], self.layout, key)
+        image = self._either_way(lambda direct: self._read_image(key, slot, direct=direct))
+        return decode(image, self.layout, key)
 
     def read_header(self, key: BlockHash) -> tuple[ChunkHeader, int]:
         """Read the header, and the file's size, which matches it. Raises as `read` does."""
-        with self._opened(key) as (leaf, size):
-            fd = os.open(file_name(key), _READ, dir_fd=leaf)
-            try:
-                with contextlib.suppress(OSError):
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-                header = decode_header(memoryview(os.read(fd, HEADER_BYTES)), self.layout, key)
-            finally:
-                os.close(fd)
+        with self._opened(key) as (fd, size):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            header = decode_header(memoryview(os.read(fd, HEADER_BYTES)), self.layout, key)
             if file_bytes(header.payload_bytes) != size:
                 raise WrongLength(f"the file has {size} bytes, and not what its header says")
             return header, size
@@ -193,20 +183,17 @@ class ChunkFiles:
         finally:
             os.close(leaf)
 
-    def _read_image(self, leaf: int, name: str, image: memoryview, *, direct: bool) -> int:
-        fd = os.open(name, _READ | os.O_DIRECT * direct, dir_fd=leaf)
-        try:
+    def _read_image(self, key: BlockHash, slot: memoryview, *, direct: bool) -> memoryview:
+        """The part of the slot that is read."""
+        with self._opened(key, direct=direct) as (fd, size):
+            if size > len(slot) or size % ALIGNMENT:
+                raise WrongLength(f"a file of {size} bytes is none for a slot of {len(slot)}")
             done = 0
-            while done < len(image):
-                count = os.preadv(fd, [image[done:]], done)
-                if not count:
-                    break
+            while done < size and (count := os.preadv(fd, [slot[done:size]], done)):
                 done += count
             if not direct:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            return done
-        finally:
-            os.close(fd)
+            return slot[:done]
 
     def _either_way(self, move: Callable[[bool], Moved]) -> Moved:
         """Beside the page cache, or through it where the file system or the slot's place refuses that."""
@@ -219,20 +206,23 @@ class ChunkFiles:
         return move(False)
 
     @contextlib.contextmanager
-    def _opened(self, key: BlockHash) -> Iterator[tuple[int, int]]:
-        """The descriptor of the folder that the chunk's file is in, and the file's bytes."""
+    def _opened(self, key: BlockHash, *, direct: bool = False) -> Iterator[tuple[int, int]]:
+        """The descriptor of the chunk's file, and its bytes."""
         leaf = self.of_layout.open_leaf(key)
         if leaf is None:
             raise FileMissing
         try:
-            found = regular_file(leaf, file_name(key))
-            if found is None:
+            if regular_file(leaf, file_name(key)) is None:
                 raise FileMissing
-            yield leaf, found.st_size
+            fd = os.open(file_name(key), _READ | os.O_DIRECT * direct, dir_fd=leaf)
         except FileNotFoundError as error:
             raise FileMissing from error
         finally:
             os.close(leaf)
+        try:
+            yield fd, os.fstat(fd).st_size
+        finally:
+            os.close(fd)
 
     def _can_be_direct(self) -> bool:
         """Whether a page can be written and read beside the page cache. On a full disk: it is tried again."""

@@ -1,5 +1,6 @@
 """A process that uses the disk is killed at any moment; the next one finds right bytes or none."""
 
+import os
 import random
 import re
 import signal
@@ -8,18 +9,55 @@ import sys
 import time
 from pathlib import Path
 
-from replicas.kvstore.on_disk.disk import Kind
-from tests.replicas.kvstore.chunk_images import SLOT_BYTES
+from replicas.kvstore.layout import HEADER_BYTES
+from replicas.kvstore.on_disk.disk import Disk, Kind
+from tests.replicas.kvstore.chunk_images import PAYLOAD_BYTES, SLOT_BYTES, fill, payload, slots
 from tests.replicas.kvstore.chunk_names import key, name
-from tests.replicas.kvstore.endless_writer import PATHS
-from tests.replicas.kvstore.open_disk import opened
+from tests.replicas.kvstore.open_disk import opened, options
 
 NUM_KILLS = 6
 MOST_SECONDS = 0.4
+PATHS = [str(number) for number in range(200)]
+NUM_SLOTS = 16
+
+
+def write_endlessly(folder: str, seed: str) -> int:
+    """Use a disk at random until killed; return 3 after a read of wrong bytes."""
+    drawn = random.Random(int(seed))
+    disk = Disk(options(Path(folder)))
+    free = slots(NUM_SLOTS)
+    busy: dict[int, tuple[memoryview, str]] = {}
+    os.write(1, b"begun\n")
+    while True:
+        while free:
+            slot, path = free.pop(), drawn.choice(PATHS)
+            action = drawn.randrange(8)
+            if action < 3:
+                job = disk.write(fill(slot, path), slot, sync=action == 0)
+            elif action < 6:
+                job = disk.read(key(path), slot)
+            else:
+                disk.remove([key(path)])
+                disk.note_use(key(each) for each in drawn.sample(PATHS, 5))
+                disk.note_lease(key(drawn.choice(PATHS)), drawn.choice([0.0, 1e9, 2e9]))
+                job = None
+            if job is None:
+                free.append(slot)
+                break
+            busy[job] = slot, path
+        disk.wait(0.01)
+        for finished in disk.take_finished():
+            if finished.kind is Kind.LOST:
+                continue
+            slot, path = busy.pop(finished.job)
+            free.append(slot)
+            read = slot[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES]
+            if finished.kind is Kind.READ and finished.ok and read != payload(path):
+                return 3
 
 
 def killed_writer(folder: Path, seed: int, seconds: float) -> None:
-    command = [sys.executable, "-m", "tests.replicas.kvstore.endless_writer", str(folder), str(seed)]
+    command = [sys.executable, "-m", "tests.replicas.kvstore.test_disk_killed", str(folder), str(seed)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == b"begun\n"
         time.sleep(seconds)
@@ -50,3 +88,7 @@ def test_a_process_killed_at_any_moment_leaves_right_bytes_or_none(tmp_path: Pat
                 assert is_there == (key(path) in known)
                 num_read += is_there
     assert num_read > 100, "the processes have written"
+
+
+if __name__ == "__main__":
+    sys.exit(write_endlessly(*sys.argv[1:]))

@@ -119,6 +119,8 @@ class AnyHistory(RuleBasedStateMachine):
         assert self.queue.num_running == len(self.running()) + len(self.claims)
         assert self.queue.bytes_to_read == to_read
         assert self.queue.bytes_to_grow == sum(each.growth for each in counted)
+        held = {each.key for each in counted} | {key(path) for path in self.claims}
+        assert [self.queue.has(key(path)) for path in "abcd"] == [key(path) in held for path in "abcd"]
         alive = [
             each.asked_at for each in counted if each.kind is Kind.READ and each.state is not State.CLEARING
         ]
