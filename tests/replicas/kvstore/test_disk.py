@@ -60,6 +60,7 @@ def test_without_a_journal_files_are_found_one_by_one(tmp_path: Path) -> None:
         at.compared()
         assert at.disk.take_found() == [name("abc"), name("ab"), name("a")]
         assert at.disk.bytes_used == 3 * SLOT_BYTES
+        assert all(at.has(path) for path in ("a", "ab", "abc"))
     with opened(tmp_path) as at:
         assert sorted(at.disk.restored) == [name("a"), name("ab"), name("abc")]
 
