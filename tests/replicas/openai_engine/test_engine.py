@@ -16,10 +16,10 @@ from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.frames import BodyForm, FinishReason, RefusalCode, RequestKey
 from tests.replicas.builders import ROOT, engine_request
-from tests.replicas.driven import WAIT_SECONDS
-from tests.replicas.driven import Driven as Base
 from tests.replicas.openai_engine.route_server import RouteServer
 from tests.replicas.openai_engine.text_server import TextServer
+from tests.replicas.remote_engine.driven import WAIT_SECONDS
+from tests.replicas.remote_engine.driven import Driven as Base
 
 WORDS = " ".join(f"w{number}" for number in range(100))
 

@@ -44,7 +44,7 @@ from replicas.remote_engine.server import Server, Unreachable
 from replicas.toy_model import checkpoint_directory
 from tests.certificates import Authority
 from tests.replicas.builders import ROOT
-from tests.replicas.driven import WAIT_SECONDS, Driven
+from tests.replicas.remote_engine.driven import WAIT_SECONDS, Driven
 from tests.replicas.remote_engine.stand_in import BLOCK_SIZE, NUM_BLOCKS, StandIn, token_of
 
 PROMPT = list(range(100, 100 + 3 * BLOCK_SIZE + 1))

@@ -23,7 +23,7 @@ from router.answers.formats import AnswerFormat
 from router.answers.grammars import grammar_for
 from router.answers.wishes import FormatKind, OutputFormat, ToolChoice, ToolMode
 from tests.replicas.builders import ROOT, engine_request
-from tests.replicas.driven import Driven
+from tests.replicas.remote_engine.driven import Driven
 from tests.replicas.remote_engine.sglang_stand_in import NUM_TOKENS, SglangStandIn
 from tests.replicas.remote_engine.stand_in import token_of
 from tests.replicas.remote_engine.test_engine import config

@@ -27,7 +27,7 @@ from replicas.remote_engine.engine import RemoteEngine
 from replicas.toy_model import checkpoint_directory
 from replicas.toy_model.make_hybrid_model import write_hybrid_model
 from tests.replicas.builders import OTHER_ROOT, ROOT
-from tests.replicas.driven import Driven
+from tests.replicas.remote_engine.driven import Driven
 from tests.replicas.vllm_engine.lora import write_adapter
 from tests.replicas.vllm_engine.variants import write_quantized
 
