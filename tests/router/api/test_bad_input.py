@@ -20,179 +20,139 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments
 IMAGE = [{"type": "image_url", "image_url": {"url": "data:"}}]
 
 RAW = [
-    (b"", 400, "invalid_json", None),
-    (b"  ", 400, "invalid_json", None),
-    (b"{", 400, "invalid_json", None),
-    (b"[]", 400, "invalid_type", None),
-    (b'{"model": "tiny", "messages": [{"role": "user", "content": "\xff"}]}', 400, "invalid_json", None),
-    (b'{"model": "\xff"}', 400, "invalid_json", None),
-    (b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}', 400, "invalid_json", None),
-    (b'{"model": "tiny", "temperature": NaN}', 400, "invalid_json", None),
-    (b'{"model": "tiny", "temperature": 1e999}', 400, "invalid_type", "temperature"),
-    (b'{"model": "tiny", "seed": ' + b"9" * 5000 + b"}", 400, "invalid_type", "seed"),
+    (b"", "invalid_json", None),
+    (b"  ", "invalid_json", None),
+    (b"{", "invalid_json", None),
+    (b"[]", "invalid_type", None),
+    (b'{"model": "tiny", "messages": [{"role": "user", "content": "\xff"}]}', "invalid_json", None),
+    (b'{"model": "\xff"}', "invalid_json", None),
+    (b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}', "invalid_json", None),
+    (b'{"model": "tiny", "temperature": NaN}', "invalid_json", None),
+    (b'{"model": "tiny", "temperature": 1e999}', "invalid_type", "temperature"),
+    (b'{"model": "tiny", "seed": ' + b"9" * 5000 + b"}", "invalid_type", "seed"),
     (
         b'{"model": "tiny", "messages": [{"role": "user", "content": ' + DEEP + b"}]}",
-        400,
         "invalid_json",
         None,
     ),
-    (b'{"model": "tiny"}', 400, "missing_required_parameter", "messages"),
-    (b'{"messages": []}', 400, "missing_required_parameter", "model"),
-    (b'{"model": 3, "messages": []}', 400, "invalid_type", "model"),
+    (b'{"model": "tiny"}', "missing_required_parameter", "messages"),
+    (b'{"messages": []}', "missing_required_parameter", "model"),
+    (b'{"model": 3, "messages": []}', "invalid_type", "model"),
 ]
 
-CHAT_CHANGES: list[tuple[dict[str, Any], int, str, str | None]] = [
-    ({"model": "nobody"}, 404, "model_not_found", "model"),
-    ({"model": "untemplated"}, 400, "invalid_value", "messages"),
-    ({"messages": []}, 400, "invalid_value", "messages"),
-    ({"messages": "Hello"}, 400, "invalid_type", "messages"),
-    ({"messages": ["Hello"]}, 400, "invalid_type", "messages[0]"),
-    ({"messages": [*HELLO, {"content": "x"}]}, 400, "missing_required_parameter", "messages[1].role"),
-    ({"messages": [*HELLO, {"role": 3, "content": "x"}]}, 400, "invalid_type", "messages[1].role"),
-    ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "invalid_value", "messages[0].role"),
-    ({"messages": [{"role": "user"}]}, 400, "missing_required_parameter", "messages[0].content"),
-    ({"messages": [{"role": "user", "content": 3}]}, 400, "invalid_type", "messages[0].content"),
-    ({"messages": [{"role": "user", "content": [3]}]}, 400, "invalid_type", "messages[0].content[0]"),
+CHAT_CHANGES: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"model": "nobody"}, "model_not_found", "model"),
+    ({"model": "untemplated"}, "invalid_value", "messages"),
+    ({"messages": []}, "invalid_value", "messages"),
+    ({"messages": "Hello"}, "invalid_type", "messages"),
+    ({"messages": ["Hello"]}, "invalid_type", "messages[0]"),
+    ({"messages": [*HELLO, {"content": "x"}]}, "missing_required_parameter", "messages[1].role"),
+    ({"messages": [*HELLO, {"role": 3, "content": "x"}]}, "invalid_type", "messages[1].role"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "invalid_value", "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "missing_required_parameter", "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 3}]}, "invalid_type", "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [3]}]}, "invalid_type", "messages[0].content[0]"),
     (
         {"messages": [{"role": "user", "content": IMAGE}]},
-        400,
         "unsupported_value",
         "messages[0].content[0].image_url",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-        400,
         "invalid_type",
         "messages[0].content[0].text",
     ),
     (
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": "y"}]},
-        400,
         "invalid_type",
         "messages[0].tool_calls",
     ),
-    ({"messages": [{"role": "user", "content": "refuse me"}]}, 400, "invalid_value", "messages"),
-    ({"messages": [{"role": "user", "content": "a " * 2000}]}, 400, "context_length_exceeded", "messages"),
-    ({"messages": [{"role": "user", "content": "a" * 10**6}]}, 400, "context_length_exceeded", "messages"),
-    ({"max_tokens": 512}, 400, "context_length_exceeded", "messages"),
-    ({"max_completion_tokens": 10**30}, 400, "context_length_exceeded", "messages"),
-    ({"max_tokens": 0}, 400, "invalid_value", "max_tokens"),
-    ({"max_completion_tokens": 0}, 400, "invalid_value", "max_completion_tokens"),
-    ({"max_tokens": 2.5}, 400, "invalid_type", "max_tokens"),
-    ({"max_tokens": True}, 400, "invalid_type", "max_tokens"),
-    ({"min_tokens": -1}, 400, "invalid_value", "min_tokens"),
-    ({"min_tokens": 9, "max_tokens": 8}, 400, "invalid_value", "min_tokens"),
-    ({"temperature": -0.1}, 400, "invalid_value", "temperature"),
-    ({"temperature": 2.1}, 400, "invalid_value", "temperature"),
-    ({"temperature": "hot"}, 400, "invalid_type", "temperature"),
-    ({"top_p": 1.1}, 400, "invalid_value", "top_p"),
-    ({"top_k": -2}, 400, "invalid_value", "top_k"),
-    ({"top_k": 2**32}, 400, "invalid_value", "top_k"),
-    ({"min_p": 1.1}, 400, "invalid_value", "min_p"),
-    ({"presence_penalty": 2.1}, 400, "invalid_value", "presence_penalty"),
-    ({"frequency_penalty": -2.1}, 400, "invalid_value", "frequency_penalty"),
-    ({"repetition_penalty": 0}, 400, "invalid_value", "repetition_penalty"),
-    ({"priority": 10**400}, 400, "invalid_value", "priority"),
-    ({"n": 0}, 400, "invalid_value", "n"),
-    ({"n": 17}, 400, "invalid_value", "n"),
-    ({"stop": ["a", "b", "c", "d", "e"]}, 400, "invalid_value", "stop"),
-    ({"stop": ""}, 400, "invalid_value", "stop"),
-    ({"stop": [3]}, 400, "invalid_type", "stop[0]"),
-    ({"top_logprobs": 2}, 400, "invalid_value", "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, 400, "invalid_value", "top_logprobs"),
-    ({"logprobs": 3}, 400, "invalid_type", "logprobs"),
-    ({"logit_bias": {"99999": 1}}, 400, "invalid_value", "logit_bias"),
-    ({"logit_bias": {"x": 1}}, 400, "invalid_value", "logit_bias"),
-    ({"logit_bias": {"-1": 1}}, 400, "invalid_value", "logit_bias"),
-    ({"logit_bias": {"5": 101}}, 400, "invalid_value", "logit_bias"),
-    ({"logit_bias": {"5": 1, "05": 1}}, 400, "invalid_value", "logit_bias"),
-    ({"logit_bias": {str(number): 1 for number in range(5000)}}, 400, "invalid_value", "logit_bias"),
-    ({"messages": HELLO * 513}, 400, "context_length_exceeded", "messages"),
-    ({"tools": [TOOL] * 513}, 400, "context_length_exceeded", "messages"),
+    ({"messages": [{"role": "user", "content": "refuse me"}]}, "invalid_value", "messages"),
+    ({"max_completion_tokens": 10**30}, "context_length_exceeded", "messages"),
+    ({"max_tokens": 0}, "invalid_value", "max_tokens"),
+    ({"max_completion_tokens": 0}, "invalid_value", "max_completion_tokens"),
+    ({"max_tokens": 2.5}, "invalid_type", "max_tokens"),
+    ({"max_tokens": True}, "invalid_type", "max_tokens"),
+    ({"min_tokens": -1}, "invalid_value", "min_tokens"),
+    ({"min_tokens": 9, "max_tokens": 8}, "invalid_value", "min_tokens"),
+    ({"temperature": -0.1}, "invalid_value", "temperature"),
+    ({"temperature": 2.1}, "invalid_value", "temperature"),
+    ({"temperature": "hot"}, "invalid_type", "temperature"),
+    ({"top_p": 1.1}, "invalid_value", "top_p"),
+    ({"top_k": -2}, "invalid_value", "top_k"),
+    ({"top_k": 2**32}, "invalid_value", "top_k"),
+    ({"min_p": 1.1}, "invalid_value", "min_p"),
+    ({"presence_penalty": 2.1}, "invalid_value", "presence_penalty"),
+    ({"frequency_penalty": -2.1}, "invalid_value", "frequency_penalty"),
+    ({"repetition_penalty": 0}, "invalid_value", "repetition_penalty"),
+    ({"priority": 10**400}, "invalid_value", "priority"),
+    ({"n": 0}, "invalid_value", "n"),
+    ({"n": 17}, "invalid_value", "n"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "invalid_value", "stop"),
+    ({"stop": ""}, "invalid_value", "stop"),
+    ({"stop": [3]}, "invalid_type", "stop[0]"),
+    ({"top_logprobs": 2}, "invalid_value", "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "invalid_value", "top_logprobs"),
+    ({"logprobs": 3}, "invalid_type", "logprobs"),
+    ({"logit_bias": {"99999": 1}}, "invalid_value", "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "invalid_value", "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "invalid_value", "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "invalid_value", "logit_bias"),
+    ({"logit_bias": {"5": 1, "05": 1}}, "invalid_value", "logit_bias"),
+    ({"logit_bias": {str(number): 1 for number in range(5000)}}, "invalid_value", "logit_bias"),
+    ({"tools": [TOOL] * 513}, "context_length_exceeded", "messages"),
     (
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [CALL] * 513}]},
-        400,
         "context_length_exceeded",
         "messages",
     ),
-    ({"stop_token_ids": [99999]}, 400, "invalid_value", "stop_token_ids"),
-    ({"stream_options": {"include_usage": True}}, 400, "invalid_value", "stream_options"),
-    ({"cache_salt": ""}, 400, "invalid_value", "cache_salt"),
-    ({"cache_salt": "x" * 129}, 400, "invalid_value", "cache_salt"),
-    *(({"cache_salt": f"a{character}"}, 400, "invalid_value", "cache_salt") for character in "@/\\\0"),
-    ({"response_format": {"type": "yaml"}}, 400, "unsupported_value", "response_format"),
-    ({"tool_choice": "often"}, 400, "invalid_value", "tool_choice"),
-    ({"tool_choice": {"type": "function"}}, 400, "invalid_value", "tool_choice"),
-    ({"chat_template_kwargs": {"messages": []}}, 400, "invalid_value", "chat_template_kwargs"),
+    ({"stop_token_ids": [99999]}, "invalid_value", "stop_token_ids"),
+    ({"stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
+    ({"cache_salt": ""}, "invalid_value", "cache_salt"),
+    ({"cache_salt": "x" * 129}, "invalid_value", "cache_salt"),
+    *(({"cache_salt": f"a{character}"}, "invalid_value", "cache_salt") for character in "@/\\\0"),
+    ({"tool_choice": "often"}, "invalid_value", "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, "invalid_value", "tool_choice"),
+    ({"chat_template_kwargs": {"messages": []}}, "invalid_value", "chat_template_kwargs"),
 ]
 
-PLAIN_CHANGES: list[tuple[dict[str, Any], int, str, str | None]] = [
-    ({"prompt": None}, 400, "invalid_type", "prompt"),
-    ({"prompt": ""}, 400, "invalid_value", "prompt"),
-    ({"prompt": []}, 400, "invalid_value", "prompt"),
-    ({"prompt": [[]]}, 400, "invalid_value", "prompt"),
-    ({"prompt": ["a", 3]}, 400, "invalid_type", "prompt"),
-    ({"prompt": [3, "a"]}, 400, "invalid_type", "prompt"),
-    ({"prompt": [True]}, 400, "invalid_type", "prompt"),
-    ({"prompt": [-1]}, 400, "invalid_value", "prompt"),
-    ({"prompt": [10**30]}, 400, "invalid_value", "prompt"),
-    ({"prompt": ["a"] * 129}, 400, "invalid_value", "prompt"),
-    ({"prompt": [5] * 512}, 400, "context_length_exceeded", "prompt"),
-    ({"logprobs": 6}, 400, "invalid_value", "logprobs"),
-    ({"echo": True, "logprobs": 1}, 400, "unsupported_value", "echo"),
-    ({"suffix": "x"}, 400, "unsupported_value", "suffix"),
-    ({"best_of": 2}, 400, "unsupported_value", "best_of"),
+PLAIN_CHANGES: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"prompt": None}, "invalid_type", "prompt"),
+    ({"prompt": ""}, "invalid_value", "prompt"),
+    ({"prompt": []}, "invalid_value", "prompt"),
+    ({"prompt": [[]]}, "invalid_value", "prompt"),
+    ({"prompt": ["a", 3]}, "invalid_type", "prompt"),
+    ({"prompt": [3, "a"]}, "invalid_type", "prompt"),
+    ({"prompt": [True]}, "invalid_type", "prompt"),
+    ({"prompt": [-1]}, "invalid_value", "prompt"),
+    ({"prompt": [10**30]}, "invalid_value", "prompt"),
+    ({"prompt": ["a"] * 129}, "invalid_value", "prompt"),
+    ({"logprobs": 6}, "invalid_value", "logprobs"),
+    ({"echo": True, "logprobs": 1}, "unsupported_value", "echo"),
+    ({"suffix": "x"}, "unsupported_value", "suffix"),
+    ({"best_of": 2}, "unsupported_value", "best_of"),
 ]
 
 
-async def _expect(
-    server: HttpServer, answer: httpx.Response, status: int, code: str | None, parameter: str | None
+CASES = [
+    *(("chat/completions", *case) for case in RAW),
+    *(("chat/completions", json.dumps(CHAT | change).encode(), *case) for change, *case in CHAT_CHANGES),
+    *(("completions", json.dumps(PLAIN | change).encode(), *case) for change, *case in PLAIN_CHANGES),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "code", "parameter"), CASES)
+async def test_a_wrong_body_is_refused_and_the_field_named(
+    server: HttpServer, http: httpx.AsyncClient, path: str, body: bytes, code: str, parameter: str | None
 ) -> None:
-    assert answer.status_code == status, answer.text
+    answer = await http.post(f"/v1/{path}", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == (404 if code == "model_not_found" else 400), answer.text
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"]
-    assert error["type"] == "invalid_request_error"
+    assert error["message"] and error["type"] == "invalid_request_error"
     assert (error["code"], error["param"]) == (code, parameter), error["message"]
     assert answer.headers["x-request-id"]
-    assert server.dispatcher.generations == []
-    assert server.is_idle
-
-
-@pytest.mark.parametrize(("body", "status", "code", "parameter"), RAW)
-async def test_a_body_that_is_no_request_is_refused(
-    server: HttpServer, http: httpx.AsyncClient, body: bytes, status: int, code: str, parameter: str | None
-) -> None:
-    answer = await http.post(
-        "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
-    )
-    await _expect(server, answer, status, code, parameter)
-
-
-@pytest.mark.parametrize(("change", "status", "code", "parameter"), CHAT_CHANGES)
-async def test_a_chat_with_a_wrong_field_is_refused_by_its_name(
-    server: HttpServer,
-    http: httpx.AsyncClient,
-    change: dict[str, Any],
-    status: int,
-    code: str,
-    parameter: str | None,
-) -> None:
-    answer = await http.post("/v1/chat/completions", content=json.dumps(CHAT | change).encode())
-    await _expect(server, answer, status, code, parameter)
-
-
-@pytest.mark.parametrize(("change", "status", "code", "parameter"), PLAIN_CHANGES)
-async def test_a_completion_with_a_wrong_field_is_refused_by_its_name(
-    server: HttpServer,
-    http: httpx.AsyncClient,
-    change: dict[str, Any],
-    status: int,
-    code: str,
-    parameter: str | None,
-) -> None:
-    answer = await http.post("/v1/completions", content=json.dumps(PLAIN | change).encode())
-    await _expect(server, answer, status, code, parameter)
+    assert server.dispatcher.generations == [] and server.is_idle
 
 
 @pytest.mark.parametrize(

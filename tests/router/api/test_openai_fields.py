@@ -43,16 +43,7 @@ async def chunks(http: httpx.AsyncClient, route: str, body: dict[str, Any]) -> l
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"allowed_token_ids": [1]}, "allowed_token_ids"),
-    ({"bad_words": ["x"]}, "bad_words"),
-    ({"prompt_logprobs": 0}, "prompt_logprobs"),
-    ({"logprob_token_ids": [1]}, "logprob_token_ids"),
-    ({"use_beam_search": True}, "use_beam_search"),
-    ({"chat_template": "{{ messages }}"}, "chat_template"),
-    ({"stop_regex": "a+"}, "stop_regex"),
     ({"truncation_side": "middle"}, "truncation_side"),
-    ({"repetition_detection": {"max_pattern_size": 4}}, "repetition_detection"),
-    ({"vllm_xargs": {"x": 1}}, "vllm_xargs"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
     ({"response_format": {"type": "yaml"}}, "response_format"),
 ]
