@@ -115,7 +115,7 @@ def changed(pool: PoolSpec, values: Mapping[str, str]) -> PoolSpec:
 
 
 def model_name(config: ReplicaConfig) -> str:
-    """The name under which a replica registers."""
+    """Return the name under which a replica registers."""
     if config.model_name is not None:
         return config.model_name
     return "toy_model" if config.model is None else config.model.rstrip("/").rpartition("/")[2]

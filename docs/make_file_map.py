@@ -43,7 +43,7 @@ def source_files() -> list[str]:
 
 
 def first_line(name: str) -> str:
-    """The first line of a module's docstring."""
+    """Return the first line of a module's docstring."""
     text = (ROOT / name).read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
 

@@ -86,7 +86,8 @@ def print_header(title: str) -> None:
 
 
 def commit_of(file: Path) -> str:
-    """The commit that a source file belongs to, "+edits" if tracked files have changed since; else empty."""
+    """Return the commit that a source file belongs to, "+edits" if tracked files have changed since; else
+    empty."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(

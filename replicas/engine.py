@@ -116,7 +116,7 @@ class Engine(Protocol):
 
 
 def expand(submit: Submit, serial: int) -> list[EngineRequest]:
-    """The choices of a Submit as engine requests, under the `serial` that the replica gave it.
+    """Return the choices of a Submit as engine requests, under the `serial` that the replica gave it.
 
     The first choice prefills; the others find its blocks in the cache, in the same step even.
     """

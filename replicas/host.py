@@ -153,7 +153,7 @@ class ReplicaHost:
             raise self._failure
 
     def record(self) -> ReplicaRecord:
-        """The record for the next heartbeat."""
+        """Return the record for the next heartbeat."""
         assert self._parts is not None
         return ReplicaRecord(
             replica_id=ReplicaId(self._config.replica_id),

@@ -161,7 +161,7 @@ def _compare_points(
 
 
 def _run(engine: Engine, submit: Submit) -> tuple[list[int], list[CacheEvent]]:
-    """The tokens that the engine adds to the prompt, and all events meanwhile."""
+    """Return the tokens that the engine adds to the prompt, and all events meanwhile."""
     try:
         (request,) = expand(submit, serial=0)
         engine.add(request)

@@ -110,8 +110,8 @@ def create_apps(context: ApiContext) -> Apps:
 
 
 def create_gateway_app(context: ApiContext, endpoint_of: Callable[[str], ASGIApp | None]) -> ASGIApp:
-    """The app of requests at a gateway. Those that generate are `endpoint_of`'s, the others are answered here
-    as the clients' listener answers them."""
+    """Return the app of requests at a gateway. Those that generate are `endpoint_of`'s, the others are
+    answered here as the clients' listener answers them."""
     routes = [*ControlRoutes(context).health_routes(), *client_routes(context)]
     return _listener(context, routes, endpoint_of, None)
 

@@ -51,7 +51,8 @@ class Generation:
         return replace(self, program=name)
 
     def with_image_ids(self) -> bytes:
-        """The packed tokens, those of an image as numbers of its own: the same for the same image alone."""
+        """Return the packed tokens, those of an image as numbers of its own: the same for the same image
+        alone."""
         packed = bytearray(self.submit.packed_tokens)
         for span in self.submit.media:
             size = 4 * span.length
@@ -60,7 +61,7 @@ class Generation:
         return bytes(packed)
 
     def token_ids_with_images(self) -> Sequence[int]:
-        """The same as numbers."""
+        """Return the same as numbers."""
         return array("I", self.with_image_ids()) if self.media else self.token_ids
 
     def image_path(self, position: int) -> str | None:

@@ -151,7 +151,7 @@ class Load:
 
 
 def counted(answer: dict[str, Any]) -> Counter[str]:
-    """The same numbers of every dialect's usage."""
+    """Return the same numbers of every dialect's usage."""
     said = answer.get("usageMetadata") or answer["usage"]
     if "promptTokenCount" in said:
         prompt, read = said["promptTokenCount"], said["cachedContentTokenCount"]

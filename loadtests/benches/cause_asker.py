@@ -113,7 +113,7 @@ class Asker:
         return [self.rng.randrange(3, 500) for _ in range(num_tokens)]
 
     def chat(self, num_words: int = 120) -> dict[str, Any]:
-        """A conversation with a tool, as a body."""
+        """Return a conversation with a tool, as a body."""
 
         def words(num: int) -> str:
             return " ".join(self.rng.choice(WORDS) for _ in range(num))

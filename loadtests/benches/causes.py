@@ -254,7 +254,7 @@ def other_template(asker: Asker, cause: str, each: int) -> Said:
 
 
 def with_template(folder: Path, beginning: str) -> Path:
-    """The toy model, whose chat template begins with something else."""
+    """Return the toy model, whose chat template begins with something else."""
     shutil.copytree(
         checkpoint_directory(None), folder, ignore=shutil.ignore_patterns("*.py", "corpus", "__*")
     )

@@ -36,7 +36,7 @@ WORDS = (
 
 
 def bench_options(doc: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is the bench's docstring."""
+    """Return a parser whose help is the bench's docstring."""
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
@@ -205,7 +205,7 @@ def print_rounds(
 
 
 def counters(urls: Iterable[str], name: str, label: str = "", *, key: str = "") -> Counter[str]:
-    """A counter of several processes' /metrics, summed by the values of `label`."""
+    """Return a counter of several processes' /metrics, summed by the values of `label`."""
     found: Counter[str] = Counter()
     headers = {"authorization": f"Bearer {key}"} if key else {}
     for url in urls:

@@ -119,7 +119,7 @@ async def send(port: int, body: WorstBody) -> int:
 
 
 async def lag_seconds(port: int) -> float:
-    """The gauge's worst of the last 10 to 20 seconds."""
+    """Return the gauge's worst of the last 10 to 20 seconds."""
     connection = Connection("127.0.0.1", port)
     text = (await connection.get("/metrics")).decode()
     await connection.close()

@@ -164,7 +164,7 @@ def _body(**fields: object) -> bytes:
 
 
 def messages_of(path: str, body: bytes) -> Iterator[bytes]:
-    """A request as a gateway sends it: its headers, and its body in pieces."""
+    """Yield a request as a gateway sends it: its headers, and its body in pieces."""
     sent = {":method": "POST", ":path": path, "content-type": "application/json"}
     listed = pb.HeaderMap(headers=[{"key": key.encode(), "raw_value": sent[key].encode()} for key in sent])
     head = pb.Headers(headers=listed.SerializeToString())

@@ -94,7 +94,7 @@ async def closed_loop(stack: LocalStack, requests: Sequence[bytes], concurrency:
 async def straight_loop(
     address: str, caller: Caller, count: int, concurrency: int, *, num_prompt_tokens: int, max_tokens: int
 ) -> list[tuple[float, float]]:
-    """The same load without a router: TTFT and E2E of `count` requests over one gRPC stream."""
+    """Return the same load without a router: TTFT and E2E of `count` requests over one gRPC stream."""
     client = ReplicaClient(caller.audience.replica_id, address, lambda *_: None, caller=caller)
     rng = random.Random(concurrency)
     numbers = iter(range(count))

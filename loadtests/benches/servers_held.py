@@ -113,7 +113,7 @@ class Held(threading.Thread):
 
 @cache
 def root_of(own: LocalStack) -> BlockHash:
-    """The root of prompts without tenant and salt; proofs have roots of their own."""
+    """Return the root of prompts without tenant and salt; proofs have roots of their own."""
     secret = read_secret(None, str(own.secret_file))
     assert secret is not None
     path = toy_model_path()
@@ -122,7 +122,7 @@ def root_of(own: LocalStack) -> BlockHash:
 
 
 def indexed(own: LocalStack, number: int) -> set[bytes]:
-    """The blocks of a replica in the index; none without a lease."""
+    """Return the blocks of a replica in the index; none without a lease."""
     replica_id = ReplicaId(f"replica-{number}")
     with redis.Redis.from_url(own.redis_url, protocol=2) as client:
         epoch = client.hget(replica_key(MODEL, replica_id), "epoch")
@@ -168,7 +168,7 @@ def print_index(own: LocalStack, held: Sequence[Held]) -> None:
 
 
 def lines_of(held: Held, names: Iterable[BlockHash], first: int, sent: float) -> list[str]:
-    """The history of blocks of a chain, whose first one is the `first`; times are from the sending on."""
+    """Return the history of blocks of a chain, whose first one is the `first`; times are from the sending on."""
     found = []
     for at, name in enumerate(names, first):
         changes = [

@@ -73,8 +73,8 @@ class Prober:
 
 
 def kolmogorov_smirnov(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """The largest distance of the two distributions, and how likely one as large is by chance: asymptotic, as
-    in Numerical Recipes (Press et al., 3rd edition, section 14.3.3)."""
+    """Return the largest distance of the two distributions, and how likely one as large is by chance:
+    asymptotic, as in Numerical Recipes (Press et al., 3rd edition, section 14.3.3)."""
     places = sorted({*one, *other})
     ordered = sorted(one), sorted(other)
     distance, counts = 0.0, [0, 0]

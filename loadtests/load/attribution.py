@@ -20,7 +20,7 @@ CLOCK_SLACK_SECONDS = 0.05
 
 
 def attribute(workload: Workload, records: Mapping[int, RequestRecord]) -> dict[int, RequestRecord]:
-    """The records with their cached tokens split. Keys are positions in the workload."""
+    """Return the records with their cached tokens split. Keys are positions in the workload."""
     tenants: dict[str | None, _TenantSum] = {}
     for number, record in records.items():
         request = workload.requests[number]

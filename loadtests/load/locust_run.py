@@ -102,6 +102,6 @@ def _end(child: "subprocess.Popen[str]") -> None:
 
 
 def _reason(lines: Sequence[str]) -> str:
-    """The errors in Locust's log; without any, the end of all that it said."""
+    """Return the errors in Locust's log; without any, the end of all that it said."""
     errors = [line.partition("/ERROR/")[2].partition(": ")[2] for line in lines if "/ERROR/" in line]
     return "\n".join(errors or lines[-20:])

@@ -42,7 +42,7 @@ def answered(
     request_id: str | None = None,
     tenant: str | None = None,
 ) -> RequestRecord:
-    """The record of an answer, whole or cut short. `request_id` counts where the server names none."""
+    """Return the record of an answer, whole or cut short. `request_id` counts where the server names none."""
     details = usage.prompt_tokens_details
     predicted = headers.get("x-kvasir-overlap-tokens")
     return RequestRecord(
@@ -79,7 +79,7 @@ def unanswered(
     lateness_seconds: float = 0.0,
     tenant: str | None = None,
 ) -> RequestRecord:
-    """The record of a request to which no answer came."""
+    """Return the record of a request to which no answer came."""
     return RequestRecord(
         arrival_seconds=arrival_seconds,
         num_input_tokens=request.num_input_tokens,

@@ -72,7 +72,7 @@ class Connection:
         return self._reader is not None and not self._reader.at_eof()
 
     async def get(self, path: str) -> bytes:
-        """The body of the answer, which says its length. Raises OSError or EOFError."""
+        """Return the body of the answer, which says its length. Raises OSError or EOFError."""
         reader, writer = await self._open()
         writer.write(f"GET {path} HTTP/1.1\r\nhost: {self._host}\r\n\r\n".encode())
         headers = _headers(await reader.readuntil(b"\r\n\r\n"))

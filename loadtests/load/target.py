@@ -78,7 +78,7 @@ def _count(target: Target, api_key: str, name: str, size: PageSize | None = None
 
 
 def _said(error: urllib.error.HTTPError) -> str:
-    """The server's own sentence, if it has one."""
+    """Return the server's own sentence, if it has one."""
     try:
         return str(json.loads(error.read(MOST_ANSWER_BYTES))["error"]["message"])
     except (OSError, ValueError, KeyError, TypeError):

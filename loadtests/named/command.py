@@ -171,7 +171,7 @@ def _send(plan: LoadtestPlan, planned: PlannedRun, cluster: FreshCluster, keys: 
 
 
 def _described(path: Path, notes: tuple[str, ...]) -> Run:
-    """The run that Locust wrote, with the command that was typed instead of Locust's."""
+    """Return the run that Locust wrote, with the command that was typed instead of Locust's."""
     found = read_run(path)
     command = f"./kvasir {shlex.join(sys.argv[1:])}"
     info = dataclasses.replace(found.info, command=command, notes=(*found.info.notes, *notes))

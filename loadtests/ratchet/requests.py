@@ -121,7 +121,7 @@ class _Client(ReplicaClient):
         return TokenDelta(RequestKey(submit_id, 0), (300 + number,), finish, usage)
 
     def _num_cached_tokens(self, packed: bytes) -> int:
-        """The full blocks that the newest prompt has as well."""
+        """Return the full blocks that the newest prompt has as well."""
         size = self.block_size * TOKEN_BYTES
         ends = range(size, len(packed) + 1, size)
         num_blocks = bisect.bisect_left(ends, True, key=lambda end: packed[:end] != self._newest[:end])

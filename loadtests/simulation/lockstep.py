@@ -56,7 +56,7 @@ class Lockstep:
         self.num_context_tokens += self.num_requests * num_steps
 
     def seconds(self, num_steps: int, num_shared_tokens: int = 0) -> float:
-        """The time of `num_steps` steps that only decode, each with one token more per request.
+        """Return the time of `num_steps` steps that only decode, each with one token more per request.
 
         `num_shared_tokens` need no reading, since they are read for another request.
         """

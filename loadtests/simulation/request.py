@@ -42,7 +42,7 @@ class HashedRequest:
 
 
 def prepare(workload: Workload) -> list[HashedRequest]:
-    """The workload with the hashes and buckets that routers would compute; the same for every policy."""
+    """Return the workload with the hashes and buckets that routers would compute; the same for every policy."""
     known: dict[int, BlockHash] = {}
     return [
         hashed(number, trace, workload.block_tokens, known) for number, trace in enumerate(workload.requests)
@@ -81,7 +81,7 @@ def _media_hash(content: str) -> bytes:
 
 
 def block_id(block_hash: BlockHash) -> int:
-    """The trace's id of a prompt's block; of an answer's, one that is no trace's."""
+    """Return the trace's id of a prompt's block; of an answer's, one that is no trace's."""
     return int.from_bytes(block_hash, "big")
 
 

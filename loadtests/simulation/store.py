@@ -137,7 +137,7 @@ class VirtualStore:
         )
 
     def fill(self, load: LoadSnapshot, now: float) -> LoadSnapshot:
-        """The load, with what moving KV takes."""
+        """Return the load, with what moving KV takes."""
         speeds = self.speeds(now)
         return replace(
             load,
@@ -148,7 +148,7 @@ class VirtualStore:
         )
 
     def names(self, block_hashes: Sequence[BlockHash], first_chunk: int = 0) -> list[ChunkName]:
-        """The full chunks of a chain, from this one on."""
+        """Return the full chunks of a chain, from this one on."""
         return chunk_names(block_hashes, self.blocks_per_chunk, first_chunk)
 
     # From the device.
@@ -217,7 +217,7 @@ class VirtualStore:
     def num_ready_blocks(
         self, names: Sequence[ChunkName], num_device_blocks: int, num_findable_blocks: int
     ) -> tuple[int, bool]:
-        """The leading blocks on the device or in host memory, and whether more of them are coming."""
+        """Return the leading blocks on the device or in host memory, and whether more of them are coming."""
         return num_ready_blocks(
             self.directory,
             names,

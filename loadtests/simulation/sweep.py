@@ -50,7 +50,7 @@ def plot(kind: SweepKind, points: Mapping[float, Summary]) -> str:
 
 
 def answer(kind: SweepKind, points: Mapping[float, Summary], *, slo: str, share: float) -> str:
-    """The cheapest point from which on the SLO is kept all the way to the most generous one."""
+    """Return the cheapest point from which on the SLO is kept all the way to the most generous one."""
     enough: float | None = None
     for point in generous_first(kind, list(points)):
         if not _keeps(points[point], share):

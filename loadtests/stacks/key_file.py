@@ -11,7 +11,8 @@ from router.features.api_keys.key_record import RANDOM_BYTES, KeyDocument, KeyRe
 
 
 def write_key_file(path: Path, tenants: Iterable[Tenant], *, operators: Iterable[str] = ()) -> dict[str, str]:
-    """The texts of the keys, by the names of their tenants. Those of `operators` have the right `admin`."""
+    """Return the texts of the keys, by the names of their tenants. Those of `operators` have the right
+    `admin`."""
     named = {tenant.name: tenant for tenant in tenants}
     texts: dict[str, str] = {}
     records = []

@@ -207,7 +207,8 @@ def local_stack(
 
 
 def free_port() -> int:
-    """A port that the system does not hand out by itself, and that no other caller on this machine gets."""
+    """Return a port that the system does not hand out by itself, and that no other caller on this machine
+    gets."""
     for port in _PORTS:
         with contextlib.suppress(OSError), socket.socket() as listener:
             listener.bind(("127.0.0.1", port))

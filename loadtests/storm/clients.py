@@ -102,7 +102,7 @@ class StormClients:
 
 
 def read_events(events: Sequence[bytes]) -> tuple[str, str]:
-    """The text of a stream, and the message of the error in it."""
+    """Return the text of a stream, and the message of the error in it."""
     text: list[str] = []
     complaint = ""
     for event in events:

@@ -71,7 +71,7 @@ class ChatBodies:
         return messages
 
     def _content(self, parts: Sequence[Message]) -> str | list[dict[str, object]]:
-        """A text, or parts where there are images."""
+        """Return a text, or parts where there are images."""
         if all(part.page is None for part in parts):
             return self._joined(parts)
         content: list[dict[str, object]] = []

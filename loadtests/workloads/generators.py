@@ -27,7 +27,7 @@ class PrefixIds:
         self._chains: dict[tuple[Segment, ...], tuple[int, ...]] = {}
 
     def chain(self, segments: Sequence[Segment]) -> tuple[int, ...]:
-        """The ids of a prompt's blocks; the last one may be partial."""
+        """Return the ids of a prompt's blocks; the last one may be partial."""
         key = tuple(segments)
         if key not in self._chains:
             self._chains[key] = self._make(key)
@@ -128,7 +128,7 @@ def zipf_b2b(
     exponent: float = 1.0,
     block_tokens: int = 240,
 ) -> Workload:
-    """The same tenants, some much larger than others, and no question twice."""
+    """Return the same tenants, some much larger than others, and no question twice."""
     rng = random.Random(seed)
     builder = Builder("zipf-b2b", block_tokens)
     draw = weighted(rng, [1 / (rank + 1) ** exponent for rank in range(num_groups)])

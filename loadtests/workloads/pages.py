@@ -39,7 +39,7 @@ class Pages:
     _urls: dict[tuple[str, PageSize], str] = field(default_factory=dict)
 
     def url(self, name: str, size: PageSize) -> str:
-        """A `data:` URL of the page."""
+        """Return a `data:` URL of the page."""
         found = self._urls.get((name, size))
         if found is None:
             found = "data:image/png;base64," + base64.b64encode(page_png(self.seed, name, size)).decode()
@@ -50,7 +50,7 @@ class Pages:
 
 
 def page_png(seed: int, name: str, size: PageSize) -> bytes:
-    """A PNG of one bit a pixel (W3C, Portable Network Graphics, section 11)."""
+    """Return a PNG of one bit a pixel (W3C, Portable Network Graphics, section 11)."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
     rng = random.Random(digest)
     num_bytes = -(-size.width // 8)

@@ -33,7 +33,7 @@ class Prompts:
     _blocks: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def body(self, request: TraceRequest) -> bytes:
-        """A streamed completion of exactly the trace's output length, where the server can do that."""
+        """Return a streamed completion of exactly the trace's output length, where the server can do that."""
         left = request.num_input_tokens
         blocks = []
         for prefix_id in request.prefix_ids:
@@ -54,7 +54,7 @@ class Prompts:
         return f'{json.dumps(options)[:-1]}, "prompt": {prompt}}}'.encode()
 
     def _block(self, prefix_id: int, num_tokens: int) -> str:
-        """A block's tokens as they stand in JSON, the same in every process that has the same seed."""
+        """Return a block's tokens as they stand in JSON, the same in every process that has the same seed."""
         key = (prefix_id, num_tokens)
         block = self._blocks.get(key)
         if block is None:

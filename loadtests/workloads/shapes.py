@@ -61,7 +61,7 @@ class Shape:
 
 
 def constant(duration: float, _low: float, _high: float, _period: float) -> Shape:
-    """The same rate all the time."""
+    """Return the same rate all the time."""
     return Shape(((0.0, 1.0), (duration, 1.0)))
 
 
@@ -144,7 +144,8 @@ def make_shape(
 
 
 def bend(workload: Workload, shape: Shape) -> Workload:
-    """The same requests in the same order, as dense as the shape says; those after its end are left out."""
+    """Return the same requests in the same order, as dense as the shape says; those after its end are left
+    out."""
     amount = shape.amount
     return replace(
         workload,

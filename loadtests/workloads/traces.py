@@ -34,7 +34,7 @@ def read_trace(path: Path | str, *, seed: int, block_tokens: int = BLOCK_TOKENS)
 
 
 def parse_trace(name: str, lines: Iterable[str], *, seed: int, block_tokens: int = BLOCK_TOKENS) -> Workload:
-    """A trace as a workload, beginning at its own time zero."""
+    """Return a trace as a workload, beginning at its own time zero."""
     records = [
         _record(line, number, block_tokens) for number, line in enumerate(lines, start=1) if line.strip()
     ]
@@ -104,8 +104,8 @@ def _images(found: object, num_input_tokens: int) -> tuple[ImageSpan, ...]:
 
 
 def ids_with_images(ids: Sequence[int], images: Sequence[ImageSpan], block_tokens: int) -> list[int]:
-    """The ids of a prompt's blocks with what its images are: from the first block with one on, an id stands
-    for the images as well, as a block's hash does. What recorded the ids may have seen tokens alone.
+    """Return the ids of a prompt's blocks with what its images are: from the first block with one on, an id
+    stands for the images as well, as a block's hash does. What recorded the ids may have seen tokens alone.
     """
     found: list[int] = []
     left = sorted(images, key=lambda image: image.start, reverse=True)
@@ -137,7 +137,8 @@ def _arrivals(timestamps: Sequence[float], rng: random.Random) -> list[float]:
 
 
 def _sessions(records: Sequence[dict[str, Any]], block_tokens: int) -> list[str]:
-    """The field, or the earlier request that this one continues: all full blocks of it come first in this."""
+    """Return the field, or the earlier request that this one continues: all full blocks of it come first in
+    this."""
     continued: dict[int, str] = {}
     sessions: list[str] = []
     for number, record in enumerate(records):

@@ -92,7 +92,7 @@ def by_arrival(requests: Sequence[TraceRequest]) -> tuple[TraceRequest, ...]:
 
 
 def scale(workload: Workload, speed: float) -> Workload:
-    """The same requests, arriving `speed` times as fast."""
+    """Return the same requests, arriving `speed` times as fast."""
     if speed <= 0:
         raise ValueError(f"a speed is above 0, not {speed:g}")
     return _with_requests(
@@ -113,7 +113,7 @@ def first_seconds(workload: Workload, seconds: float) -> Workload:
 
 
 def with_block_tokens(workload: Workload, block_tokens: int) -> Workload:
-    """The same prompts in blocks of another size, which divides the old one or is a multiple of it.
+    """Return the same prompts in blocks of another size, which divides the old one or is a multiple of it.
 
     Raises ValueError.
     """
@@ -136,7 +136,7 @@ def with_block_tokens(workload: Workload, block_tokens: int) -> Workload:
 
 
 def without_keys(workload: Workload) -> Workload:
-    """The same requests without any `prompt_cache_key`."""
+    """Return the same requests without any `prompt_cache_key`."""
     return _with_requests(
         workload, [replace(request, prompt_cache_key=None) for request in workload.requests]
     )

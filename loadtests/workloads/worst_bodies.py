@@ -57,7 +57,7 @@ def _message(content: Callable[[int], bytes]) -> BodyShape:
 
 
 def _beside(name: bytes, value: Callable[[int], bytes]) -> BodyShape:
-    """A message that is harmless, and a field that is not."""
+    """Return a message that is harmless, and a field that is not."""
     return lambda size: b'"messages":[' + HI + b'],"' + name + b'":' + value(size)
 
 

@@ -97,7 +97,7 @@ def stretched_context(longest: int, rope: Mapping[str, Any]) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a checkpoint. Raises CheckpointError."""
+    """Return the object in a JSON file of a checkpoint. Raises CheckpointError."""
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_JSON_BYTES + 1)
@@ -114,7 +114,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_fields(directory: Path) -> dict[str, Any]:
-    """The object in a checkpoint's `config.json`. Raises CheckpointError."""
+    """Return the object in a checkpoint's `config.json`. Raises CheckpointError."""
     if not directory.is_dir():
         raise CheckpointError(f"there is no checkpoint directory {directory}")
     path = directory / "config.json"
@@ -178,7 +178,7 @@ def text_parts(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def read_eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """The tokens that end an answer, as servers have them: those of `generation_config.json`, else of
+    """Return the tokens that end an answer, as servers have them: those of `generation_config.json`, else of
     `config.json`, and the tokenizer's own."""
     return tuple(dict.fromkeys((*_declared_eos(directory), *_tokenizer_eos(directory))))
 

@@ -7,7 +7,7 @@ from replicas.protocol.status import TokenizerBundle
 
 
 def read_tokenizer(bundle: TokenizerBundle) -> tokenizers.Tokenizer | None:
-    """The bundle's fast tokenizer, if it has one. Raises CheckpointError."""
+    """Return the bundle's fast tokenizer, if it has one. Raises CheckpointError."""
     source = bundle.files.get("tokenizer.json")
     if source is None:
         return None

@@ -60,7 +60,7 @@ class Checkpoint:
             raise CheckpointError(f"cannot read the tensor {name} from {path}: {error}") from error
 
     def bundle(self) -> TokenizerBundle:
-        """The files that the model's text goes through. Raises CheckpointError."""
+        """Return the files that the model's text goes through. Raises CheckpointError."""
         return tokenizer_bundle(self.directory)
 
     def fingerprint(self) -> str:
@@ -151,7 +151,7 @@ def files_fingerprint(directory: Path) -> str:
 
 
 def tokenizer_bundle(directory: Path) -> TokenizerBundle:
-    """The files that turn text into tokens and messages into text. Raises CheckpointError."""
+    """Return the files that turn text into tokens and messages into text. Raises CheckpointError."""
     return TokenizerBundle({name: (directory / name).read_bytes() for name in _bundle_names(directory)})
 
 
@@ -162,7 +162,7 @@ def _bundle_names(directory: Path) -> list[str]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, each once: a single one, or those that the index names."""
+    """Return the safetensors files of a checkpoint, each once: a single one, or those that the index names."""
     index = directory / _INDEX
     if not index.is_file():
         if not (directory / _WEIGHTS).is_file():

@@ -172,7 +172,7 @@ class EngineProcess:
         return self._process.pid
 
     def bundle(self) -> TokenizerBundle:
-        """The files that the model's text goes through."""
+        """Return the files that the model's text goes through."""
         return self._bundle
 
     def add(self, request: EngineRequest) -> None:

@@ -46,7 +46,7 @@ _Sent: TypeAlias = StartLoop | Take | AbortChoice | AskStore | TakeMedia | Close
 
 
 def drive(engine: Engine, on_frame: OnFrame, on_death: OnDeath) -> "EngineLoop | ProcessLoop":
-    """A loop for this engine, not yet started, in the process where the engine is."""
+    """Return a loop for this engine, not yet started, in the process where the engine is."""
     if isinstance(engine, EngineProcess):
         return ProcessLoop(engine, on_frame, on_death)
     return EngineLoop(engine, on_frame, on_death)

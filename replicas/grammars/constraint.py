@@ -30,7 +30,7 @@ class Constraint(Protocol):
         ConstraintExhausted."""
 
     def allowed(self) -> list[int]:
-        """The tokens that may come next; never none. Only for one that is ready."""
+        """Return the tokens that may come next; never none. Only for one that is ready."""
 
     def consume(self, token_id: int) -> bool:
         """Take the choice's next token. Returns whether the answer is complete, because only its end can

@@ -426,7 +426,7 @@ def _num_bytes(change: IndexChange) -> int:
 
 
 def _split(change: IndexChange) -> list[IndexChange]:
-    """The same change in bites, in the order in which its parts apply, numbered from its number on."""
+    """Return the same change in bites, in the order in which its parts apply, numbered from its number on."""
     if _num_hashes(change) + _num_announced(change) <= HASHES_PER_CHANGE:
         return [change]
     bare = IndexChange(change.replica_id, change.epoch, change.number)

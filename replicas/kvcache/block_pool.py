@@ -77,11 +77,11 @@ class BlockPool:
         return self._hash_of[block_id]
 
     def find(self, block_hash: BlockHash) -> int | None:
-        """The block that holds this prefix: of several copies, the one that was stored first."""
+        """Return the block that holds this prefix: of several copies, the one that was stored first."""
         return self._block_of.get(block_hash)
 
     def find_prefix(self, block_hashes: Iterable[BlockHash]) -> list[int]:
-        """The leading cached blocks of a chain, up to the first miss."""
+        """Return the leading cached blocks of a chain, up to the first miss."""
         block_of = self._block_of
         block_ids: list[int] = []
         for block_hash in block_hashes:

@@ -75,5 +75,5 @@ class CacheGroup:
 
 
 def state_tokens_of(groups: Iterable[CacheGroup]) -> int:
-    """The tokens of a state's block, the largest if they differ; 0 without states."""
+    """Return the tokens of a state's block, the largest if they differ; 0 without states."""
     return max((group.block_size for group in groups if group.is_state), default=0)

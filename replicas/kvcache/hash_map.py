@@ -37,8 +37,8 @@ class UnknownBlock(Exception):
 
 
 def root_in(extra_keys: Any) -> BlockHash | None:
-    """The root that a block was hashed with: the last of its keys, and behind the adapter's name if it has
-    one. None: it goes on under that of the block before it."""
+    """Return the root that a block was hashed with: the last of its keys, and behind the adapter's name if it
+    has one. None: it goes on under that of the block before it."""
     if not extra_keys:
         return None
     try:

@@ -75,7 +75,7 @@ class Chunk:
 
 
 def chain_before(chunk: Chunk, chunks: Mapping[BlockHash, Chunk]) -> Iterator[Chunk]:
-    """The chunks before it in its chain, nearest first, up to one that is not among `chunks`."""
+    """Yield the chunks before it in its chain, nearest first, up to one that is not among `chunks`."""
     while chunk.name.parent is not None and (before := chunks.get(chunk.name.parent)) is not None:
         if before.name.last_block >= chunk.name.last_block:
             return  # a file has said so that we did not write

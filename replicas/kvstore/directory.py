@@ -158,9 +158,8 @@ class Directory:
         return places
 
     def slot(self, key: BlockHash) -> tuple[int, int] | None:
-        """The slot that holds the chunk, and its generation, which grows whenever the slot gets another
-        chunk: a reader that has not pinned it compares them before and after.
-        """
+        """Return the slot that holds the chunk, and its generation, which grows whenever the slot gets
+        another chunk: a reader that has not pinned it compares them before and after."""
         chunk = self._chunks.get(key)
         if chunk is None or chunk.slot is None or chunk.is_filling:
             return None
@@ -248,7 +247,7 @@ class Directory:
         return None if chunk is None or end is None or not chunk.is_ready else (end, chunk.name.last_block)
 
     def leased(self, key: BlockHash) -> tuple[LeaseRecord, Chunk, float] | None:
-        """The lease of a chunk that is leased and there, and its tenant's share of the store."""
+        """Return the lease of a chunk that is leased and there, and its tenant's share of the store."""
         chunk = self._chunks.get(key)
         records = self.leases.records([key]) if chunk is not None and chunk.is_ready else []
         if chunk is None or not records:
@@ -296,7 +295,8 @@ class Directory:
                     self._note_to_write(chunk)
 
     def take_lease_changes(self) -> list[LeaseRecord]:
-        """The leases of files that were granted or used since the last call, and of files that are new."""
+        """Return the leases of files that were granted or used since the last call, and of files that are
+        new."""
         changes, self._lease_changes = self._lease_changes, {}
         return self.leases.records(changes)
 
@@ -314,7 +314,7 @@ class Directory:
     # Into host memory: from the device, from disk, from a peer.
 
     def offer(self, name: ChunkName, tenancy: Tenancy = NOBODYS) -> int | None:
-        """The slot to copy a chunk into that the device or a peer has. Then `filled` or `given_up`.
+        """Return the slot to copy a chunk into that the device or a peer has. Then `filled` or `given_up`.
 
         None if it has a slot already, or if no slot may be taken for it.
         """

@@ -173,7 +173,7 @@ def encode(header: ChunkHeader, slot: memoryview) -> int:
 
 
 def encode_label(header: ChunkHeader) -> bytes:
-    """The fields of a header and their own checksum, without that of a payload. Raises ValueError."""
+    """Return the fields of a header and their own checksum, without that of a payload. Raises ValueError."""
     fields = _encode_fields(header)
     return fields + xxhash.xxh3_64_digest(fields)
 
@@ -201,7 +201,7 @@ def decode_header(header: memoryview, layout: LayoutId, key: BlockHash) -> Chunk
 
 
 def decode(image: memoryview, layout: LayoutId, key: BlockHash) -> ChunkHeader:
-    """The header of a whole file, after its checksum was found right. Raises ChunkError."""
+    """Return the header of a whole file, after its checksum was found right. Raises ChunkError."""
     header = decode_header(image[:HEADER_BYTES], layout, key)
     expected = file_bytes(header.payload_bytes)
     if len(image) != expected:

@@ -17,7 +17,7 @@ from replicas.protocol.ways import MoveSpeeds, Reach, Way, cheapest_way
 def chunk_names(
     block_hashes: Sequence[BlockHash], blocks_per_chunk: int, first_chunk: int = 0
 ) -> list[ChunkName]:
-    """The full chunks of a chain, from this one on."""
+    """Return the full chunks of a chain, from this one on."""
     names: list[ChunkName] = []
     for last in range((first_chunk + 1) * blocks_per_chunk - 1, len(block_hashes), blocks_per_chunk):
         parent = block_hashes[last - blocks_per_chunk] if last >= blocks_per_chunk else None
@@ -118,7 +118,7 @@ def num_ready_blocks(
     num_device_blocks: int,
     num_findable_blocks: int,
 ) -> tuple[int, bool]:
-    """The leading blocks on the device or in host memory, and whether more of them are coming there."""
+    """Return the leading blocks on the device or in host memory, and whether more of them are coming there."""
     first = num_device_blocks // blocks_per_chunk
     places = directory.find(name.key for name in names[first:])
     num_host = next((n for n, place in enumerate(places) if place is not ChunkPlace.HOST), len(places))

@@ -41,7 +41,7 @@ class SlotBooks:
         return self._writers[slot]
 
     def transfer(self, slot: int) -> int | None:
-        """The number of the one that brought the chunk; None if it came from elsewhere."""
+        """Return the number of the one that brought the chunk; None if it came from elsewhere."""
         return self._transfers[slot]
 
     def taken(self, slot: int, name: ChunkName | None = None, writers: Writers = ()) -> None:

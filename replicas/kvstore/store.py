@@ -166,7 +166,7 @@ class ChunkStore:
     # From the device.
 
     def offer(self, name: ChunkName, writers: Writers, tenancy: Tenancy = NOBODYS) -> int | None:
-        """The slot to copy a chunk into that the device has. Then `filled` or `given_up`.
+        """Return the slot to copy a chunk into that the device has. Then `filled` or `given_up`.
 
         None if it has a slot already (`is_kept`), or if no slot may be taken for it.
         """
@@ -238,7 +238,8 @@ class ChunkStore:
     def num_ready_blocks(
         self, names: Sequence[ChunkName], num_device_blocks: int, num_findable_blocks: int
     ) -> tuple[int, bool]:
-        """The leading blocks on the device or in host memory, and whether more of them are coming there."""
+        """Return the leading blocks on the device or in host memory, and whether more of them are coming
+        there."""
         return num_ready_blocks(
             self.directory,
             names,
@@ -252,7 +253,7 @@ class ChunkStore:
         return HOST_MOVE_SECONDS + num_tokens * (self._host_rate.seconds_per_unit or 0.0)
 
     def pin(self, keys: Sequence[BlockHash]) -> list[int]:
-        """The slots of chunks that are in host memory. They stay until `unpin`."""
+        """Return the slots of chunks that are in host memory. They stay until `unpin`."""
         self.directory.pin(keys)
         slots: list[int] = []
         for key in keys:
@@ -268,7 +269,7 @@ class ChunkStore:
         return self._books.writers(slot)
 
     def transfer(self, slot: int) -> int | None:
-        """The number of the transfer from a peer that brought the chunk; None if it came otherwise."""
+        """Return the number of the transfer from a peer that brought the chunk; None if it came otherwise."""
         return self._books.transfer(slot)
 
     def loaded(self, num_tokens: int, seconds: float) -> None:

@@ -54,7 +54,7 @@ class WriteBudget:
         return any(each.left < each.most * SHORT_BELOW for each in self._allowances)
 
     def left_ratio(self, now: float) -> float:
-        """The rest of the scarcer allowance, as a share of its maximum; 1 without a bound."""
+        """Return the rest of the scarcer allowance, as a share of its maximum; 1 without a bound."""
         self._refill(now)
         return max(0.0, min((each.left / each.most for each in self._allowances), default=1.0))
 

@@ -50,5 +50,5 @@ class Pace:
 
 
 def busy_pauses() -> Iterator[float]:
-    """The seconds to wait after each answer that the peer is busy, the longest last."""
+    """Return the seconds to wait after each answer that the peer is busy, the longest last."""
     return (min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**number) for number in range(MAX_BUSY))

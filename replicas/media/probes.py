@@ -29,7 +29,7 @@ def has_room_for_any(card: ModelCard, rule: ImageRule) -> bool:
 
 
 def probe_png(width: int, height: int, colour: bytes) -> bytes:
-    """A PNG of one colour, in RGB (W3C, Portable Network Graphics, section 5)."""
+    """Return a PNG of one colour, in RGB (W3C, Portable Network Graphics, section 5)."""
     header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes((8, 2, 0, 0, 0))
     rows = zlib.compress((b"\0" + colour * width) * height)
     return b"\x89PNG\r\n\x1a\n" + b"".join(

@@ -138,7 +138,7 @@ def _stack(error: BaseException, seen: set[int]) -> list[str]:
 
 
 def _split(record: logging.LogRecord) -> tuple[str, dict[str, object]]:
-    """The message without its fields, and the fields."""
+    """Return the message without its fields, and the fields."""
     arguments = record.args
     if not isinstance(record.msg, str) or not isinstance(arguments, tuple) or not arguments:
         return record.getMessage(), {}
@@ -157,7 +157,8 @@ def _split(record: logging.LogRecord) -> tuple[str, dict[str, object]]:
 
 @functools.lru_cache(maxsize=1024)
 def _template(text: str) -> tuple[str, list[tuple[str | None, str]]]:
-    """The text without each `name=%s`, and the name, if it has one, and the letter of each placeholder."""
+    """Return the text without each `name=%s`, and the name, if it has one, and the letter of each
+    placeholder."""
     names: list[tuple[str | None, str]] = []
 
     def keep(match: re.Match[str]) -> str:

@@ -17,7 +17,8 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def open_file_complaint(path: Path, mode: int, *, is_secret: bool = True) -> str | None:
-    """A warning about a file with this mode; None if others cannot change it, nor read it if it is secret."""
+    """Return a warning about a file with this mode; None if others cannot change it, nor read it if it is
+    secret."""
     if not mode & (_OTHERS if is_secret else _OTHERS_WRITE):
         return None
     what = "others may read or change it; chmod 600" if is_secret else "others may change it; chmod go-w"

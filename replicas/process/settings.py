@@ -27,14 +27,15 @@ class SettingsError(ValueError):
 def setting(
     default: Any = dataclasses.MISSING, *, help: str, minimum: float | None = None, above: float | None = None
 ) -> Any:
-    """A dataclass field with the sentence that documents it in `--help`, and bounds for `check_bounds`."""
+    """Return a dataclass field with the sentence that documents it in `--help`, and bounds for
+    `check_bounds`."""
     return dataclasses.field(default=default, metadata={"help": help, "minimum": minimum, "above": above})
 
 
 def old_setting(
     default: Any, *, instead: str, minimum: float | None = None, above: float | None = None
 ) -> Any:
-    """A dataclass field that goes with the next version; `instead` says what to do about it.
+    """Return a dataclass field that goes with the next version; `instead` says what to do about it.
 
     `default` is a value, or a function of the configuration. `fill_old_settings` puts it in where none is
     given. No help shows such a field.
@@ -93,7 +94,7 @@ def old_setting_warnings(config: Any) -> list[str]:
 
 
 def secret_setting(help: str) -> Any:
-    """A text that no representation of its configuration shows, and that is None unless it is set."""
+    """Return a text that no representation of its configuration shows, and that is None unless it is set."""
     return dataclasses.field(default=None, repr=False, metadata={"help": help})
 
 
@@ -289,7 +290,8 @@ _PASSWORD_IN_A_QUERY = re.compile(r"([?&][a-z_]*password=)[^&#]*", re.IGNORECASE
 
 
 def without_password(url: str) -> str:
-    """A URL as it may be printed and logged. Where it is unclear how far a password goes, more is hidden."""
+    """Return a URL as it may be printed and logged. Where it is unclear how far a password goes, more is
+    hidden."""
     scheme, mark, rest = url.partition("://") if "://" in url else ("", "", url)
     user_and_password, at, place = rest.rpartition("@")
     user, colon, _ = user_and_password.partition(":")

@@ -80,7 +80,7 @@ class AffinityOrder:
         return [self._replica_ids[position] for position in few[scores[few].argsort()].tolist()]
 
     def ranks(self, replica_ids: Iterable[ReplicaId]) -> list[int]:
-        """The place of each of these."""
+        """Return the place of each of these."""
         own = self._scores[self._places(replica_ids)]
         ranks: list[int] = (self._scores < own[:, np.newaxis]).sum(axis=1).tolist()
         return ranks

@@ -79,7 +79,8 @@ class ImageTokens:
 
 
 def namespace_root(secret: bytes, namespace: Namespace) -> BlockHash:
-    """The root of every chain in `namespace`: unpredictable without the cluster `secret`, and a secret too.
+    """Return the root of every chain in `namespace`: unpredictable without the cluster `secret`, and a secret
+    too.
 
     Fields are tagged and length-prefixed, absent ones are left out, so no two different namespaces
     encode to the same bytes. Keyed BLAKE2b (RFC 7693).
@@ -163,7 +164,7 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_token_ids(packed: bytes) -> list[int]:
-    """The inverse of `pack_token_ids`. Raises ValueError if the length is no multiple of 4."""
+    """Return the inverse of `pack_token_ids`. Raises ValueError if the length is no multiple of 4."""
     token_ids = array("I")
     token_ids.frombytes(packed)
     if sys.byteorder == "big":

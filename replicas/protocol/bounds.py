@@ -37,7 +37,7 @@ _DIGITS = re.compile(rb"[0-9]{1,19}")
 
 
 def checked_id(text: str) -> str:
-    """A replica's id or epoch: letters, digits, '.', '_' and '-'."""
+    """Return a replica's id or epoch: letters, digits, '.', '_' and '-'."""
     if len(text) > MAX_ID_CHARACTERS or not _ID.fullmatch(text):
         raise ValueError(f"{shown(text)} is not an id: letters, digits, '.', '_' and '-'")
     return text

@@ -29,8 +29,8 @@ class Purpose(Enum):
 
 
 def derive(secret: bytes, purpose: Purpose) -> bytes:
-    """The key for one purpose: keyed BLAKE2b (RFC 7693), 32 bytes. Neither the secret nor another key follows
-    from it."""
+    """Return the key for one purpose: keyed BLAKE2b (RFC 7693), 32 bytes. Neither the secret nor another key
+    follows from it."""
     return hashlib.blake2b(
         purpose.value, key=secret, digest_size=KEY_BYTES, person=b"kvasir-derive-v1"
     ).digest()
@@ -45,11 +45,11 @@ class ClusterSecret:
     others: tuple[bytes, ...] = field(default=(), repr=False)
 
     def key(self, purpose: Purpose) -> bytes:
-        """The key to make something with."""
+        """Return the key to make something with."""
         return derive(self.current, purpose)
 
     def keys(self, purpose: Purpose) -> tuple[bytes, ...]:
-        """The keys that something may have been made with, the current one first."""
+        """Return the keys that something may have been made with, the current one first."""
         return tuple(derive(secret, purpose) for secret in (self.current, *self.others))
 
     @property

@@ -20,7 +20,7 @@ def num_searched(card: ModelCard, num_tokens: int) -> int:
 
 
 def num_hit_tokens(card: ModelCard, num_blocks: int) -> int:
-    """The hit of a prompt of which this many leading blocks were found."""
+    """Return the hit of a prompt of which this many leading blocks were found."""
     return max(0, num_blocks * card.block_size - card.peek_tokens)
 
 

@@ -78,7 +78,7 @@ def blocks_key(model: str, replica_id: ReplicaId, epoch: Epoch) -> str:
 
 
 def blocks_member(block_hash: BlockHash, tier: Tier) -> bytes:
-    """The member of a blocks set for a hash whose fastest copy lies in this tier."""
+    """Return the member of a blocks set for a hash whose fastest copy lies in this tier."""
     return block_hash + TIER_MARKS[tier]
 
 
@@ -209,7 +209,7 @@ def decode_names(members: object) -> tuple[list[str], int]:
 
 
 def decode_ids(members: object) -> tuple[list[ReplicaId], int]:
-    """A set's members that are replica ids, sorted, and how many are not."""
+    """Return a set's members that are replica ids, sorted, and how many are not."""
     texts, num_wrong = _decode_each(members, checked_id)
     return [ReplicaId(text) for text in texts], num_wrong
 

@@ -45,7 +45,7 @@ class LeaseSeal:
         )
 
     def signed(self, key_name: str, fields: Mapping[str, str]) -> dict[str, str]:
-        """The same fields, and two more."""
+        """Return the same fields, and two more."""
         checked = {**fields, CHECK_FIELD: self._check_value}
         encoded = {name.encode(): value.encode() for name, value in checked.items()}
         return {**checked, SIGNATURE_FIELD: _signature(self._keys[0], key_name, encoded)}

@@ -141,7 +141,7 @@ def encode_submit(submit: Submit) -> bytes:
 def encode_client_frame(
     submits: Sequence[bytes], aborts: Sequence[Abort] = (), *, knows_draining: bool = False
 ) -> bytes:
-    """A ClientFrame of submits that are encoded already."""
+    """Return a ClientFrame of submits that are encoded already."""
     raw: tuple[Any, ...] = tuple(map(Raw, submits))
     return encode(ClientFrame(raw, tuple(aborts), knows_draining))
 
@@ -170,7 +170,7 @@ def decode_description(encoded: bytes) -> DescribeResponse:
 
 
 def checked_delta(delta: "TokenDelta | BrokenDelta", vocab_size: int | None = None) -> TokenDelta:
-    """The delta, a long refusal cut short. `vocab_size`, if it is known, bounds the tokens. Raises
+    """Return the delta, a long refusal cut short. `vocab_size`, if it is known, bounds the tokens. Raises
     ValueError."""
     if isinstance(delta, BrokenDelta):
         raise ValueError(delta.problem)

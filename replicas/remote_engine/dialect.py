@@ -66,14 +66,14 @@ class Dialect(Protocol):
     def defaults_in_file(self) -> Sequence[str]: ...
 
     def body(self, request: EngineRequest, name: str, eos_token_ids: tuple[int, ...]) -> dict[str, Any]:
-        """The body of a request; `name` comes back with the events of its blocks, if the server tells it.
-        Raises RequestRefused."""
+        """Return the body of a request; `name` comes back with the events of its blocks, if the server tells
+        it. Raises RequestRefused."""
         ...
 
     def reader(self, request: EngineRequest) -> Reader: ...
 
     def most_bytes(self, request: EngineRequest) -> int:
-        """The longest event of an answer."""
+        """Return the longest event of an answer."""
         ...
 
     def cache_event(self, raw: msgspec.Raw) -> ServerEvent:

@@ -215,7 +215,7 @@ class RemoteEngine:
         return None
 
     def bundle(self) -> TokenizerBundle:
-        """The files that the model's text goes through."""
+        """Return the files that the model's text goes through."""
         return self._bundle
 
     def begin(self, wake: Callable[[], None]) -> None:

@@ -85,7 +85,7 @@ class Pages:
         self._blocks_of.clear()
 
     def _joined(self, name: Hash) -> list[Block]:
-        """The block that ends with a page, unless one of its pages is gone."""
+        """Return the block that ends with a page, unless one of its pages is gone."""
         names, pages = [name], [self._pages[name]]
         while len(pages) < self._num_pages:
             parent = pages[-1].parent

@@ -244,7 +244,7 @@ class SglangDialect:
 
 
 def started_at(info: Mapping[str, Any]) -> str:
-    """A digest of how long each part of the start took: another start took another time."""
+    """Return a digest of how long each part of the start took: another start took another time."""
     return hashlib.sha256(json.dumps(info.get("startup_time"), sort_keys=True).encode()).hexdigest()[:16]
 
 

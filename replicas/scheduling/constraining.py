@@ -37,7 +37,7 @@ def take_unheld(waiting: Iterable[Request]) -> list[tuple[Request, TokenDelta]]:
 def last_delta(
     key: RequestKey, failed: ConstraintFailed | ConstraintExhausted, usage: PromptUsage | None = None
 ) -> TokenDelta:
-    """The last one of a request that cannot be held to its grammar, or no longer."""
+    """Return the last one of a request that cannot be held to its grammar, or no longer."""
     if isinstance(failed, ConstraintExhausted):
         return TokenDelta(key, finish_reason=FinishReason.LENGTH, usage=usage)
     return TokenDelta(key, finish_reason=FinishReason.ERROR, refusal=Refusal(failed.code, failed.message))

@@ -13,7 +13,7 @@ from replicas.engine import EngineRequest
 
 
 def resumed_seed(request: EngineRequest) -> int:
-    """The request's own seed, if nothing was generated yet."""
+    """Return the request's own seed, if nothing was generated yet."""
     num_output_tokens = request.submit.num_output_tokens
     if num_output_tokens == 0:
         return request.seed

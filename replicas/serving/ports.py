@@ -66,9 +66,9 @@ class Ports:
         await asyncio.gather(*(server.stop(grace_seconds) for server in servers))
 
     def _health_server(self, path: str) -> grpc.aio.Server:
-        """A server of health alone at a Unix socket, without TLS: a probe on the same machine has no
-        certificate, and needs none. A socket that an earlier process left behind is replaced. Raises
-        OSError."""
+        """Return a server of health alone at a Unix socket, without TLS: a probe on the same machine has no
+        certificate, and needs none. A socket that an earlier process left behind is replaced. Raises OSError.
+        """
         server = grpc.aio.server()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         try:

@@ -99,7 +99,7 @@ class RouterStream:
             self._timer = asyncio.get_running_loop().call_later(wait, self._on_timer)
 
     def take(self) -> ServerFrame:
-        """The next message: the oldest deltas that fit, and the newest load."""
+        """Return the next message: the oldest deltas that fit, and the newest load."""
         deltas = self._outbox[:MAX_DELTAS_PER_FRAME]
         if self._num_bytes:
             deltas = self._fitting(deltas)

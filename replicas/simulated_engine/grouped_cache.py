@@ -181,7 +181,7 @@ class GroupedCache:
         return len(block_hashes)
 
     def _longest_of(self, block_hashes: Sequence[BlockHash]) -> Callable[[int], int]:
-        """The longest hit of one group alone, by its number."""
+        """Return the longest hit of one group alone, by its number."""
 
         def longest(number: int) -> int:
             return next(

@@ -50,7 +50,7 @@ class CostModel:
         return max(self.d0, self.prefill_seconds(chunks)) + self.d1 * num_context_tokens
 
     def prefill_seconds(self, chunks: Sequence[PricedChunk]) -> float:
-        """The arithmetic of a step's prompts."""
+        """Return the arithmetic of a step's prompts."""
         compute, ends_prompt = 0.0, False
         for chunk in chunks:
             if not chunk.is_decode:

@@ -47,7 +47,8 @@ class Script:
         return self._end
 
     def answer(self, prompt: Sequence[int]) -> Sequence[int] | None:
-        """The answer's tokens without the one that ends it, or None if no rule's words are in the prompt.
+        """Return the answer's tokens without the one that ends it, or None if no rule's words are in the
+        prompt.
 
         Of words that end at the same place, the longer are meant.
         """

@@ -119,7 +119,7 @@ class KVPool:
         return attended[0].transpose(0, 1)
 
     def _slots(self, chunks: Sequence[Chunk]) -> npt.NDArray[np.int64]:
-        """The place of every row's token in the pool, counted in tokens."""
+        """Return the place of every row's token in the pool, counted in tokens."""
         size = self._blocks.block_size
         places: list[npt.NDArray[np.int64]] = []
         singles: list[int] = []
@@ -135,7 +135,7 @@ class KVPool:
 
 
 def _choose(wanted: str, blocks: KVBlocks) -> tuple[str, CachedAttention]:
-    """The name of a way to cached keys, and that way. Of the two, the kernel comes first."""
+    """Return the name of a way to cached keys, and that way. Of the two, the kernel comes first."""
     gathered = GatheredAttention(blocks)
     if wanted == "gather" or (wanted == "auto" and blocks.device.type not in KERNEL_DEVICES):
         return "gather", gathered

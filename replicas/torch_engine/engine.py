@@ -104,7 +104,7 @@ class TorchEngine:
         return None if self.store is None else self.store.shared
 
     def bundle(self) -> TokenizerBundle:
-        """The files that the model's text goes through."""
+        """Return the files that the model's text goes through."""
         return self._bundle
 
     def begin(self, wake: Callable[[], None]) -> None:
@@ -206,7 +206,7 @@ def _num_blocks(config: ReplicaConfig, model: ModelConfig, dtype: torch.dtype, d
 
 
 def _context_length(config: ReplicaConfig, model: ModelConfig, num_blocks: int) -> int:
-    """The longest sequence that was asked for, that the model bears and that the cache holds."""
+    """Return the longest sequence that was asked for, that the model bears and that the cache holds."""
     wanted = min(config.context_length or model.longest_context, model.longest_context)
     capacity = num_blocks * config.tokens_per_block
     least = min(wanted, _SENSIBLE_CONTEXT)

@@ -57,7 +57,7 @@ def _difference(
     rows: Sequence[Rows],
     generator: torch.Generator,
 ) -> float:
-    """The largest between two outputs."""
+    """Return the largest between two outputs."""
     num_tokens = rows[-1].first + rows[-1].num_tokens
     drawn = torch.randn((num_tokens, blocks.num_heads, blocks.head_dim), generator=generator)
     queries = drawn.to(blocks.device, blocks.dtype)

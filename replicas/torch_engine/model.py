@@ -104,7 +104,7 @@ class _WeightReader:
         return self.checkpoint.tensor(name, shape).to(device=self.device, dtype=self.dtype, copy=True)
 
     def linear(self, prefix: str, outputs: dict[str, int], num_inputs: int, *, has_bias: bool) -> _Linear:
-        """The matrices `outputs` (name to number of outputs) under `prefix`, stacked in that order."""
+        """Return the matrices `outputs` (name to number of outputs) under `prefix`, stacked in that order."""
         weights = [
             self.tensor(f"{prefix}.{name}.weight", (size, num_inputs)) for name, size in outputs.items()
         ]

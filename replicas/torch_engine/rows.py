@@ -67,7 +67,8 @@ class KVBlocks:
         return self.tensor.device
 
     def slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's keys and values by slot, the place of one token: each `[slots, kv_heads, head_dim]`."""
+        """Return a layer's keys and values by slot, the place of one token: each `[slots, kv_heads,
+        head_dim]`."""
         keys, values = (store[layer].view(-1, self.num_kv_heads, self.head_dim) for store in self.tensor)
         return keys, values
 

@@ -71,7 +71,7 @@ def _positions(chunks: Sequence[Chunk]) -> npt.NDArray[np.int64]:
 
 
 def _logit_rows(chunks: Sequence[Chunk], order: Sequence[int]) -> npt.NDArray[np.int64]:
-    """The last row of each chunk that samples, in the order of `chunks`, whose rows lie in `order`."""
+    """Return the last row of each chunk that samples, in the order of `chunks`, whose rows lie in `order`."""
     last_rows = np.zeros(len(chunks), dtype=np.int64)
     row = -1
     for index in order:

@@ -164,7 +164,8 @@ def _cut(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor
 
 
 def _cut_within(logits: torch.Tensor, params: Sequence[SamplingParams], width: int) -> torch.Tensor | None:
-    """The cut if it lies among the `width` likeliest tokens of each row, which a full width always does."""
+    """Return the cut if it lies among the `width` likeliest tokens of each row, which a full width always
+    does."""
     vocab_size = logits.shape[1]
     best = logits.topk(width, dim=-1).values
     min_p_cut = _column([math.log(s.min_p) if s.min_p > 0 else -math.inf for s in params], logits)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def toy_model_path() -> Path:
-    """The checkpoint directory: config, weights, tokenizer, chat template."""
+    """Return the checkpoint directory: config, weights, tokenizer, chat template."""
     return Path(__file__).resolve().parent
 
 

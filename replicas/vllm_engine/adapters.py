@@ -39,7 +39,7 @@ class LoraAdapter:
 def read_adapters(
     directories: Mapping[str, Any], model_name: str, *, trust_code: bool = False
 ) -> tuple[LoraAdapter, ...]:
-    """The adapters of the setting, by name. Raises SettingsError."""
+    """Return the adapters of the setting, by name. Raises SettingsError."""
     return tuple(
         _read(name, directory, model_name, trust_code) for name, directory in sorted(directories.items())
     )

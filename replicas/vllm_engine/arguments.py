@@ -216,7 +216,7 @@ def _check_device(device: str, on_cpu: bool) -> None:
 
 
 def given_arguments(engine_args: Mapping[str, Any], *, trust_code: bool = False) -> dict[str, Any]:
-    """The user's arguments, checked by name, as vLLM's own flags or its field names spell them."""
+    """Return the user's arguments, checked by name, as vLLM's own flags or its field names spell them."""
     known = [field.name for field in dataclasses.fields(EngineArgs)]
     given: dict[str, Any] = {}
     for spelling, value in engine_args.items():

@@ -57,7 +57,7 @@ class ChunkChain:
         self._loaded_from_peer: set[int] = set()
 
     def name(self, end: int) -> ChunkName:
-        """The chunk that ends before the token at position `end`, a multiple of its size."""
+        """Return the chunk that ends before the token at position `end`, a multiple of its size."""
         num_blocks = end // self._block_size
         num_before = num_blocks - self._blocks_per_chunk
         hashes = self._hashes_up_to(num_blocks)

@@ -217,7 +217,7 @@ class VllmEngine:
         return self._core
 
     def bundle(self) -> TokenizerBundle:
-        """The files that the model's text goes through."""
+        """Return the files that the model's text goes through."""
         return self._bundle
 
     def begin(self, wake: Callable[[], None]) -> None:

@@ -26,8 +26,8 @@ def spans_of(request: Any) -> list[ImageTokens]:
 
 
 def media_in(extra_keys: Any) -> list[PlacedMedia]:
-    """The items that a block was hashed with: pairs of an identifier and where it begins, among keys of other
-    kinds."""
+    """Return the items that a block was hashed with: pairs of an identifier and where it begins, among keys
+    of other kinds."""
     return [
         PlacedMedia(_content_hash(key[0]), key[1])
         for key in extra_keys or ()

@@ -172,14 +172,14 @@ class ResumePoints:
         self._reach_changed: dict[bytes, _PointBlock] = {}
 
     def _anchor_of(self, forests: Sequence[_Forest]) -> _Forest:
-        """A group that holds a block at every point; of several the one with the fewest."""
+        """Return a group that holds a block at every point; of several the one with the fewest."""
         candidates = [
             forest for forest in forests if forest.peek == self.peek and forest.group.kind != CHUNKED
         ]
         return min(candidates, key=lambda forest: (not forest.group.is_state, forest.group.is_full))
 
     def num_leading(self, chain: Sequence[bytes], num_tokens: int) -> int:
-        """The tokens of a prompt that a hit would have, as of the last take."""
+        """Return the tokens of a prompt that a hit would have, as of the last take."""
         last = min(len(chain) * self._hash_block, num_tokens if self.peek else num_tokens - 1)
         for end in range(last // self._alignment * self._alignment, 0, -self._alignment):
             if chain[end // self._hash_block - 1] in self._points:

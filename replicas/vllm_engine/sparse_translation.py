@@ -106,7 +106,7 @@ class SparseTranslator:
         self._left.append((name, self._chains[name]))
 
     def num_leading_tokens(self, request: Any) -> int:
-        """The hit that a request of vLLM's would have now."""
+        """Return the hit that a request of vLLM's would have now."""
         return self.points.num_leading(request.block_hashes, request.num_tokens)
 
     def translate(self, events: Iterable[Any]) -> list[CacheEvent]:

@@ -66,7 +66,7 @@ class EventTranslator:
         return self.hashes.num_copies()
 
     def num_leading_tokens(self, request: Any) -> int:
-        """The tokens of a request of vLLM's that lie in some tier; with a draft model it reads a block
+        """Return the tokens of a request of vLLM's that lie in some tier; with a draft model it reads a block
         less."""
         num_tokens = self.hashes.num_leading(request.block_hashes) * self._block_size
         return max(0, num_tokens - self._peek_tokens)

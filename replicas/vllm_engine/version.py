@@ -81,7 +81,7 @@ def _has(found: Any, name: str) -> bool:
 
 @functools.cache
 def _assigned(base: type) -> frozenset[str]:
-    """The attributes that its constructor sets."""
+    """Return the attributes that its constructor sets."""
     constructor = vars(base).get("__init__")
     if not inspect.isfunction(constructor):
         return frozenset()
@@ -96,6 +96,6 @@ def _named(missing: Iterator[str]) -> str:
 
 
 def _number(version: str) -> tuple[int, ...]:
-    """The first two numbers; of a version without them none, which is below all."""
+    """Return the first two numbers; of a version without them none, which is below all."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return () if found is None else tuple(map(int, found.groups()))

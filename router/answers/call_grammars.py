@@ -136,7 +136,7 @@ def _xml_parameters(tool: CallableTool) -> tuple[str, Named]:
 
 
 def _xml_value(schema: Any, root: Any) -> str | None:
-    """The rule of a value that is bare text; None of one that is JSON."""
+    """Return the rule of a value that is bare text; None of one that is JSON."""
     kinds = kinds_of(schema, root)
     if kinds is not None and "string" not in kinds:
         return None

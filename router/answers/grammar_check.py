@@ -142,9 +142,8 @@ def _nesting(rule: str) -> int:
 def _loosened(
     parts: Sequence[dict[str, Any]], vocabulary: LLTokenizer, parameter: str | None, tool_parameter: str
 ) -> str:
-    """The grammar without the schemas of tools that are not strict and cannot be followed. Raises
-    InvalidRequest if anything else cannot, alone.
-    """
+    """Return the grammar without the schemas of tools that are not strict and cannot be followed. Raises
+    InvalidRequest if anything else cannot, alone."""
     kept = [parts[0]]
     for part in parts[1:]:
         name: str = part["name"]

@@ -40,7 +40,7 @@ def grammar_for(
     special_tokens: Collection[str] = (),
     tool_parameter: str = TOOL_PARAMETER,
 ) -> str:
-    """The grammar of the answer, or "" for any text. Raises InvalidRequest.
+    """Return the grammar of the answer, or "" for any text. Raises InvalidRequest.
 
     `special_tokens` are those of the marks that are added to the model's vocabulary: llguidance takes none
     of them for text. `tool_parameter` is where a dialect has the schema of a tool's arguments.
@@ -87,7 +87,7 @@ def grammar_for(
 def _callable(
     tools: Sequence[Mapping[str, Any]], choice: ToolChoice, answer: AnswerFormat, tool_parameter: str
 ) -> list[CallableTool]:
-    """The tools that this answer may call. Raises InvalidRequest if it must, and cannot."""
+    """Return the tools that this answer may call. Raises InvalidRequest if it must, and cannot."""
     if choice.mode is ToolMode.NONE:
         return []
     functions = [tool["function"] for tool in tools]

@@ -273,7 +273,7 @@ class JsonCall:
         return at
 
     def _read_string(self, text: str, at: int) -> tuple[int, bool]:
-        """The place behind the string's closing quote and True, or the text's end."""
+        """Return the place behind the string's closing quote and True, or the text's end."""
         if self._is_escaped:
             self._is_escaped = False
             at += 1

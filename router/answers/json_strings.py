@@ -39,7 +39,7 @@ class ControlEscaper:
 
 
 def with_escapes(text: str) -> str:
-    """The whole of a JSON text."""
+    """Return the whole of a JSON text."""
     return ControlEscaper().feed(text)
 
 

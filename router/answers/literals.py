@@ -42,5 +42,5 @@ def is_special(mark: str, special_tokens: Collection[str]) -> bool:
 
 
 def mark(text: str, special_tokens: Collection[str]) -> str:
-    """A mark as the grammar has it: as a token, or as text."""
+    """Return a mark as the grammar has it: as a token, or as text."""
     return text if is_special(text, special_tokens) else literal(text)

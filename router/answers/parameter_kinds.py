@@ -66,7 +66,8 @@ def followed(schema: Any, root: Any) -> Any:
 
 
 def value_as_json(text: str, kinds: Kinds) -> str:
-    """The text itself if it is JSON of an allowed kind, or if no string is allowed; else a string of it."""
+    """Return the text itself if it is JSON of an allowed kind, or if no string is allowed; else a string of
+    it."""
     value = text.strip()
     if kinds is not None and "boolean" in kinds and value in ("True", "False"):
         value = value.lower()
@@ -129,7 +130,7 @@ class _KindFinder:
         return None
 
     def any_other(self, arguments: Any) -> Any:
-        """The schema of parameters that are not described."""
+        """Return the schema of parameters that are not described."""
         arguments = self.followed(arguments)
         return arguments.get("additionalProperties") if isinstance(arguments, Mapping) else None
 
@@ -174,7 +175,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _referred(root: Any, reference: Any) -> Any:
-    """The place in the schema that a JSON pointer names; None for any other reference."""
+    """Return the place in the schema that a JSON pointer names; None for any other reference."""
     if not isinstance(reference, str) or not (reference + "/").startswith("#/"):
         return None
     found = root

@@ -25,7 +25,7 @@ class StopStrings:
         self.found: str | None = None
 
     def add(self, piece: str) -> str:
-        """The text that is now certain."""
+        """Return the text that is now certain."""
         self._num_tokens += 1
         if not piece or self.found is not None:
             return ""
@@ -48,7 +48,7 @@ class StopStrings:
 
 
 def _first(text: str, strings: Sequence[str]) -> tuple[int, str] | None:
-    """The stop string that is complete first (the longer one, if two end together) and its start."""
+    """Return the stop string that is complete first (the longer one, if two end together) and its start."""
     found: tuple[int, int, str] | None = None
     for candidate in strings:
         start = text.find(candidate)

@@ -45,7 +45,7 @@ class AnswerUsage:
         return num_tokens, num_cached
 
     def total(self) -> PromptUsage:
-        """The tokens of all prompts together; leases are each prompt's own."""
+        """Return the tokens of all prompts together; leases are each prompt's own."""
         if len(self.prompts) == 1:  # nearly always
             return self.prompts[0]
         sums = {field: sum(getattr(prompt, field) for prompt in self.prompts) for field in _COUNTS}

@@ -52,8 +52,8 @@ class RenderedChat:
 
 
 def as_read(model: TextModel, request: ChatRequest) -> ChatRequest:
-    """The request without the images of tools that its model cannot read: it is told of them. A user's are
-    refused later."""
+    """Return the request without the images of tools that its model cannot read: it is told of them. A user's
+    are refused later."""
     if not request.images:
         return request
     rule = model.card.image_rule if model.template.shows_found_images else ""
@@ -173,8 +173,8 @@ def encoded_prompt(
     grammar: CheckedGrammar = ANY_TEXT,
     history: EncodedHistory | None = None,
 ) -> EncodedPrompt:
-    """The tokens of it that are `kept`, with what is known of places in them, what the answer is held to, and
-    by what the conversation is known again."""
+    """Return the tokens of it that are `kept`, with what is known of places in them, what the answer is held
+    to, and by what the conversation is known again."""
     if len(kept) < len(shown.token_ids):  # the places in it are no longer where they were
         num_head_tokens = num_stable_tokens = None
         keeps = [LeaseRequest(keep.seconds) for keep in request.keeps]

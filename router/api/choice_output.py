@@ -174,7 +174,7 @@ class ChoiceOutput:
             self._took(self._parts_of(held))
 
     def add(self, delta: TokenDelta) -> Sequence[Part]:
-        """The new parts. Sets `finish_reason` with the last of them."""
+        """Return the new parts. Sets `finish_reason` with the last of them."""
         token_ids: Sequence[int] = delta.token_ids
         finish = delta.finish_reason
         self.num_tokens += len(token_ids)

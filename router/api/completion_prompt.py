@@ -97,7 +97,7 @@ def check_token_prompt(model: TextModel, request: CompletionRequest, prompt: lis
 
 
 def echo_of(model: TextModel, request: CompletionRequest, prompt: str | list[Any]) -> str:
-    """The text that the answer is to begin with."""
+    """Return the text that the answer is to begin with."""
     if not request.echo:
         return ""
     return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)

@@ -61,8 +61,8 @@ class FieldTable(Generic[Body]):
         return self._fields.keys()
 
     def read(self, body: bytes) -> tuple[Body, list[str]]:
-        """The body, and the names of fields that are in no table. Most have none, and are read at once.
-        Raises InvalidRequest that names the field."""
+        """Return the body, and the names of fields that are in no table. Most have none, and are read at
+        once. Raises InvalidRequest that names the field."""
         try:
             asked: Body = self._strict.decode(body)
             unknown: list[str] = []
@@ -109,7 +109,7 @@ def _strict(
     inner: Mapping[str, FieldTable[Any]],
     fields: Mapping[str, str],
 ) -> type[Body]:
-    """The kind with its hints as fields that are not looked into, and no others."""
+    """Return the kind with its hints as fields that are not looked into, and no others."""
     added: list[tuple[str, Any, Any]] = [
         (f"hint_{number}", msgspec.Raw, msgspec.field(default=None, name=name))
         for number, name in enumerate(hints)

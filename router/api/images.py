@@ -35,7 +35,7 @@ class Images:
         self.images: list[SentImage] = []
 
     def add_url(self, path: str, url: Any) -> dict[str, Any]:
-        """A part of a message for the chat template, of a `data:` URL. Raises InvalidRequest."""
+        """Return a part of a message for the chat template, of a `data:` URL. Raises InvalidRequest."""
         url = read_text(path, url)
         kind, comma, data = url.partition(",")
         if not kind[:5].lower() == "data:" or not comma:
@@ -50,7 +50,7 @@ class Images:
         return self.add_base64(path, media_type, data)
 
     def add_base64(self, path: str, media_type: Any, data: Any) -> dict[str, Any]:
-        """The same, of base64 (RFC 4648). Raises InvalidRequest."""
+        """Return the same, of base64 (RFC 4648). Raises InvalidRequest."""
         if not isinstance(media_type, str) or media_type.strip().lower() not in TYPES:
             raise unsupported(path, f"'{path}' has to be one of {', '.join(TYPES)}.")
         data = read_text(path, data)
@@ -107,8 +107,8 @@ def read_or_unread(path: str, block: Any, read: Callable[[str, Any], Piece]) -> 
 
 
 def content_of(pieces: list[str | dict[str, Any]], between: str = "\n") -> str | list[dict[str, Any]]:
-    """A message's content: a text where there is nothing else, else parts. Texts that follow each other are
-    one, with `between`."""
+    """Return a message's content: a text where there is nothing else, else parts. Texts that follow each
+    other are one, with `between`."""
     parts: list[dict[str, Any]] = []
     for is_text, group in itertools.groupby(pieces, lambda piece: isinstance(piece, str)):
         if is_text:

@@ -36,7 +36,7 @@ MAX_TIMEOUT_SECONDS = 86_400.0
 
 
 def decode_body(decoder: "msgspec.json.Decoder[Request]", body: bytes) -> Request:
-    """The body as its Struct. Raises InvalidRequest that names the field."""
+    """Return the body as its Struct. Raises InvalidRequest that names the field."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

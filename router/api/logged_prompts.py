@@ -108,7 +108,7 @@ def _chat(
 
 
 def _told_apart(shown: Shown) -> Sequence[int]:
-    """The tokens, those of an image as numbers of its own: the same for the same image alone."""
+    """Return the tokens, those of an image as numbers of its own: the same for the same image alone."""
     if not shown.images:
         return shown.token_ids
     packed = bytearray(pack_token_ids(shown.token_ids))

@@ -112,8 +112,8 @@ class RequestGuard:
 
 
 def _judged(scope: Scope) -> tuple[dict[bytes, bytes], bytes | None]:
-    """The headers that matter here, and which of those that come once comes again. Another one that does is a
-    list, which none of them may be."""
+    """Return the headers that matter here, and which of those that come once comes again. Another one that
+    does is a list, which none of them may be."""
     head: dict[bytes, bytes] = {}
     repeated = None
     for name, value in scope["headers"]:
@@ -140,7 +140,7 @@ def _is_json(content_type: bytes) -> bool:
 
 
 def _refusal(fault: HeadFault, scope: Scope) -> tuple[HttpError, list[Header]]:
-    """The error, and headers of its own."""
+    """Return the error, and headers of its own."""
     head, repeated = _judged(scope)
 
     def shown(name: bytes) -> str:

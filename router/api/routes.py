@@ -13,7 +13,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def by_method(path: str, **handlers: Handler) -> Route:
-    """A route with a handler for each method; HEAD is answered like GET."""
+    """Return a route with a handler for each method; HEAD is answered like GET."""
 
     async def handle(request: Request) -> Response:
         return await handlers["GET" if request.method == "HEAD" else request.method](request)

@@ -44,7 +44,7 @@ class ChunkWriter:
         return b'%s{"index":%d,%s' % (self._head, choice, self._text_open)
 
     def closing(self, more: dict[str, Any] | None = None, usage: Struct | None = None) -> bytes:
-        """The end of a chunk that says more than others do."""
+        """Return the end of a chunk that says more than others do."""
         fields: dict[str, Any] = {**(more or {})}
         if usage is not None or self._with_usage:
             fields["usage"] = usage
@@ -76,9 +76,9 @@ class ChunkWriter:
         )
 
     def choice(self, choice: dict[str, Any] | Struct, *, closing: bytes | None = None) -> bytes:
-        """A chunk that happens once per choice: its role, its end."""
+        """Return a chunk that happens once per choice: its role, its end."""
         return self._head + encode_json(choice) + (closing or self._closing)
 
     def usage(self, usage: Struct, more: dict[str, Any] | None = None) -> bytes:
-        """The extra chunk of a stream that was asked for usage; nothing otherwise."""
+        """Return the extra chunk of a stream that was asked for usage; nothing otherwise."""
         return self._head + self.closing(more, usage) if self._with_usage else b""

@@ -97,7 +97,7 @@ def _structured_outputs(asked: Any) -> OutputFormat | None:
 
 
 def _json(parameter: str, value: Any) -> OutputFormat:
-    """A schema, or one written out as text."""
+    """Return a schema, or one written out as text."""
     if isinstance(value, str):
         try:
             value = msgspec.json.decode(value)

@@ -337,7 +337,7 @@ class Placement:
         return ServerRefused(refusal.message, kind, refusal.error, retry_after_seconds=seconds)
 
     def _suspicion(self) -> PromptDigest | None:
-        """The prompt's digest if it may have killed a replica. Raises for one that has killed two."""
+        """Return the prompt's digest if it may have killed a replica. Raises for one that has killed two."""
         suspects, generation = self._dispatcher.suspects, self._generation
         if self._digest is None:
             self._digest = suspects.digest(

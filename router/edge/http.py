@@ -105,7 +105,7 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def client_request_id(scope: Scope) -> str | None:
-    """The client's own X-Request-Id if it can be echoed safely. It is never a key to anything."""
+    """Return the client's own X-Request-Id if it can be echoed safely. It is never a key to anything."""
     value = header(scope, b"x-request-id")
     if value is None or _SANE_REQUEST_ID.fullmatch(value) is None:
         return None
@@ -113,7 +113,7 @@ def client_request_id(scope: Scope) -> str | None:
 
 
 def client_trace_parent(scope: Scope) -> TraceParent | None:
-    """The client's span, if it names one. Its state may come in several headers, which are one list."""
+    """Return the client's span, if it names one. Its state may come in several headers, which are one list."""
     value = header(scope, b"traceparent")
     if value is None:
         return None
@@ -130,8 +130,9 @@ async def read_body(
     max_seconds: float,
     bytes_per_second: int,
 ) -> bytes:
-    """The whole body, as it was before its client compressed it. Raises BodyTooLarge or BodiesFull (before
-    reading, if the client announces it), UploadTooSlow, ClientGone, or InvalidRequest for what is no gzip."""
+    """Return the whole body, as it was before its client compressed it. Raises BodyTooLarge or BodiesFull
+    (before reading, if the client announces it), UploadTooSlow, ClientGone, or InvalidRequest for what is no
+    gzip."""
     connection = connection_of(scope)
     if connection is not None and connection.has_whole_body:
         body = await _read(scope, receive, held, max_bytes)

@@ -418,7 +418,7 @@ class ClientProtocol(HttpToolsProtocol):
 
 
 def protocol_of(connections: Connections) -> type[asyncio.Protocol]:
-    """The protocol of one listener's connections."""
+    """Return the protocol of one listener's connections."""
     return type("ListenerProtocol", (ClientProtocol,), {"peers": connections})
 
 

@@ -107,7 +107,7 @@ def spelled(path: Path) -> str:
 
 
 def steps_of(path: str) -> Path:
-    """The inverse of `spelled`."""
+    """Return the inverse of `spelled`."""
     steps: list[str | int] = []
     for name, index, quoted in re.findall(r'([^.\[\]]+)|\[(\d+)\]|\[("(?:[^"\\]|\\.)*")\]', path):
         steps.append(int(index) if index else json.loads(quoted) if quoted else name)

@@ -47,7 +47,7 @@ class Digests:
         return marks
 
     def units(self, outline: PromptOutline) -> bytes:
-        """The outline's digests, four bytes each."""
+        """Return the outline's digests, four bytes each."""
         mixed = np.frombuffer(outline.units(), _DIGESTS) * self._unit_factor
         units: bytes = (mixed >> _UPPER).astype(_TOKENS).tobytes()
         return units

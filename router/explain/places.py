@@ -134,7 +134,7 @@ class PromptPlaces:
         )
 
     def at(self, start: int, end: int | None = None) -> Place:
-        """The place of the character at `start`; with `end`, of the token that stands there."""
+        """Return the place of the character at `start`; with `end`, of the token that stands there."""
         end = start + 1 if end is None else max(end, start + 1)
         around = sorted(found for group in self._groups for found in group.around(start, end))
         hits = [found for found in around if found.start < end and found.end > start]
@@ -371,7 +371,7 @@ def _place_in(hit: _FoundText, start: int, *, is_certain: bool) -> Place:
 
 
 def _enclosing(leaf: Leaf, passed: str, after: _FoundText | None) -> Place:
-    """The object or list whose punctuation it is."""
+    """Return the object or list whose punctuation it is."""
     path = leaf.path[:-1]
     for character in passed:
         if character in _CLOSING:

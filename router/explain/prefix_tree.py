@@ -162,7 +162,7 @@ class PrefixNode:
             node = node.parent
 
     def chain(self) -> "PackedHashes":
-        """The block hashes of the whole prefix that ends here: always the same, wherever it is cut."""
+        """Return the block hashes of the whole prefix that ends here: always the same, wherever it is cut."""
         return PackedHashes(b"".join(reversed([node.hashes for node in self.upwards()])))
 
 
@@ -291,7 +291,7 @@ class PrefixTree:
         return node
 
     def _walk(self, root: Root, packed: bytes) -> Iterator[PrefixNode]:
-        """The nodes that the chain has as a whole; the last is cut where the chain leaves it."""
+        """Yield the nodes that the chain has as a whole; the last is cut where the chain leaves it."""
         above: PrefixNode | Root = root
         depth = 0
         while depth < len(packed):

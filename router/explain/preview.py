@@ -98,7 +98,7 @@ def because(decision: Decision) -> str:
 
 
 def candidates_by_cost(decision: Decision, block_size: int) -> list[dict[str, Any]]:
-    """The cheapest first."""
+    """Return the cheapest first."""
     by_cost = sorted(decision.candidates, key=lambda candidate: (candidate.cost.seconds, candidate.rank))
     return [_candidate(candidate, block_size) for candidate in by_cost]
 

@@ -130,8 +130,8 @@ class PromptMemory:
         return None if mine is None or number is None else mine.records.get(number)
 
     def nearest(self, facts: PromptFacts, *, across_salts: bool = False) -> Nearest | None:
-        """The earlier prompt that is most like this one. Only `across_salts` are those looked at that came
-        with another salt: one who chooses a salt may not want to be found by others of the tenant."""
+        """Return the earlier prompt that is most like this one. Only `across_salts` are those looked at that
+        came with another salt: one who chooses a salt may not want to be found by others of the tenant."""
         mine = self._tenants.get(facts.tenant)
         if mine is None:
             return None

@@ -76,7 +76,7 @@ def seem_alike(ours: bytes, theirs: bytes, number_bytes: int) -> bool:
 
 
 def grams_of(numbers: Numbers) -> Grams:
-    """The hash of the run that begins at each token; none where fewer than GRAM are left."""
+    """Return the hash of the run that begins at each token; none where fewer than GRAM are left."""
     num_grams = len(numbers) - GRAM + 1
     if num_grams <= 0:
         return np.zeros(0, dtype=np.uint64)

@@ -73,7 +73,7 @@ class Inflight:
         return deltas
 
     async def batch(self) -> list[TokenDelta]:
-        """The next deltas, at least one; for callers with a mailbox of their own per request."""
+        """Return the next deltas, at least one; for callers with a mailbox of their own per request."""
         while not self._deltas:
             if self.lost is not None:
                 raise self.lost

@@ -145,7 +145,7 @@ class Membership:
                     await views.aclose()
 
     def client(self, replica_id: ReplicaId) -> ReplicaClient | None:
-        """The open client of a replica in the routing table."""
+        """Return the open client of a replica in the routing table."""
         member = self._members.get(replica_id)
         return None if member is None else member.client
 

@@ -42,8 +42,8 @@ def conversation_digests(
     template_arguments: Mapping[str, Any] | None,
     messages: Sequence[Message],
 ) -> list[Digest]:
-    """The digest of all that comes before the messages, then one for each message. Raises RecursionError for
-    JSON that is nested too deeply to encode."""
+    """Return the digest of all that comes before the messages, then one for each message. Raises
+    RecursionError for JSON that is nested too deeply to encode."""
     head = (
         _digest(_written([tools or None, template_arguments or None]))
         if tools or template_arguments
@@ -104,18 +104,18 @@ def conversation_keys(
 
 @lru_cache(maxsize=256)
 def _first_key(root: bytes, head: Digest) -> ConversationKey:
-    """The key before all messages, cached: most conversations have no tools, and roots are few."""
+    """Return the key before all messages, cached: most conversations have no tools, and roots are few."""
     return key_after(root, FIRST_KEY, head)
 
 
 def key_after(root: bytes, key: ConversationKey, digest: Digest) -> ConversationKey:
-    """The key of the conversation that goes on with a message."""
+    """Return the key of the conversation that goes on with a message."""
     # Each of the three has one length.
     return ConversationKey(hashlib.sha256(root + key + digest).digest()[:KEY_BYTES])
 
 
 def canonical(message: Message) -> bytes:
-    """The same bytes for messages that count as the same."""
+    """Return the same bytes for messages that count as the same."""
     role = message.get("role")
     text = _text(message.get("content"))
     if role != "assistant":

@@ -219,7 +219,7 @@ class RememberedHistory:
         return record
 
     def _chain(self, key: ConversationKey, record: Record) -> list[ConversationKey] | None:
-        """The keys of the record and all before it, latest first; None if one of them is gone."""
+        """Return the keys of the record and all before it, latest first; None if one of them is gone."""
         chain = [key]
         while record.parent is not None:
             parent = self._records.get(record.parent)

@@ -145,8 +145,8 @@ class RouterMetrics(Collector):
             model.overlap_error.observe(abs(decision.overlap_tokens - num_cached))
 
     def tenant_label(self, tenant: str) -> str:
-        """The label of a tenant's series, which reveals nothing about a salt. Later tenants share one, and no
-        label is ever given to another tenant: a counter that ends looks like an outage."""
+        """Return the label of a tenant's series, which reveals nothing about a salt. Later tenants share one,
+        and no label is ever given to another tenant: a counter that ends looks like an outage."""
         label = self._tenant_labels.get(tenant)
         if label is None:
             if len(self._tenant_labels) >= MOST_TENANTS:
@@ -352,7 +352,7 @@ class RouterMetrics(Collector):
         )
 
     def _add_model(self, name: str) -> "_ModelSeries":
-        """The series of a served model or adapter; never call it with a name that is not served."""
+        """Return the series of a served model or adapter; never call it with a name that is not served."""
         for kind in ErrorKind:  # from zero on: a counter that begins with its first burst has had no increase
             self._errors.of(name, kind)
         for outcome in (GRANTED, NO_ANSWER, *(reason.value for reason in LeaseRefusal)):

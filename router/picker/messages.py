@@ -197,7 +197,7 @@ def destined(endpoint: str, headers: Sequence[Change], body: bytes, *, ends: boo
 
 
 def destined_buffered(endpoint: str, headers: Sequence[Change], body: bytes) -> bytes:
-    """The same for a request whose headers wait for its whole body."""
+    """Return the same for a request whose headers wait for its whole body."""
     response = pb.Response()
     common = response.request_body.response
     _send_to(response, common, endpoint, headers)

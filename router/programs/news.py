@@ -117,7 +117,7 @@ class ProgramNews:
         return len(self._heard_at)
 
     def tell(self, now: float) -> News | None:
-        """The next message, or None if there is nothing to tell."""
+        """Return the next message, or None if there is nothing to tell."""
         self._tell_again(self._running, HEARTBEAT_SECONDS, now)
         self._tell_again(self._resting, REFRESH_SECONDS, now)
         entries: list[Entry] = []

@@ -303,9 +303,8 @@ class ModelCatalog:
         return name in self._models or name in self._others
 
     def get(self, name: str) -> ServedModel:
-        """The model or adapter of that name. Raises UnknownModel; NoReplicaAvailable while no model at all
-        is known, so that a router that has just started sends no client away for good.
-        """
+        """Return the model or adapter of that name. Raises UnknownModel; NoReplicaAvailable while no model at
+        all is known, so that a router that has just started sends no client away for good."""
         model = self._models.get(name)
         if model is not None:
             return model
@@ -373,7 +372,7 @@ class ModelCatalog:
         return found
 
     def within(self, namespace: str | None) -> TextModels:
-        """The models for texts of this namespace."""
+        """Return the models for texts of this namespace."""
         return _Within(self, namespace)
 
     def user_tag(self, user: str | None, owner: str | None = None) -> UserTag:

@@ -38,7 +38,7 @@ class ContentForm(msgspec.Struct, frozen=True):
     """It writes images in the results of tools."""
 
     def of_messages(self, messages: Messages) -> Messages:
-        """The same, as this template reads them."""
+        """Return the same, as this template reads them."""
         if self.in_parts:
             messages = [
                 {**message, "content": _parts(message["content"])}
@@ -101,7 +101,7 @@ def _shows_found_images(show: Callable[[Messages], str], form: ContentForm) -> b
 
 
 def _calling(arguments: Any, result: Any = "Said.") -> Messages:
-    """A conversation whose answer calls a tool. Its id has a form that every template takes."""
+    """Return a conversation whose answer calls a tool. Its id has a form that every template takes."""
     function = {"name": "say", "arguments": arguments}
     call = {"id": "call00001", "type": "function", "function": function}
     return [

@@ -37,7 +37,7 @@ class Detokenizer(Protocol):
     """`add` the engine's tokens; `finish` at its end."""
 
     def add(self, token_ids: Sequence[int], /) -> str:
-        """The text that is now certain."""
+        """Return the text that is now certain."""
         ...
 
     def finish(self) -> str:
@@ -120,7 +120,7 @@ class _WindowPieces:
 
 
 def token_bytes_of(tokenizer: tokenizers.Tokenizer) -> TokenBytes | None:
-    """The table of a byte-level vocabulary; None if the tokenizer's decoder is of another kind."""
+    """Return the table of a byte-level vocabulary; None if the tokenizer's decoder is of another kind."""
     decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
     if decoder.get("type") != "ByteLevel":
         return None
@@ -140,7 +140,7 @@ def token_bytes_of(tokenizer: tokenizers.Tokenizer) -> TokenBytes | None:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that byte-level vocabularies write for each byte (GPT-2's alphabet)."""
+    """Return the printable character that byte-level vocabularies write for each byte (GPT-2's alphabet)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     characters: list[str] = []
     num_moved = 0

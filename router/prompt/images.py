@@ -106,7 +106,7 @@ def is_readable(image: SentImage, image_rule: str) -> bool:
 
 
 def show(token_ids: list[int], images: Sequence[SentImage], image_rule: str, parameter: str) -> Shown:
-    """The prompt as an engine computes it. Raises InvalidRequest."""
+    """Return the prompt as an engine computes it. Raises InvalidRequest."""
     if not images:
         return Shown(token_ids)
     rule = rule_of(image_rule)

@@ -104,7 +104,7 @@ class Tokenizer:
         """Most characters of a text per token; None if unknown."""
 
     def within(self, owner: Hashable) -> "Tokenizer":
-        """The same, that finds no text of another owner's in its cache."""
+        """Return the same, that finds no text of another owner's in its cache."""
         view = copy.copy(self)
         view._owner = owner
         return view
@@ -242,7 +242,7 @@ class Tokenizer:
         return text, text.encode()
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """The vocabulary's own spelling of each token."""
+        """Return the vocabulary's own spelling of each token."""
         return [self._reference.id_to_token(token_id) or "" for token_id in token_ids]
 
     def new_detokenizer(self, shown: frozenset[str] = frozenset()) -> Detokenizer:
@@ -338,7 +338,7 @@ def _special_tokens(reference: tokenizers.Tokenizer) -> dict[str, int]:
 def _splitter(
     reference: tokenizers.Tokenizer, backend: _Backend, special_tokens: dict[str, int]
 ) -> "re.Pattern[str] | None":
-    """A pattern that splits at special tokens, if the pieces' ids concatenate to those of the whole."""
+    """Return a pattern that splits at special tokens, if the pieces' ids concatenate to those of the whole."""
     added: list[dict[str, Any]] = json.loads(reference.to_str())["added_tokens"]
     if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added):
         return None

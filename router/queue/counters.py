@@ -141,12 +141,12 @@ class VirtualCounters:
         return 1.0 if account is None else account.weight
 
     def floor(self) -> float:
-        """The least of the active; without any, where the last one stood."""
+        """Return the least of the active; without any, where the last one stood."""
         first = self._active.first()
         return self._last if first is None else first.counter
 
     def spread(self) -> float:
-        """The most of the active less the least of them."""
+        """Return the most of the active less the least of them."""
         counters = [account.counter for account in self._accounts.values() if account.num_waiting]
         return max(counters) - min(counters) if counters else 0.0
 

@@ -140,7 +140,7 @@ class Replicas(Mapping[ReplicaId, ReplicaLoad]):
         return self._layouts.get(replica_id, "")
 
     def peer_mask(self, slots: Slots, layout: str) -> int:
-        """The bits of those with this layout there."""
+        """Return the bits of those with this layout there."""
         if not layout:
             return 0
         self.mask(slots)
@@ -438,7 +438,7 @@ def _deepest(
 def _idlest(
     replicas: Replicas, chosen: Collection[ReplicaId], count: int, rng: "random.Random"
 ) -> list[ReplicaId]:
-    """The least busy of a random draw, without those that are chosen already."""
+    """Return the least busy of a random draw, without those that are chosen already."""
     everyone = replicas.ranking.replica_ids
     drawn = [
         replica_id
@@ -453,7 +453,7 @@ def _busyness(load: ReplicaLoad) -> tuple[int, int]:
 
 
 def _choose(candidates: tuple[Candidate, ...], rates: FleetRates, parameters: CostParameters) -> Candidate:
-    """The cheapest, unless a near-tie has more of the prompt or comes earlier in the affinity order.
+    """Return the cheapest, unless a near-tie has more of the prompt or comes earlier in the affinity order.
 
     Overlap comes before affinity, so a near-tie never serves with less of the prompt than the cheapest. None
     waits for a place while the cheapest has one.

@@ -86,7 +86,7 @@ class Departures:
             self._write()
 
     def of(self, block_hashes: Sequence[BlockHash]) -> list[Departure | None]:
-        """The latest departure of each."""
+        """Return the latest departure of each."""
         self._write()
         if self._rests is None or not block_hashes:
             return [None] * len(block_hashes)

@@ -66,7 +66,7 @@ class Holders:
         self._sweep: Iterator[None] | None = None
 
     def take(self) -> int:
-        """A replica's bit, which is nowhere in the table, and neither are those that go with it."""
+        """Return a replica's bit, which is nowhere in the table, and neither are those that go with it."""
         if self._free:
             bit = self._free & -self._free
             self._free ^= bit
@@ -189,7 +189,7 @@ class StagedHashes:
         self._num_hashes += self._holders.add(self._bit, names)
 
     def take(self) -> tuple[int, int]:
-        """The bit, which is the caller's from now on, and how many hashes have it."""
+        """Return the bit, which is the caller's from now on, and how many hashes have it."""
         assert not self._is_taken, "it is a replica's already"
         self._is_taken = True
         return self._bit, self._num_hashes

@@ -43,7 +43,7 @@ class Slots:
         return [bits.get(replica_id, 0) for replica_id in replica_ids]
 
     def mask(self, replica_ids: Iterable[ReplicaId]) -> int:
-        """The bits of all of these."""
+        """Return the bits of all of these."""
         return functools.reduce(operator.or_, self.bits(replica_ids), 0)
 
     def of(self, mask: int, positions: Sequence[int] | None = None) -> list[ReplicaId]:
@@ -211,7 +211,7 @@ class Overlaps(Mapping[ReplicaId, int]):
         return next(self._among(self._view(View.STORED), among), None)
 
     def reach_levels(self, among: int) -> Iterator[Level]:
-        """The same by full attention's reach; nothing if the model is not sparse."""
+        """Return the same by full attention's reach; nothing if the model is not sparse."""
         return self._among(self.reach, among)
 
     def reach_of(self, bit: int) -> int:

@@ -149,7 +149,7 @@ class PrefixIndex:
         return None if replica is None else replica.epoch
 
     def last_change(self, replica_id: ReplicaId) -> int:
-        """The number of the newest change that is known to be contained; 0 if none is."""
+        """Return the number of the newest change that is known to be contained; 0 if none is."""
         replica = self._replicas.get(replica_id)
         return 0 if replica is None else replica.last_change
 

@@ -335,7 +335,7 @@ class RoutingTable:
         return self._model(model).card.block_size
 
     def index(self, model: str) -> PrefixIndex:
-        """The same object for as long as the table lives. Raises UnknownModel."""
+        """Return the same object for as long as the table lives. Raises UnknownModel."""
         return self._model(model).index
 
     def backlog_seconds(self, model: str) -> float:

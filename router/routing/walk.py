@@ -116,9 +116,8 @@ def _probe(
     predicted: Mapping[BlockHash, int],
     levels: list[Depth],
 ) -> int:
-    """The deepest block in [depth, end) that each replica of `mask` has off the stride, else `depth`. Of
-    whom that block is predicted and not stored.
-    """
+    """Return the deepest block in [depth, end) that each replica of `mask` has off the stride, else `depth`.
+    Of whom that block is predicted and not stored."""
     foretold = 0
     span = block_hashes[depth:end]
     held_by = [shards[block_hash[0]].get(block_hash, 0) for block_hash in span]

@@ -38,7 +38,7 @@ class BoundedCache(Generic[K, V]):
         return value
 
     def items(self) -> ItemsView[K, V]:
-        """The least recently used first."""
+        """Return the least recently used first."""
         return self._entries.items()
 
     def peek(self, key: K) -> V | None:

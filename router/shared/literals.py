@@ -13,12 +13,12 @@ _Trie = dict[str, Any]
 
 
 def longest_of(literals: Iterable[str]) -> str:
-    """A pattern of the longest literal that stands at a place. There is one literal at least."""
+    """Return a pattern of the longest literal that stands at a place. There is one literal at least."""
     return _spelled(_trie(literals))
 
 
 def first_characters_of(literals: Iterable[str]) -> str:
-    """A pattern of each first character of a literal that stands there, overlapping or not."""
+    """Return a pattern of each first character of a literal that stands there, overlapping or not."""
     return "|".join(
         f"{re.escape(first)}(?={_spelled(rest)})"
         if rest.keys() - {""} and "" not in rest

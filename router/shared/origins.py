@@ -21,7 +21,7 @@ _OWN_SITES = (b"same-origin", b"none")
 
 
 def host_name(host: bytes) -> str | None:
-    """The name or address in a Host header, in lower case and without port; None if it is neither."""
+    """Return the name or address in a Host header, in lower case and without port; None if it is neither."""
     found = _HOST.fullmatch(host.decode("latin-1"))
     if found is None:
         return None

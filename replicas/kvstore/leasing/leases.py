@@ -196,7 +196,7 @@ class Leases:
         return [*self._leases]
 
     def records(self, keys: Iterable[BlockHash]) -> list[LeaseRecord]:
-        """The leases among these chunks."""
+        """Return the leases among these chunks."""
         return [self._record(lease) for key in keys if (lease := self._leases.get(key)) is not None]
 
     def all_records(self) -> list[LeaseRecord]:

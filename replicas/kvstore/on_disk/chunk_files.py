@@ -95,7 +95,7 @@ class ChunkFiles:
             return header, size
 
     def remove(self, key: BlockHash) -> int:
-        """The bytes that this has freed. Raises OSError."""
+        """Return the bytes that this has freed. Raises OSError."""
         leaf = self.of_layout.open_leaf(key)
         if leaf is None:
             return 0
@@ -125,7 +125,7 @@ class ChunkFiles:
             return False
 
     def walk(self) -> Iterator[list[BlockHash]]:
-        """The keys of the files that are there, folder by folder."""
+        """Yield the keys of the files that are there, folder by folder."""
         for _, names in self.of_layout.walk():
             yield [BlockHash(bytes.fromhex(name.removesuffix(".kv"))) for name in names]
 
@@ -184,7 +184,7 @@ class ChunkFiles:
             os.close(leaf)
 
     def _read_image(self, key: BlockHash, slot: memoryview, *, direct: bool) -> memoryview:
-        """The part of the slot that is read."""
+        """Return the part of the slot that is read."""
         with self._opened(key, direct=direct) as (fd, size):
             if size > len(slot) or size % ALIGNMENT:
                 raise WrongLength(f"a file of {size} bytes is none for a slot of {len(slot)}")

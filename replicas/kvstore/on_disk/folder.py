@@ -202,7 +202,7 @@ def _is_marked(fd: int) -> bool:
 
 
 def _lock(path: Path, fd: int) -> int:
-    """The locked file's descriptor. It is open in this process alone: no child inherits it."""
+    """Return the locked file's descriptor. It is open in this process alone: no child inherits it."""
     try:
         lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=fd)
     except OSError as error:

@@ -36,9 +36,8 @@ class LayoutFolder:
         os.close(self.fd)
 
     def open_leaf(self, key: BlockHash, *, make: bool = False) -> int | None:
-        """The descriptor of the folder that a chunk's file is in, to be closed by the caller. None if it is
-        not there, or is not ours alone.
-        """
+        """Return the descriptor of the folder that a chunk's file is in, to be closed by the caller. None if
+        it is not there, or is not ours alone."""
         digits = key.hex()
         upper = open_folder(self.fd, digits[:2], make=make)
         if upper is None:
@@ -73,7 +72,7 @@ class LayoutFolder:
                 )
 
     def count(self) -> Iterator[int]:
-        """The bytes of its chunks, folder by folder."""
+        """Yield the bytes of its chunks, folder by folder."""
         for leaf, names in self.walk():
             yield sum(found.st_size for name in names if (found := regular_file(leaf, name)) is not None)
 

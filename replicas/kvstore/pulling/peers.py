@@ -162,7 +162,7 @@ class Peers:
 
 
 def _whole(peer: PullHint) -> PullHint:
-    """The peer, however much it has."""
+    """Return the peer, however much it has."""
     return PullHint(peer.replica_id, peer.epoch, peer.address, 0)
 
 

@@ -152,7 +152,7 @@ class MessageWriter:
         return ToolUse(self._context.new_id("toolu_"), name, arguments)
 
     def _begin(self, kind: type[Said], block: Block) -> bytes:
-        """The block that what follows belongs to."""
+        """Return the block that what follows belongs to."""
         ended = self._end_block()
         self._kind = kind
         self._block += 1

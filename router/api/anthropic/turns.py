@@ -129,7 +129,7 @@ class Turns:
         self._marks.block(path, block, MarkPosition(len(self.messages) - 1))
 
     def _piece(self, path: str, block: Any) -> str | dict[str, Any]:
-        """A text, or an image as a part of a message."""
+        """Return a text, or an image as a part of a message."""
         if _kind(path, block) != "image":
             return _read_text(path, block)
         match block.get("source"):

@@ -251,7 +251,7 @@ class _GeminiMessages:
             self._messages.append({"role": "user", "content": content_of(pieces)})
 
     def _piece(self, part: Part, path: str) -> str | dict[str, Any]:
-        """A text, or an image as a part of a message."""
+        """Return a text, or an image as a part of a message."""
         if part.inline_data is None:
             return _text(part, path)
         return self._image(part.inline_data, f"{path}.inlineData")
@@ -278,7 +278,7 @@ class _GeminiMessages:
         return message if call_id is None else {**message, "tool_call_id": call_id}
 
     def _found(self, part: Any, path: str) -> str | dict[str, Any]:
-        """A text or an image of a result, or words for what else it has, which is written in either
+        """Return a text or an image of a result, or words for what else it has, which is written in either
         spelling."""
         given = part if isinstance(part, dict) else {}
         if isinstance(given.get("text"), str):

@@ -41,7 +41,7 @@ class FieldsReader(Generic[Body]):
         return decode_body(self._decoder, self.respelt(body))
 
     def respelt(self, body: bytes) -> bytes:
-        """The body with its fields in the first spelling. Raises InvalidRequest."""
+        """Return the body with its fields in the first spelling. Raises InvalidRequest."""
         if self._snake.search(body) is not None:
             return encode_json(self._renamed(decode_body(_any_decoder, body), self._kind))
         return body

@@ -52,8 +52,8 @@ def speaks_gemini(scope: Scope) -> bool:
 
 
 def with_path_fields(body: bytes, asked: ModelMethod) -> bytes:
-    """The body with `model` and `stream` at its end, where they count whatever it says itself. What is no
-    object stays as it is: reading it says what is wrong."""
+    """Return the body with `model` and `stream` at its end, where they count whatever it says itself. What is
+    no object stays as it is: reading it says what is wrong."""
     stripped = body.strip()
     if stripped[:1] != b"{" or stripped[-1:] != b"}":
         return body

@@ -244,7 +244,7 @@ class _CompletionWriter:
         return CompletionLogprobs(tokens, own, [self._top(token) for token in logprobs], offsets)
 
     def _top(self, token: TokenLogprobs) -> dict[str, float]:
-        """The likeliest ones, and the token itself where it is none of them."""
+        """Return the likeliest ones, and the token itself where it is none of them."""
         top = {self._name(token_id): finite(logprob) for token_id, logprob in token.top}
         top.setdefault(self._name(token.token_id), finite(token.logprob))
         return top

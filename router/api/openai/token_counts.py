@@ -75,7 +75,7 @@ def detokenize(models: TextModels, body: bytes, *, is_bounded: bool) -> bytes:
 
 
 def _named(models: TextModels, name: str | None) -> TextModel:
-    """The model that was asked for; without a name, the only one."""
+    """Return the model that was asked for; without a name, the only one."""
     if name is not None:
         return models.get(name)
     names = models.names()

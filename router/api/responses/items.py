@@ -106,8 +106,8 @@ class AnswerItems:
         self.current: Item | None = None
 
     def take(self, part: Part, logprobs: Sequence[TokenLogprobs] = ()) -> list[Event]:
-        """The events that tell of a part. Log-probabilities are the text's alone, and wait for it; those of
-        what turns out to be something else are dropped."""
+        """Return the events that tell of a part. Log-probabilities are the text's alone, and wait for it;
+        those of what turns out to be something else are dropped."""
         if self._write_logprobs is not None:
             if type(part) is Text:
                 self._waiting_logprobs += self._write_logprobs(logprobs)

@@ -296,7 +296,7 @@ def _read(value: Any) -> Any:
 
 
 def _pieces(text: str) -> list[Any]:
-    """The JSON of a text, and what stands around it."""
+    """Return the JSON of a text, and what stands around it."""
     pieces: list[Any] = []
     start = at = num_opened = 0
     while num_opened < MOST_OPENED and (opens := _OPENS.search(text, at)):

@@ -110,8 +110,8 @@ class EarlierPrompts:
             self._runs.popitem(last=False)
 
     def nearest(self, space: Namespace, token_ids: Sequence[int], grams: Grams) -> EarlierPrompt | None:
-        """The tenant's prompt that has most in common; of such that have nearly as much, one in the same
-        namespace, that which begins alike for longest, and the latest."""
+        """Return the tenant's prompt that has most in common; of such that have nearly as much, one in the
+        same namespace, that which begins alike for longest, and the latest."""
         votes: Counter[int] = Counter()
         for run in _sampled(grams):
             votes.update(self._runs.get((space.tenant, run), ()))

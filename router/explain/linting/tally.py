@@ -71,7 +71,7 @@ class Tally:
         return 100 * self.num_lost_tokens / max(1, self.num_tokens)
 
     def ordered(self) -> list[Finding]:
-        """The dearest first."""
+        """Return the dearest first."""
         return sorted(self.findings.values(), key=lambda finding: -finding.num_lost_tokens)
 
 

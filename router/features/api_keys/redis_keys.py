@@ -122,7 +122,7 @@ def _opened(seal: Seal, sealed: bytes) -> tuple[int, KeySet]:
 
 
 async def read_keys(redis_url: str, seal: Seal) -> Numbered | None:
-    """The document in Redis. Raises RedisError, OSError, NotOurs or BadKeys."""
+    """Return the document in Redis. Raises RedisError, OSError, NotOurs or BadKeys."""
     async with plain_redis(redis_url) as redis:
         sealed = await _document(redis)
     return None if sealed is None else open_document(seal, sealed)

@@ -259,7 +259,7 @@ class ChatHistory(Feature):
 def _go_on(
     model: ServedModel, chat: PreparedChat, history: EncodedHistory, begun: Begun
 ) -> tuple[EncodedPrompt, Turn]:
-    """The prompt from remembered tokens on if there are any, and what its answer is remembered by."""
+    """Return the prompt from remembered tokens on if there are any, and what its answer is remembered by."""
     root, keys, retold, found = begun
     request, encoded = chat.request, chat.prompt
     may_call = bool(request.tools) and request.tool_choice.mode is not ToolMode.NONE
@@ -294,7 +294,7 @@ def _go_on(
 
 
 def _joined(found: Found, tail: EncodedTail, ends: frozenset[int]) -> bytes:
-    """The remembered tokens and what follows; the token that ends the turn stands between them once."""
+    """Return the remembered tokens and what follows; the token that ends the turn stands between them once."""
     last = int.from_bytes(found.token_ids[-BYTES_PER_TOKEN:], "little")
     end = b"" if last in ends else pack_token_ids([tail.end])
     return found.token_ids + end + tail.token_ids

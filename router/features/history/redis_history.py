@@ -179,7 +179,7 @@ def _decode(plain: bytes) -> HistoryRecord:
 
 
 def level_of(sizes: Iterable[int], room: int) -> int:
-    """The largest size that all can be cut to so that they fit into `room`."""
+    """Return the largest size that all can be cut to so that they fit into `room`."""
     ordered = sorted(sizes)
     for place, size in enumerate(ordered):
         share = room // (len(ordered) - place)

@@ -155,7 +155,7 @@ class HistorySharing:
 
 
 def said_thought(model: ServedModel, record: HistoryRecord, digest: bytes, tools: Tools) -> Thought | None:
-    """The answer's reasoning, if its tokens read as the message of this digest; else None."""
+    """Return the answer's reasoning, if its tokens read as the message of this digest; else None."""
     token_ids = unpack_token_ids(record.said)
     if max(token_ids) >= model.card.vocab_size or len(token_ids) > model.card.context_length:
         return None

@@ -131,7 +131,7 @@ def node_data(node: PrefixNode) -> dict[str, Any]:
 
 
 def user_name(user: UserTag) -> str | None:
-    """A short tag: enough to tell users apart on a page."""
+    """Return a short tag: enough to tell users apart on a page."""
     return None if user == NO_USER else user.hex()[:6]
 
 
@@ -175,7 +175,7 @@ def frontier(rows: Iterable[PrefixNode]) -> list[PrefixNode]:
 
 
 def decision_data(recent: RecentDecision) -> dict[str, Any]:
-    """A line of the list."""
+    """Return a line of the list."""
     decision, usage = recent.decision, recent.usage
     return {
         "number": recent.number,

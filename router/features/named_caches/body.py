@@ -129,7 +129,7 @@ def check_size(content: CacheContent, max_bytes: int, parameter: str) -> None:
 
 
 def warming_body(record: CacheRecord, content: CacheContent) -> bytes:
-    """The request that has a replica compute the beginning, and nothing besides."""
+    """Return the request that has a replica compute the beginning, and nothing besides."""
     fields: dict[str, object] = {
         "model": record.model,
         "prompt_cache_options": {"prewarm": True},
@@ -172,7 +172,7 @@ def check_fits(
 
 
 def spliced(body: bytes, use: CacheUse, kind: CacheKind, content: CacheContent, max_bytes: int) -> bytes:
-    """The same body with more fields at its end, which are those that count. Raises InvalidRequest."""
+    """Return the same body with more fields at its end, which are those that count. Raises InvalidRequest."""
     if kind is CacheKind.CHAT:
         sent = _stripped(use.messages)
         field, whole = b"messages", joined_lists(content.beginning, sent)

@@ -23,7 +23,7 @@ class CacheBounds:
     memory_bytes: int = 32 * 2**20
 
     def of_share(self, share: float) -> "CacheBounds":
-        """The bounds of one tenant: at least one cache."""
+        """Return the bounds of one tenant: at least one cache."""
         return replace(
             self,
             num_caches=max(1, int(self.num_caches * share)),

@@ -76,7 +76,7 @@ def gemini_cache_use(body: bytes) -> GeminiCacheUse | None:
 
 
 def new_cached_content(body: bytes, now: float, max_bytes: int) -> tuple[NewCachedContent, int, CacheContent]:
-    """The fields, the seconds that it is to live, and what it stands for. Raises InvalidRequest."""
+    """Return the fields, the seconds that it is to live, and what it stands for. Raises InvalidRequest."""
     new = _new_reader.read(body)
     ttl = _ttl(new.ttl, new.expire_time, now)
     check_name(new.display_name, "displayName")
@@ -96,7 +96,7 @@ def new_cached_content(body: bytes, now: float, max_bytes: int) -> tuple[NewCach
 
 
 def cached_content_change(body: bytes, now: float) -> int:
-    """The seconds that it is to live from now on. Raises InvalidRequest."""
+    """Return the seconds that it is to live from now on. Raises InvalidRequest."""
     change = _change_reader.read(body)
     if change.display_name is not None:
         raise unsupported("displayName", "Of a cache only 'ttl' or 'expireTime' can be changed.")
@@ -111,7 +111,7 @@ def cached_content_change(body: bytes, now: float) -> int:
 
 
 def gemini_warming_body(record: CacheRecord, content: CacheContent) -> bytes:
-    """The request that has a replica compute the beginning, and nothing besides."""
+    """Return the request that has a replica compute the beginning, and nothing besides."""
     fields: dict[str, object] = {
         "model": record.model,
         "generationConfig": {"temperature": 0.0},
@@ -141,7 +141,7 @@ def check_gemini_use(use: GeminiCacheUse, record: CacheRecord) -> None:
 
 
 def with_cached_content(body: bytes, use: GeminiCacheUse, content: CacheContent, max_bytes: int) -> bytes:
-    """The same body with more fields at its end, which are those that count. Raises InvalidRequest."""
+    """Return the same body with more fields at its end, which are those that count. Raises InvalidRequest."""
     check_together(len(body) + content.num_bytes, max_bytes, "contents")
     beginning = decode_body(_beginning_decoder, content.beginning)
     contents = joined_lists(_listed(bytes(beginning.contents)), _listed(bytes(use.contents)))

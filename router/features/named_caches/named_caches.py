@@ -147,7 +147,7 @@ class NamedCaches(Feature):
         )
 
     async def page(self, tenant: str, limit: int, after: str | None, kind: CacheKind | None = None) -> Page:
-        """The tenant's caches, or those of a kind, newest first, from the one behind `after`. Raises
+        """Return the tenant's caches, or those of a kind, newest first, from the one behind `after`. Raises
         CacheGone if `after` is unknown, and CachesUnavailable."""
         now = self._wall_clock()
         async with self._asking():

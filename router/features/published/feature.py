@@ -172,7 +172,7 @@ class Published(Feature):
 
 
 def _without_answer(body: bytes) -> bytes:
-    """The body with fields at its end, where they count: no turn of the model begins behind it."""
+    """Return the body with fields at its end, where they count: no turn of the model begins behind it."""
     inner = body.strip()[1:-1]
     fields = b'"add_generation_prompt":false,"max_tokens":1,"stream":false,"n":1}'
     return b"{%b,%b" % (inner, fields) if inner.strip() else body

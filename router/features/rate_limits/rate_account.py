@@ -125,7 +125,7 @@ class RateAccount:
         return sequences is None or num_used + ask.num_sequences <= sequences
 
     def shortages(self, ask: Ask) -> Iterator[Shortage]:
-        """The limits that keep the request from being served now."""
+        """Yield the limits that keep the request from being served now."""
         limits = self.limits
         if (limit := limits.requests_per_minute) is not None:
             yield from _shortage(Limited.REQUESTS, limit, self.requests, 1, 1)

@@ -121,7 +121,7 @@ class RateLimits:
         )
 
     def account(self, owner: Owner, name: str, limits: Limits, now: float) -> RateAccount:
-        """The account as of now, under these limits; made if it is not there."""
+        """Return the account as of now, under these limits; made if it is not there."""
         accounts = self._accounts[owner]
         account = accounts.get(name)
         if account is None:

@@ -64,7 +64,7 @@ class RateNews:
         return len(self._heard_at)
 
     def tell(self, now: float) -> News | None:
-        """The next message, or None if nothing changed. Accounts with running sequences are in every
+        """Return the next message, or None if nothing changed. Accounts with running sequences are in every
         message."""
         entries: list[Entry] = []
         for account in list(self._changed)[:MAX_ENTRIES]:

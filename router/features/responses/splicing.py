@@ -56,7 +56,7 @@ def sent_in(body: bytes) -> Sent:
 
 
 def items_of(sent: bytes) -> bytes | None:
-    """An input as a list of items in JSON; None for what is no input."""
+    """Return an input as a list of items in JSON; None for what is no input."""
     sent = sent.strip()
     if sent in _ABSENT:
         return b"[]"
@@ -66,8 +66,8 @@ def items_of(sent: bytes) -> bytes | None:
 
 
 def referred_items(items: bytes, *, is_light: bool) -> dict[int, str]:
-    """The ids of items that are only named, by their positions; in a body that is light, since it is looked
-    through. Raises InvalidRequest."""
+    """Return the ids of items that are only named, by their positions; in a body that is light, since it is
+    looked through. Raises InvalidRequest."""
     if _REFERENCE not in items or not is_light:
         return {}
     found: dict[int, str] = {}
@@ -89,17 +89,17 @@ def referred_items(items: bytes, *, is_light: bool) -> dict[int, str]:
 
 
 def response_of(item_id: str) -> str:
-    """The id of the response that made an item: both have the same middle."""
+    """Return the id of the response that made an item: both have the same middle."""
     return ID_PREFIX + item_id.partition("_")[2][:24]
 
 
 def output_items(stored: StoredResponse) -> dict[str, bytes]:
-    """The items of an answer, by their ids."""
+    """Return the items of an answer, by their ids."""
     return {_id_of(raw): bytes(raw) for raw in _list_decoder.decode(_output(stored))}
 
 
 def with_items(items: bytes, found: Mapping[int, bytes]) -> bytes:
-    """The list with the items that it only named."""
+    """Return the list with the items that it only named."""
     if not found:
         return items
     raws = _list_decoder.decode(items)
@@ -107,8 +107,8 @@ def with_items(items: bytes, found: Mapping[int, bytes]) -> bytes:
 
 
 def spliced(body: bytes, before: Sequence[bytes], items: bytes, max_bytes: int) -> bytes:
-    """The same body with more fields at its end, which are those that count. `before` are lists of items that
-    come first. Raises InvalidRequest."""
+    """Return the same body with more fields at its end, which are those that count. `before` are lists of
+    items that come first. Raises InvalidRequest."""
     for earlier in reversed(before):
         items = both_lists(earlier, items)
     check_together(len(body) + len(items), max_bytes, "input")
@@ -193,5 +193,5 @@ def request_items(body: bytes) -> bytes:
 
 
 def conversation_of(stored: StoredResponse) -> bytes:
-    """The items of its input and its output, as a list in JSON."""
+    """Return the items of its input and its output, as a list in JSON."""
     return both_lists(stored.items, _output(stored))

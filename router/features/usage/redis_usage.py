@@ -98,7 +98,7 @@ class RedisUsage:
         ]
 
     async def hashes(self, places: Sequence[tuple[int, str]]) -> list[dict[bytes, bytes]]:
-        """The raw hashes of these hours and tenants."""
+        """Return the raw hashes of these hours and tenants."""
         keys = [[amounts_key(hour, tag) for tag in self._tags.all_of(tenant)] for hour, tenant in places]
         async with self._redis.pipeline(transaction=False) as pipeline:
             for key in itertools.chain.from_iterable(keys):
