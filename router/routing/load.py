@@ -99,7 +99,7 @@ class Reservation:
         """It is the replica's `ordinal`-th request from us. Never called, it is never counted."""
         assert self.ordinal is None, "a request is sent once"
         self.ordinal = ordinal
-        self._book.sent(self)
+        self._book.sent_reservations[ordinal] = self
 
     def counted(self) -> None:
         """The replica's own load counts it from now on, though it was not sent from here."""
@@ -146,10 +146,6 @@ class _ReplicaBook:
         self.num_context_tokens += reservation.num_tokens
         self.num_pending_image_tokens += reservation.num_image_tokens
         self.cached_view = None
-
-    def sent(self, reservation: Reservation) -> None:
-        assert reservation.ordinal is not None
-        self.sent_reservations[reservation.ordinal] = reservation
 
     def remove(self, reservation: Reservation) -> None:
         self.num_reserved -= 1

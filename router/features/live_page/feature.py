@@ -89,14 +89,6 @@ class _KeptAnswer:
             return self._content
 
 
-class _LiveWatch(Feature):
-    def __init__(self, recent: Recent) -> None:
-        self._recent = recent
-
-    def ended(self, request: ApiRequest, served: ServedRequest) -> None:
-        self._recent.observe(served)
-
-
 class LivePage(Feature):
     """Records requests from now on, unless no client may see the page."""
 
@@ -105,8 +97,7 @@ class LivePage(Feature):
         self._fleet = fleet
         self._access = admin_access(context.config)
         self._recent = Recent(lambda model: context.catalog.get(model).card.block_size)
-        if self._access is not AdminAccess.NOBODY:
-            self.store = _LiveWatch(self._recent)
+        self.is_on = self._access is not AdminAccess.NOBODY
         self._started_at = context.wall_clock()
         self._prefixes_seen = prefixes
         self._state = _KeptAnswer(STATE_SECONDS, self._make_state)
@@ -114,6 +105,9 @@ class LivePage(Feature):
             "used": _KeptAnswer(PREFIXES_SECONDS, lambda: self._make_prefixes(prefixes.most_used)),
             "recent": _KeptAnswer(PREFIXES_SECONDS, lambda: self._make_prefixes(prefixes.recent)),
         }
+
+    def ended(self, request: ApiRequest, served: ServedRequest) -> None:
+        self._recent.observe(served)
 
     def operator_routes(self) -> Sequence[Route]:
         guard = [Middleware(AdminGuard, access=self._access)]

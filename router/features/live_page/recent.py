@@ -146,7 +146,11 @@ class Recent:
             generation, usage, decision = prompt.generation, prompt.usage, prompt.decision
             if usage is not None and decision is not None:
                 slot.add_usage(decision.replica_id, usage)
-            images, num_cached = generation.submit.media, (usage and usage.num_cached_tokens) or 0
+            num_cached = (usage and usage.num_cached_tokens) or 0
+            num_image_tokens = num_cached_image_tokens = 0
+            for span in generation.submit.media:
+                num_image_tokens += span.length
+                num_cached_image_tokens += min(span.length, max(0, num_cached - span.start))
             self._num_decisions += 1
             self._decisions.append(
                 RecentDecision(
@@ -169,11 +173,9 @@ class Recent:
                     decision=decision,
                     misses=prompt.misses,
                     block_size=self._block_size_of(generation.model),
-                    num_images=len(images),
-                    num_image_tokens=sum([span.length for span in images]),
-                    num_cached_image_tokens=sum(
-                        [min(span.length, max(0, num_cached - span.start)) for span in images]
-                    ),
+                    num_images=len(generation.submit.media),
+                    num_image_tokens=num_image_tokens,
+                    num_cached_image_tokens=num_cached_image_tokens,
                     difference=prompt.difference,
                 )
             )
