@@ -113,7 +113,7 @@ def client_request_id(scope: Scope) -> str | None:
 
 
 def client_trace_parent(scope: Scope) -> TraceParent | None:
-    """Return the client's span, if it names one. Its state may come in several headers, which are one list."""
+    """Return the client's span, if it names one. Several headers of its state are one list."""
     value = header(scope, b"traceparent")
     if value is None:
         return None

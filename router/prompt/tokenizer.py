@@ -338,7 +338,7 @@ def _special_tokens(reference: tokenizers.Tokenizer) -> dict[str, int]:
 def _splitter(
     reference: tokenizers.Tokenizer, backend: _Backend, special_tokens: dict[str, int]
 ) -> "re.Pattern[str] | None":
-    """Return a pattern that splits at special tokens, if the pieces' ids concatenate to those of the whole."""
+    """Return a pattern that splits at special tokens, if the pieces' ids are those of the whole."""
     added: list[dict[str, Any]] = json.loads(reference.to_str())["added_tokens"]
     if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added):
         return None

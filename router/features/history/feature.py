@@ -294,7 +294,7 @@ def _go_on(
 
 
 def _joined(found: Found, tail: EncodedTail, ends: frozenset[int]) -> bytes:
-    """Return the remembered tokens and what follows; the token that ends the turn stands between them once."""
+    """Return the remembered tokens and what follows, with the token that ends the turn once between them."""
     last = int.from_bytes(found.token_ids[-BYTES_PER_TOKEN:], "little")
     end = b"" if last in ends else pack_token_ids([tail.end])
     return found.token_ids + end + tail.token_ids
