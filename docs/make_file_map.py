@@ -32,8 +32,7 @@ OTHER_FOLDERS = {
 
 def tracked_files() -> list[str]:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-    names = listed.stdout.splitlines()
-    return [name for name in names if (ROOT / name).exists() and not name.endswith("_pb2.py")]  # generated
+    return [each for each in listed.stdout.splitlines() if (ROOT / each).exists() and "_pb2." not in each]
 
 
 def source_files() -> list[str]:

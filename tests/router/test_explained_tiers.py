@@ -19,10 +19,8 @@ from tests.router.routing.test_decision import (
     PARAMETERS,
     RATES,
     REACHES,
+    in_tiers,
     seconds_of,
-)
-from tests.router.routing.test_decision import (
-    in_tiers as decided,
 )
 
 NUM_TOKENS = 5000
@@ -110,7 +108,7 @@ def test_the_numbers_are_those_that_the_decision_used(load: ReplicaLoad, reach: 
 
 def test_a_prediction_is_called_one() -> None:
     loads = {"r0": ReplicaLoad(is_predicted=True), "r1": ReplicaLoad()}
-    made = decided({"r0": (4, 4, 4)}, loads)
+    made = in_tiers({"r0": (4, 4, 4)}, loads)
     assert "The overlap at r0 is predicted: no cache events say what is held there." in rendered(made)
 
 
@@ -139,7 +137,7 @@ def columns(text: str) -> dict[str, dict[str, str]]:
 
 
 def test_the_table_has_the_depth_of_every_tier_and_a_line_for_what_lies_below_the_device() -> None:
-    text = rendered(decided({"r0": (10, 20, 400), "r1": (30, 30, 30)}, {"r0": FAST, "r1": ReplicaLoad()}))
+    text = rendered(in_tiers({"r0": (10, 20, 400), "r1": (30, 30, 30)}, {"r0": FAST, "r1": ReplicaLoad()}))
     cells = columns(text)
     assert [cells["r0"][title] for title in ("DEVICE", "HOST", "DISK")] == ["160", "320", "6400"]
     assert [cells["r1"][title] for title in ("OVERLAP", "DEVICE", "HOST", "DISK")] == ["480", "-", "-", "-"]
@@ -148,7 +146,7 @@ def test_the_table_has_the_depth_of_every_tier_and_a_line_for_what_lies_below_th
 
 
 def test_without_tiers_the_table_is_as_it_was() -> None:
-    text = rendered(decided({"r0": (400, 400, 400)}, {"r0": ReplicaLoad(), "r1": ReplicaLoad()}))
+    text = rendered(in_tiers({"r0": (400, 400, 400)}, {"r0": ReplicaLoad(), "r1": ReplicaLoad()}))
     assert list(columns(text)["r0"]) == [
         *("REPLICA", "RANK", "OVERLAP", "REQUESTS", "PENDING", "WAIT", "PREFILL", "DELAY", "ROOM", "COST")
     ]

@@ -165,6 +165,22 @@ async def test_another_models_changes_are_not_seen(
     foreign.close()
 
 
+async def test_announcements_follow_and_end(redis_url: str, writer: Callable[[str], IndexSetWriter]) -> None:
+    a, b = writer("a"), writer("b")
+    async with mirroring(redis_url, a, b) as (mirror, index):
+        await eventually(lambda: mirror.num_resyncs == 2)
+        a.change(announced={7: blocks(1, 2)})
+        b.change(announced={8: blocks(1)})
+        await eventually(lambda: index.overlaps(blocks(1, 2)) == {"a": 2, "b": 1})
+        assert mirror.num_predictions == 2
+        b.change(ended=(8,))
+        a.change(added=blocks(1, 2), ended=(7,))
+        await level(index, a, b)
+        assert index.overlaps(blocks(1, 2)) == {"a": 2}
+        assert mirror.num_predictions == 0
+        assert mirror.num_resyncs == 2
+
+
 def test_stream_ids_compare_as_numbers() -> None:
     assert StreamId.parse(b"9-10") < StreamId.parse(b"10-2") < StreamId.parse(b"10-11")
     assert str(StreamId.parse(b"12-3")) == "12-3"
