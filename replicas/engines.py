@@ -177,7 +177,8 @@ def check_vllm_is_here() -> None:
 
 
 def _printable(bundle: TokenizerBundle, vocab_size: int) -> Sequence[int] | None:
-    """Return the token ids that are text by themselves: no special tokens, no parts of characters. None: any."""
+    """Return the token ids that are text by themselves: no special tokens, no parts of characters. None:
+    any."""
     tokenizer = read_tokenizer(bundle)
     if tokenizer is None:
         return None

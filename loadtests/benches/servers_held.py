@@ -168,7 +168,8 @@ def print_index(own: LocalStack, held: Sequence[Held]) -> None:
 
 
 def lines_of(held: Held, names: Iterable[BlockHash], first: int, sent: float) -> list[str]:
-    """Return the history of blocks of a chain, whose first one is the `first`; times are from the sending on."""
+    """Return the history of blocks of a chain, whose first one is the `first`; times are from the sending
+    on."""
     found = []
     for at, name in enumerate(names, first):
         changes = [

@@ -520,7 +520,8 @@ class VirtualReplica:
     # Prices.
 
     def _num_steps_until(self, step: Step, now: float) -> int:
-        """Return the step of a decoding run that is being computed at `now`, from 1; the last one at its end."""
+        """Return the step of a decoding run that is being computed at `now`, from 1; the last one at its
+        end."""
         low, high = 1, step.num_steps
         while low < high:
             middle = (low + high) // 2

@@ -42,7 +42,8 @@ class HashedRequest:
 
 
 def prepare(workload: Workload) -> list[HashedRequest]:
-    """Return the workload with the hashes and buckets that routers would compute; the same for every policy."""
+    """Return the workload with the hashes and buckets that routers would compute; the same for every
+    policy."""
     known: dict[int, BlockHash] = {}
     return [
         hashed(number, trace, workload.block_tokens, known) for number, trace in enumerate(workload.requests)

@@ -264,7 +264,8 @@ def _is_child_of_raylet(pid: int) -> bool:
 
 
 def _title(pid: int) -> str:
-    """Return a program's name, with the module that Python runs, or the title that one of Ray's gave itself."""
+    """Return a program's name, with the module that Python runs, or the title that one of Ray's gave
+    itself."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:

@@ -57,7 +57,8 @@ RAISED_AT_REST = frozenset(
 
 
 def raised_gauges(metrics_text: str) -> dict[str, float]:
-    """Return the gauges of a router or replica that count something under way, by name, summed over labels."""
+    """Return the gauges of a router or replica that count something under way, by name, summed over
+    labels."""
     found: Counter[str] = Counter()
     for family in text_string_to_metric_families(metrics_text):
         name = family.name

@@ -162,7 +162,8 @@ def _bundle_names(directory: Path) -> list[str]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint, each once: a single one, or those that the index names."""
+    """Return the safetensors files of a checkpoint, each once: a single one, or those that the index
+    names."""
     index = directory / _INDEX
     if not index.is_file():
         if not (directory / _WEIGHTS).is_file():

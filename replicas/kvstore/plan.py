@@ -118,7 +118,8 @@ def num_ready_blocks(
     num_device_blocks: int,
     num_findable_blocks: int,
 ) -> tuple[int, bool]:
-    """Return the leading blocks on the device or in host memory, and whether more of them are coming there."""
+    """Return the leading blocks on the device or in host memory, and whether more of them are coming
+    there."""
     first = num_device_blocks // blocks_per_chunk
     places = directory.find(name.key for name in names[first:])
     num_host = next((n for n, place in enumerate(places) if place is not ChunkPlace.HOST), len(places))

@@ -152,7 +152,8 @@ def _delta(choice: Choice, num_logprobs: int | None) -> Delta:
 def body_of(
     request: EngineRequest, name: str, served_name: str, eos_token_ids: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Return the body of a request; `name` comes back with the events of its blocks. Raises RequestRefused."""
+    """Return the body of a request; `name` comes back with the events of its blocks. Raises
+    RequestRefused."""
     submit, sampling = request.submit, request.sampling
     if submit.published is not None:
         raise RequestRefused(RefusalCode.INVALID_REQUEST, "a server takes one namespace per prompt")

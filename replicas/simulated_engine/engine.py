@@ -207,7 +207,8 @@ class SimulatedEngine:
         return self._script.end if may_end else None
 
     def _arbitrary(self, request: Request) -> int:
-        """Return the n-th output token, from the choice's seed and n alone: the same wherever it is resumed."""
+        """Return the n-th output token, from the choice's seed and n alone: the same wherever it is
+        resumed."""
         mixed = (request.seed * 0x9E3779B97F4A7C15 + request.num_output_tokens * 0xD1B54A32D192ED03) & _MASK
         mixed = ((mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9) & _MASK
         candidates = self._token_ids if request.constraint is None else request.constraint.allowed()
