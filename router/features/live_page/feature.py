@@ -132,16 +132,11 @@ class LivePage(Feature):
         return _json(await kept.get())
 
     async def decisions(self, request: Request) -> Response:
-        """Return decisions after the number `after`; only recent ones are kept, and only some are
-        returned."""
+        """Return decisions after the number `after`; only recent ones are kept."""
         after = _number(request.query_params.get("after", "0"))
         if after is None:
             return _refuse(HttpError(400, "'after' must be a number.", "invalid_request_error", "after"))
-        rows: list[dict[str, Any]] = []
-        for decision in self._recent.decisions(after):
-            if len(rows) == live_view.MAX_DECISIONS:
-                break
-            rows.append(live_view.decision_data(decision))
+        rows = [live_view.decision_data(decision) for decision in self._recent.decisions(after)]
         return _json(encode_json({"num_decisions": self._recent.num_decisions, "decisions": rows}))
 
     async def decision(self, request: Request) -> Response:

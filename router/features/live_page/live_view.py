@@ -19,7 +19,6 @@ from router.features.live_page.recent import NUM_SLOTS, SLOT_SECONDS, RecentDeci
 MAX_REPLICAS = 256
 MAX_NODES = 240
 MAX_HOLDERS = 8
-MAX_DECISIONS = 60
 MAX_COMPLAINT = 300
 
 
