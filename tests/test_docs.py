@@ -215,7 +215,7 @@ def test_the_way_through_the_code_names_functions_that_exist_and_is_short() -> N
         assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
         num_lines += node.end_lineno - node.lineno + 1
     assert len(rows) > 40
-    assert num_lines <= 1100, f"{num_lines} lines are too many to read at once"
+    assert num_lines <= 1200, f"{num_lines} lines are too many to read at once"
 
 
 @pytest.mark.parametrize("page", PAGES)
