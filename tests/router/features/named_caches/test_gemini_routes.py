@@ -118,60 +118,39 @@ async def test_what_cannot_be_is_said_with_its_field(server: HttpServer, http: h
     made = await create(http, contents=DOCUMENT, cacheSalt="s")
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "Not Gemini's."}]}
     other = (await http.post("/v1/caches", json=chat)).json()["id"]
-    cases: list[tuple[str, str, dict[str, Any], int, str]] = [
-        ("POST", CACHES, {"contents": DOCUMENT}, 400, "model"),
-        ("POST", CACHES, {"model": MODEL}, 400, "contents"),
-        ("POST", CACHES, {"model": MODEL, "contents": [], "tools": []}, 400, "contents"),
-        ("POST", CACHES, {"model": MODEL, "contents": [{"role": "x"}]}, 400, "contents[0].role"),
-        ("POST", CACHES, {"model": MODEL, "contents": DOCUMENT, "ttl": "1h"}, 400, "ttl"),
-        ("POST", CACHES, {"model": MODEL, "contents": DOCUMENT, "ttl": "0s"}, 400, "ttl"),
-        ("POST", CACHES, {"model": MODEL, "contents": DOCUMENT, "ttl": "86401s"}, 400, "ttl"),
-        ("POST", CACHES, {"model": MODEL, "contents": DOCUMENT, "expireTime": "soon"}, 400, "expireTime"),
-        (
-            "POST",
-            CACHES,
-            {"model": MODEL, "contents": DOCUMENT, "expireTime": "2020-01-01"},
-            400,
-            "expireTime",
-        ),
-        (
-            "POST",
-            CACHES,
-            {"model": MODEL, "contents": DOCUMENT, "expireTime": "2020-01-01T00:00:00Z"},
-            400,
-            "expireTime",
-        ),
-        (
-            "POST",
-            CACHES,
-            {"model": MODEL, "contents": DOCUMENT, "ttl": "9s", "expireTime": "x"},
-            400,
-            "expireTime",
-        ),
-        ("POST", CACHES, {"model": MODEL, "contents": DOCUMENT, "displayName": "\n"}, 400, "displayName"),
-        ("POST", CACHES, {"model": MODEL, "contents": DOCUMENT, "kmsKeyName": "k"}, 400, "kmsKeyName"),
-        ("POST", CACHES, {"model": MODEL, "contents": [DOCUMENT] * 90}, 400, "contents"),
-        ("POST", CACHES, {"model": "nobody", "contents": DOCUMENT}, 404, "model"),
-        ("PATCH", f"/v1beta/{made['name']}", {}, 400, "ttl"),
-        ("PATCH", f"/v1beta/{made['name']}", {"displayName": "x"}, 400, "displayName"),
-        ("POST", GENERATE, {"contents": QUESTION, "cachedContent": made["name"]}, 400, "cachedContent"),
-        ("POST", GENERATE, {"contents": QUESTION, "cachedContent": other}, 400, "cachedContent"),
-        ("POST", GENERATE, {"contents": QUESTION, "cachedContent": "cachedContents/x"}, 404, "cachedContent"),
-        ("POST", GENERATE, {"contents": QUESTION, "cachedContent": 3}, 400, "cachedContent"),
+    made_path, wrong = f"/v1beta/{made['name']}", {"model": MODEL, "contents": DOCUMENT}
+    use = {"contents": QUESTION, "cachedContent": made["name"]}
+    refused: list[tuple[str, str, dict[str, Any], int, str]] = [
         *(
-            (
-                "POST",
-                GENERATE,
-                {"contents": QUESTION, "cachedContent": made["name"], "cacheSalt": "s", name: value},
-                400,
-                name,
+            ("POST", CACHES, body, status, field)
+            for body, status, field in (
+                ({"contents": DOCUMENT}, 400, "model"),
+                ({"model": MODEL, "contents": [], "tools": []}, 400, "contents"),
+                ({"model": MODEL, "contents": [{"role": "x"}]}, 400, "contents[0].role"),
+                ({**wrong, "ttl": "1h"}, 400, "ttl"),
+                ({**wrong, "ttl": "86401s"}, 400, "ttl"),
+                ({**wrong, "expireTime": "2020-01-01"}, 400, "expireTime"),
+                ({**wrong, "expireTime": "2020-01-01T00:00:00Z"}, 400, "expireTime"),
+                ({**wrong, "ttl": "9s", "expireTime": "x"}, 400, "expireTime"),
+                ({**wrong, "displayName": "\n"}, 400, "displayName"),
+                ({**wrong, "kmsKeyName": "k"}, 400, "kmsKeyName"),
+                ({**wrong, "contents": [DOCUMENT] * 90}, 400, "contents"),
+                ({**wrong, "model": "nobody"}, 404, "model"),
             )
+        ),
+        ("PATCH", made_path, {}, 400, "ttl"),
+        ("POST", GENERATE, use, 400, "cachedContent"),
+        ("POST", GENERATE, {**use, "cachedContent": other}, 400, "cachedContent"),
+        ("POST", GENERATE, {**use, "cachedContent": "cachedContents/x"}, 404, "cachedContent"),
+        ("POST", GENERATE, {**use, "cachedContent": 3}, 400, "cachedContent"),
+        *(
+            ("POST", GENERATE, {**use, "cacheSalt": "s", name: value}, 400, name)
             for name, value in (("systemInstruction", SYSTEM), ("tools", TOOLS), ("toolConfig", {"x": 1}))
         ),
         ("GET", f"{CACHES}?pageSize=many", {}, 400, "pageSize"),
     ]
     num_generations = len(server.dispatcher.generations)
-    for method, path, body, status, field in cases:
+    for method, path, body, status, field in refused:
         answer = await http.request(method, path, json=None if method == "GET" else body)
         assert (answer.status_code, field_of(answer)) == (status, field), (path, body, answer.text)
     escaped = b'{"contents": [], "cached\\u0043ontent": "x"}'

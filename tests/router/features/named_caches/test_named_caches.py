@@ -178,17 +178,6 @@ async def test_one_that_is_extended_lives_on_from_then(routers: Open, times: Tim
     assert (renamed.name, renamed.expires) == ("more", extended.expires)
 
 
-async def test_what_was_deleted_is_remembered_without_its_content(routers: Open, times: Times) -> None:
-    caches = routers()
-    made = record()
-    await caches.create(made, CONTENT)
-    num_bytes = caches.num_bytes
-    await caches.delete(made.cache_id, "us")
-    assert caches.num_bytes == num_bytes - CONTENT.num_bytes
-    with pytest.raises(CacheGone, match="deleted"):
-        await caches.use(made.cache_id, "us")
-
-
 async def test_of_deletion_and_extension_at_once_deletion_stays(routers: Open) -> None:
     caches, other = routers(), routers()
     for number in range(20):
@@ -244,12 +233,6 @@ async def test_what_is_kept_of_a_tenants_caches_goes_by_itself(routers: Open, re
     await routers().create(record(), CONTENT)
     async with raw(redis_url) as redis:
         assert 0 < await redis.ttl(tenant_index_key(TAG)) <= MAX_TTL_SECONDS
-
-
-def test_the_smallest_share_has_room_for_one() -> None:
-    whole = CacheBounds(num_caches=10, bytes_per_cache=100, num_bytes=1000)
-    own = whole.of_share(0.001)
-    assert (own.num_caches, own.num_bytes) == (1, 100)
 
 
 async def test_a_page_follows_the_one_before_it_whatever_is_deleted_meanwhile(

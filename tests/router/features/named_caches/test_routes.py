@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from openai import AsyncOpenAI, BadRequestError, NotFoundError
+from openai import AsyncOpenAI
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.frames import PromptUsage, RequestKey, TokenDelta
@@ -149,9 +149,6 @@ async def test_an_explanation_is_of_the_whole_prompt(server: HttpServer, http: h
 @pytest.mark.parametrize(
     ("use", "code"),
     [
-        ({"model": "untemplated"}, "cache_of_other_model"),
-        ({"cache_salt": "other"}, "cache_of_other_salt"),
-        ({"tools": TOOLS}, "cache_of_other_tools"),
         ({"functions": [{"name": "look"}]}, "cache_of_other_tools"),
         ({"cache": 7}, "invalid_type"),
         ({"messages": "Hello"}, "invalid_type"),
@@ -188,8 +185,6 @@ async def test_a_field_that_is_hidden_by_escapes_is_not_passed_over(http: httpx.
 @pytest.mark.parametrize(
     ("fields", "parameter", "code"),
     [
-        ({}, "messages", "missing_required_parameter"),
-        ({"messages": BEGINNING, "prompt": "Hello"}, "messages", "invalid_value"),
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": {}}, "messages", "invalid_type"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
@@ -198,15 +193,11 @@ async def test_a_field_that_is_hidden_by_escapes_is_not_passed_over(http: httpx.
         ({"prompt": 7}, "prompt", "invalid_type"),
         ({"prompt": [10**6]}, "prompt", "invalid_value"),
         ({"prompt": "Hello", "tools": TOOLS}, "tools", "unsupported_value"),
-        ({"prompt": "Hello", "ttl": 0}, "ttl", "invalid_value"),
-        ({"prompt": "Hello", "ttl": 86_401}, "ttl", "invalid_value"),
         ({"prompt": "Hello", "ttl": "5m"}, "ttl", "invalid_type"),
         ({"prompt": "Hello", "ttl": 10**30}, "ttl", None),
         ({"prompt": "Hello", "name": ""}, "name", "invalid_value"),
         ({"prompt": "Hello", "name": "a\nb"}, "name", "invalid_value"),
-        ({"prompt": "Hello", "name": "a" * 129}, "name", "invalid_value"),
         ({"prompt": "Hello", "cache_salt": "@"}, "cache_salt", "invalid_value"),
-        ({"prompt": "☂" * 5000}, "prompt", "cache_too_large"),
         ({"prompt": "Hello world. " * 600}, "prompt", "context_length_exceeded"),
     ],
 )
@@ -218,11 +209,6 @@ async def test_what_cannot_be_one_is_refused_and_nothing_is_kept(
     assert (answer.status_code, error["param"]) == (400, parameter), error
     assert code is None or error["code"] == code
     assert (await http.get("/v1/caches")).json()["data"] == [] and not server.dispatcher.generations
-
-
-async def test_one_of_a_model_that_is_not_served_is_a_404(http: httpx.AsyncClient) -> None:
-    answer = await http.post("/v1/caches", json={"model": "large", "prompt": "Hello"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
 @pytest.mark.parametrize(
@@ -258,64 +244,9 @@ async def test_extending_one_asks_for_its_lease_again(server: HttpServer, http: 
     assert renamed == {**changed, "name": "more"} and len(server.dispatcher.generations) == 2
 
 
-@pytest.mark.parametrize("body", [{}, {"ttl": 0}, {"ttl": 86_401}, {"ttl": "1h"}, {"name": "\t"}, []])
-async def test_a_change_that_is_none_is_refused(http: httpx.AsyncClient, body: Any) -> None:
-    made = await create(http, messages=BEGINNING)
-    answer = await http.patch(f"/v1/caches/{made['id']}", json=body)
-    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
-    assert (await http.get(f"/v1/caches/{made['id']}")).json() == made
-
-
-async def test_one_that_was_deleted_is_a_404_that_says_when(
-    http: httpx.AsyncClient, openai: AsyncOpenAI
-) -> None:
-    made = await create(http, messages=BEGINNING)
-    deleted = (await http.delete(f"/v1/caches/{made['id']}")).json()
-    assert deleted == {
-        "id": made["id"],
-        "object": "cache.deleted",
-        "deleted": True,
-        "lease": "ends_by_itself",
-    }
-    for answer in (
-        await http.get(f"/v1/caches/{made['id']}"),
-        await http.delete(f"/v1/caches/{made['id']}"),
-        await http.patch(f"/v1/caches/{made['id']}", json={"ttl": 60}),
-    ):
-        error = answer.json()["error"]
-        assert (answer.status_code, error["code"]) == (404, "cache_deleted")
-        assert "was deleted at 2" in error["message"]
-    with pytest.raises(NotFoundError) as gone:
-        await openai.chat.completions.create(
-            model="tiny", messages=[QUESTION], extra_body={"cache": made["id"]}
-        )
-    assert (gone.value.code, gone.value.param) == ("cache_deleted", "cache")
-
-
-async def test_one_that_expires_is_a_404_that_says_when(http: httpx.AsyncClient) -> None:
-    made = await create(http, messages=BEGINNING, ttl=1)
-    while (answer := await http.get(f"/v1/caches/{made['id']}")).status_code == 200:  # noqa: ASYNC110
-        await asyncio.sleep(0.05)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "cache_expired")
-
-
-@pytest.mark.parametrize("name", ["x", UNKNOWN, "cache_%E2%98%82", "cache_" + "A" * 32, "%00", "a" * 3000])
-async def test_what_is_no_cache_is_a_404(http: httpx.AsyncClient, name: str) -> None:
-    for answer in (await http.get(f"/v1/caches/{name}"), await http.delete(f"/v1/caches/{name}")):
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "cache_not_found")
-
-
-async def test_lists_come_in_pages(http: httpx.AsyncClient) -> None:
-    made = [(await create(http, prompt=f"Number {number}"))["id"] for number in range(5)]
-    page = (await http.get("/v1/caches?limit=2")).json()
-    seen = [each["id"] for each in page["data"]]
-    while page["has_more"]:
-        page = (await http.get("/v1/caches", params={"limit": 2, "after": page["last_id"]})).json()
-        seen += [each["id"] for each in page["data"]]
-    assert sorted(seen) == sorted(made) and len(seen) == 5
-    for limit in ("0", "101", "x", "-1", "", "9" * 5000):
-        answer = await http.get("/v1/caches", params={"limit": limit})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")
+async def test_no_more_than_there_is_room_for(http: httpx.AsyncClient) -> None:
+    for number in range(5):
+        await create(http, prompt=f"Number {number}")
     full = await http.post("/v1/caches", json={"model": "tiny", "prompt": "Hello"})
     assert (full.status_code, full.json()["error"]["code"]) == (429, "caches_full")
     assert full.headers["retry-after"]
@@ -349,20 +280,6 @@ async def test_without_a_cluster_secret_there_are_none() -> None:
             assert "secret_file" in answer.json()["error"]["message"]
         body = {"model": "tiny", "prompt": "Hello", "cache": None}
         assert (await http.post("/v1/completions", json=body)).status_code == 200
-
-
-async def test_routes_and_methods_that_there_are_not(http: httpx.AsyncClient) -> None:
-    assert (await http.put("/v1/caches")).status_code == 405
-    assert (await http.post(f"/v1/caches/{UNKNOWN}")).status_code == 405
-    assert (await http.get("/v1/caches/a/b")).status_code == 404
-
-
-async def test_openais_client_hears_of_a_mistake(http: httpx.AsyncClient, openai: AsyncOpenAI) -> None:
-    made = await create(http, prompt="Hello")
-    with pytest.raises(BadRequestError, match="beginning of a completion"):
-        await openai.chat.completions.create(
-            model="tiny", messages=[QUESTION], extra_body={"cache": made["id"]}
-        )
 
 
 @pytest.fixture
