@@ -8,7 +8,7 @@ changes is where its chain is rooted, or which template writes it.
 import copy
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -54,14 +54,31 @@ def broken(way: str, dialect: str, rng: Random, *, num_tools: int = 4, num_turns
     after = copy.deepcopy(before)
     after.turns[-1].answer = "Here is what I know. " + text(rng)
     after.turns.append(Turn("And then? " + text(rng)))
-    return WAYS[way](way, dialect, before, after, rng)
+    return WAYS[way](Pair(way, dialect, before, after, rng))
 
 
-def _changed(way: str, dialect: str, before: Conversation, after: Conversation, new: str) -> BrokenPrompt:
-    """Where the one text that begins with `new` stands."""
-    body = AS[dialect](after)
-    (path,) = [path for path, value in _texts(body) if value == new]
-    return BrokenPrompt(way, dialect, AS[dialect](before), body, spelled(path), PlaceKind.VALUE, value=new)
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two conversations, the second of which is to be broken."""
+
+    way: str
+    dialect: str
+    before: Conversation
+    after: Conversation
+    rng: Random
+
+    def at(self, path: str = "", kind: PlaceKind | None = None, **fields: Any) -> BrokenPrompt:
+        as_body = AS[self.dialect]
+        bodies = as_body(self.before), as_body(self.after)
+        return BrokenPrompt(self.way, self.dialect, *bodies, path, kind, **fields)
+
+    def changed(self, new: str) -> BrokenPrompt:
+        """Where the one text `new` stands."""
+        (path,) = [path for path, value in _texts(AS[self.dialect](self.after)) if value == new]
+        return self.at(spelled(path), PlaceKind.VALUE, value=new)
+
+    def early_turn(self) -> Turn:
+        return self.after.turns[self.rng.randrange(len(self.before.turns) - 1)]
 
 
 def _texts(body: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
@@ -73,127 +90,106 @@ def _texts(body: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
             yield from _texts(inner, (*path, step))
 
 
-def _tool_word(
-    way: str, dialect: str, before: Conversation, after: Conversation, rng: Random
-) -> BrokenPrompt:
+def _tool_word(pair: Pair) -> BrokenPrompt:
     """One word in the description of a tool is another one."""
-    tool = after.tools[rng.randrange(len(after.tools))]
+    tool = pair.after.tools[pair.rng.randrange(len(pair.after.tools))]
     words = tool["description"].split(" ")
-    words[rng.randrange(len(words))] = "elsewhere" + str(rng.randrange(1000))
+    words[pair.rng.randrange(len(words))] = "elsewhere" + str(pair.rng.randrange(1000))
     tool["description"] = " ".join(words)
-    return _changed(way, dialect, before, after, tool["description"])
+    return pair.changed(tool["description"])
 
 
-def _system_time(
-    way: str, dialect: str, before: Conversation, after: Conversation, rng: Random
-) -> BrokenPrompt:
+def _system_time(pair: Pair) -> BrokenPrompt:
     """The system prompt begins with the time."""
-    minute = rng.randrange(59)
-    rest = before.system
-    before.system = f"The time is 2026-03-04T10:{minute:02}:07Z. {rest}"
-    after.system = f"The time is 2026-03-04T10:{minute + 1:02}:07Z. {rest}"
-    return _changed(way, dialect, before, after, after.system)
+    minute = pair.rng.randrange(59)
+    rest = pair.before.system
+    pair.before.system = f"The time is 2026-03-04T10:{minute:02}:07Z. {rest}"
+    pair.after.system = f"The time is 2026-03-04T10:{minute + 1:02}:07Z. {rest}"
+    return pair.changed(pair.after.system)
 
 
-def _system_id(
-    way: str, dialect: str, before: Conversation, after: Conversation, rng: Random
-) -> BrokenPrompt:
+def _system_id(pair: Pair) -> BrokenPrompt:
     """The system prompt names a request that is another one each time."""
-    rest = before.system
-    ids = [uuid.UUID(int=rng.getrandbits(128), version=4) for _ in range(2)]
-    before.system, after.system = (f"{rest[:12]}[request {request_id}] {rest[12:]}" for request_id in ids)
-    return _changed(way, dialect, before, after, after.system)
+    rest = pair.before.system
+    ids = [uuid.UUID(int=pair.rng.getrandbits(128), version=4) for _ in range(2)]
+    pair.before.system, pair.after.system = (
+        f"{rest[:12]}[request {request_id}] {rest[12:]}" for request_id in ids
+    )
+    return pair.changed(pair.after.system)
 
 
-def _key_order(
-    way: str, dialect: str, before: Conversation, after: Conversation, rng: Random
-) -> BrokenPrompt:
+def _key_order(pair: Pair) -> BrokenPrompt:
     """The parameters of a tool come in another order."""
-    number = rng.randrange(len(after.tools))
-    for made in (before, after):
+    number = pair.rng.randrange(len(pair.after.tools))
+    for made in (pair.before, pair.after):
         properties = made.tools[number]["parameters"]["properties"]
         properties |= {name: {"type": "string"} for name in ("zone", "area") if name not in properties}
-    parameters = after.tools[number]["parameters"]
+    parameters = pair.after.tools[number]["parameters"]
     parameters["properties"] = dict(reversed(parameters["properties"].items()))
     tool = {
         "chat": f"tools[{number}].function.parameters",
         "messages": f"tools[{number}].input_schema",
         "responses": f"tools[{number}].parameters",
         "gemini": f"tools[0].functionDeclarations[{number}].parametersJsonSchema",
-    }[dialect]
-    bodies = AS[dialect](before), AS[dialect](after)
-    return BrokenPrompt(way, dialect, *bodies, f"{tool}.properties", PlaceKind.KEYS)
+    }[pair.dialect]
+    return pair.at(f"{tool}.properties", PlaceKind.KEYS)
 
 
 def _tool_path(dialect: str, number: int) -> str:
     return f"tools[0].functionDeclarations[{number}]" if dialect == "gemini" else f"tools[{number}]"
 
 
-def _tool_gone(
-    way: str, dialect: str, before: Conversation, after: Conversation, rng: Random
-) -> BrokenPrompt:
-    number = rng.randrange(len(after.tools) - 1)
-    del after.tools[number]
-    path = _tool_path(dialect, number)
-    return BrokenPrompt(way, dialect, AS[dialect](before), AS[dialect](after), path, is_around=True)
+def _tool_gone(pair: Pair) -> BrokenPrompt:
+    number = pair.rng.randrange(len(pair.after.tools) - 1)
+    del pair.after.tools[number]
+    return pair.at(_tool_path(pair.dialect, number), is_around=True)
 
 
-def _tool_added(
-    way: str, dialect: str, before: Conversation, after: Conversation, rng: Random
-) -> BrokenPrompt:
-    number = rng.randrange(len(before.tools) - 1)
-    del before.tools[number]
-    path = _tool_path(dialect, number)
-    return BrokenPrompt(way, dialect, AS[dialect](before), AS[dialect](after), path, is_around=True)
+def _tool_added(pair: Pair) -> BrokenPrompt:
+    number = pair.rng.randrange(len(pair.before.tools) - 1)
+    del pair.before.tools[number]
+    return pair.at(_tool_path(pair.dialect, number), is_around=True)
 
 
-def _tool_order(
-    way: str, dialect: str, before: Conversation, after: Conversation, rng: Random
-) -> BrokenPrompt:
-    number = rng.randrange(len(after.tools) - 1)
-    after.tools[number:] = reversed(after.tools[number:])
-    path = _tool_path(dialect, number)
-    return BrokenPrompt(way, dialect, AS[dialect](before), AS[dialect](after), path, is_around=True)
+def _tool_order(pair: Pair) -> BrokenPrompt:
+    number = pair.rng.randrange(len(pair.after.tools) - 1)
+    pair.after.tools[number:] = reversed(pair.after.tools[number:])
+    return pair.at(_tool_path(pair.dialect, number), is_around=True)
 
 
-def _trimmed_result(
-    way: str, dialect: str, before: Conversation, after: Conversation, rng: Random
-) -> BrokenPrompt:
+def _trimmed_result(pair: Pair) -> BrokenPrompt:
     """The result of a call is cut short once it is old."""
-    turn = after.turns[rng.randrange(len(before.turns) - 1)]
+    turn = pair.early_turn()
     name, arguments, result = turn.calls[0]
     turn.calls[0] = (name, arguments, result[: max(9, len(result) // 2)] + "[trimmed]")
-    return _changed(way, dialect, before, after, turn.calls[0][2])
+    return pair.changed(turn.calls[0][2])
 
 
-def _cleared_result(
-    way: str, dialect: str, before: Conversation, after: Conversation, rng: Random
-) -> BrokenPrompt:
-    turn = after.turns[rng.randrange(len(before.turns) - 1)]
+def _cleared_result(pair: Pair) -> BrokenPrompt:
+    turn = pair.early_turn()
     name, arguments, _ = turn.calls[0]
     turn.calls[0] = (name, arguments, "[Old tool result cleared]")
-    return _changed(way, dialect, before, after, turn.calls[0][2])
+    return pair.changed(turn.calls[0][2])
 
 
-def _compacted(
-    way: str, dialect: str, before: Conversation, after: Conversation, rng: Random
-) -> BrokenPrompt:
+def _compacted(pair: Pair) -> BrokenPrompt:
     """The first turns become a summary."""
-    summary = "Summary of what was said before: " + text(rng)
-    after.turns[:3] = [Turn(summary, "I see.")]
-    return _changed(way, dialect, before, after, summary)
+    summary = "Summary of what was said before: " + text(pair.rng)
+    pair.after.turns[:3] = [Turn(summary, "I see.")]
+    return pair.changed(summary)
 
 
-def _argument_order(
-    way: str, dialect: str, before: Conversation, after: Conversation, rng: Random
-) -> BrokenPrompt:
+def _argument_order(pair: Pair) -> BrokenPrompt:
     """The arguments of an earlier call are written anew, with their keys in another order."""
-    turn = after.turns[rng.randrange(len(before.turns) - 1)]
+    turn = pair.early_turn()
     name, arguments, result = turn.calls[0]
     turn.calls[0] = (name, dict(reversed(arguments.items())), result)
-    bodies = AS[dialect](before), AS[dialect](after)
-    path = next(path for path in _call_paths(bodies[1]) if _at(bodies[0], path) != _at(bodies[1], path))
-    return BrokenPrompt(way, dialect, *bodies, spelled(path), PlaceKind.KEYS)
+    return pair.at(_changed_call(pair), PlaceKind.KEYS)
+
+
+def _changed_call(pair: Pair) -> str:
+    before, after = (AS[pair.dialect](each) for each in (pair.before, pair.after))
+    return spelled(next(path for path in _call_paths(after) if _at(before, path) != _at(after, path)))
 
 
 def _call_paths(body: Any, path: Path = ()) -> Iterator[Path]:
@@ -211,28 +207,27 @@ def _at(body: Any, path: Path) -> str:
     return repr(body)
 
 
-def _argument(way: str, dialect: str, before: Conversation, after: Conversation, rng: Random) -> BrokenPrompt:
+def _argument(pair: Pair) -> BrokenPrompt:
     """An argument of an earlier call is another one."""
-    turn = after.turns[rng.randrange(len(before.turns) - 1)]
-    turn.calls[0][1]["city"] = "Reykjavík " + str(rng.randrange(1000))
-    bodies = AS[dialect](before), AS[dialect](after)
-    path = next(path for path in _call_paths(bodies[1]) if _at(bodies[0], path) != _at(bodies[1], path))
-    return BrokenPrompt(way, dialect, *bodies, f"{spelled(path)}.city", PlaceKind.VALUE)
+    turn = pair.early_turn()
+    turn.calls[0][1]["city"] = "Reykjavík " + str(pair.rng.randrange(1000))
+    return pair.at(f"{_changed_call(pair)}.city", PlaceKind.VALUE)
 
 
-def _other_fields(**fields: Any) -> Callable[..., BrokenPrompt]:
-    def make(way: str, dialect: str, before: Conversation, after: Conversation, rng: Random) -> BrokenPrompt:
-        return BrokenPrompt(way, dialect, AS[dialect](before), {**AS[dialect](after), **fields})
+def _other_fields(**fields: Any) -> Callable[[Pair], BrokenPrompt]:
+    def make(pair: Pair) -> BrokenPrompt:
+        made = pair.at()
+        return replace(made, after={**made.after, **fields})
 
     return make
 
 
-NAMESPACE_WAYS: dict[str, Callable[..., BrokenPrompt]] = {
+NAMESPACE_WAYS: dict[str, Callable[[Pair], BrokenPrompt]] = {
     "other_model": _other_fields(model="another"),
     "other_salt": _other_fields(cache_salt="another salt"),
 }
 
-WAYS: dict[str, Callable[..., BrokenPrompt]] = {
+WAYS: dict[str, Callable[[Pair], BrokenPrompt]] = {
     "tool_word": _tool_word,
     "system_time": _system_time,
     "system_id": _system_id,

@@ -12,7 +12,7 @@ import pytest
 from cluster.cli import main
 from cluster.commands import lint
 from replicas.media.probes import probe_png
-from replicas.protocol.image_rules import CellRule, written_rule
+from replicas.protocol.image_rules import written_rule
 from replicas.protocol.images import ImageFormat, ImageSize
 from router.api.logged_prompts import LoggedModel, NoPrompt, logged_prompts
 from router.explain.linting.habits import Habit, habit_of
@@ -22,15 +22,8 @@ from router.explain.places import Place, PlaceKind
 from router.explain.repeats import GRAM
 from tests.router import tiny_model
 from tests.router.explain.conversations import text
+from tests.router.explain.image_prompts import RULE, TEMPLATE
 
-TEMPLATE = (
-    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
-    "{%- if message.content is string %}{{ message.content }}{%- else %}"
-    "{%- for part in message.content %}"
-    "{{ part.text if part.type == 'text' else '<|endoftext|>' }}{%- endfor %}{%- endif %}"
-    "{{ '<|im_end|>\n' }}{%- endfor %}"
-)
-RULE = CellRule(placeholder=0, cell=4, min_pixels=16, max_pixels=16 * 1000)
 BUNDLE = tiny_model.bundle(TEMPLATE)
 MODEL = LoggedModel.of(BUNDLE, written_rule(RULE))
 RED, BLUE = (probe_png(80, 40, colour) for colour in (b"\xff\0\0", b"\0\0\xff"))
@@ -86,29 +79,24 @@ def _second(*bodies: dict[str, Any]) -> Break | None:
     return found[-1]
 
 
-def test_another_image_is_found_with_its_path_and_what_it_costs() -> None:
-    found = _second(_chat(RED), _chat(BLUE))
-    assert found is not None
-    assert found.place.path == "messages[1].content[1].image_url"
-    assert found.habit is Habit.IMAGE_CHANGED
-    behind = len(_prompt(_chat(RED)).token_ids) - found.token - NUM_IMAGE_TOKENS
-    assert 0.8 * behind <= found.num_lost_tokens <= behind + GRAM
-
-
-def test_an_image_that_is_a_text_of_the_body_is_no_id() -> None:
-    found = _second(_responses(RED), _responses(BLUE))
-    assert found is not None
-    assert found.place.path == "input[0].content[1].image_url"
-    assert found.habit is Habit.IMAGE_CHANGED
-
-
-@pytest.mark.parametrize("form", [_chat, _responses, _anthropic, _gemini])
-def test_another_image_at_the_same_place_is_a_habit_of_its_own(
-    form: Callable[[bytes], dict[str, Any]],
+@pytest.mark.parametrize(
+    ("form", "path"),
+    [
+        (_chat, "messages[1].content[1].image_url"),
+        (_responses, "input[0].content[1].image_url"),
+        (_anthropic, "messages[0].content[1]"),
+        (_gemini, "contents[0].parts[1].inlineData"),
+    ],
+)
+def test_another_image_is_found_with_its_path_and_what_it_costs(
+    form: Callable[[bytes], dict[str, Any]], path: str
 ) -> None:
     found = _second(form(RED), form(BLUE))
     assert found is not None
+    assert found.place.path.startswith(path)
     assert found.habit is Habit.IMAGE_CHANGED
+    behind = len(_prompt(form(RED)).token_ids) - found.token - NUM_IMAGE_TOKENS
+    assert 0.8 * behind <= found.num_lost_tokens <= behind + GRAM
 
 
 def test_a_result_that_is_another_image_is_not_cut_short() -> None:

@@ -1,6 +1,7 @@
 """Places: a character of a prompt leads back to the field of the body that it came from, whatever the dialect
 and the chat template."""
 
+import json
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -11,7 +12,7 @@ from router.errors import RouterError
 from router.explain.leaves import Path, spelled
 from router.explain.places import Place, PlaceKind, PromptPlaces, place_in_prompt, place_of_token
 from tests.router import tiny_model
-from tests.router.explain.agent_bodies import claude_code, codex
+from tests.router.explain.broken_prompts import NAMESPACE_WAYS, TEXT_WAYS, BrokenPrompt, broken
 from tests.router.explain.conversations import (
     AS,
     DIALECTS,
@@ -22,8 +23,85 @@ from tests.router.explain.conversations import (
     num_common,
     prompt_text,
     rendered,
+    text,
+    tool,
     written_places,
 )
+
+REASONING = "kvasir-reasoning-1:aGVsbG8gd29ybGQ="
+
+
+def codex(rng: Random, num_turns: int) -> dict[str, Any]:
+    """OpenAI's Responses: the instructions are a developer's message, some tools are in a namespace."""
+    tools: list[dict[str, Any]] = [{"type": "function", **tool(rng, n), "strict": False} for n in range(6)]
+    inner = [{"type": "function", **tool(rng, 10 + n), "strict": False} for n in range(3)]
+    tools.append({"type": "namespace", "name": "agents", "description": text(rng, 20), "tools": inner})
+    tools.append({"type": "web_search"})
+    where = "<environment_context><cwd>/tmp/x</cwd></environment_context>"
+    items: list[dict[str, Any]] = [
+        _message("developer", "You are an agent. " + text(rng, 300), "<skills>" + text(rng, 50)),
+        _message("user", where, text(rng, 10)),
+    ]
+    for number in range(num_turns):
+        name, call_id = tools[number % 6]["name"], f"call_{number:024}"
+        arguments = json.dumps({"command": ["bash", "-lc", text(rng, 8)], "workdir": "/tmp"})
+        output = json.dumps({"output": text(rng, 100), "metadata": {"exit_code": 0}})
+        items += [
+            {"type": "reasoning", "id": f"rs_{number}", "summary": [], "encrypted_content": REASONING},
+            {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments},
+            {"type": "function_call_output", "call_id": call_id, "output": output},
+            _message("assistant", text(rng, 20)),
+            _message("user", text(rng, 20)),
+        ]
+    rest = {"tool_choice": "auto", "store": False, "prompt_cache_key": "k", "stream": True}
+    return {"model": "tiny", "input": items, "tools": tools, **rest}
+
+
+def _message(role: str, *texts: str) -> dict[str, Any]:
+    kind = "output_text" if role == "assistant" else "input_text"
+    content = [{"type": kind, "text": one} for one in texts]
+    return {"type": "message", "role": role, "id": f"msg_{role}", "content": content}
+
+
+def claude_code(rng: Random, num_turns: int) -> dict[str, Any]:
+    """Anthropic's Messages: a block of the system is for accounts, and one of its messages stands in the
+    middle of the conversation."""
+    tools = [_claude_tool(rng, number) for number in range(12)]
+    system = [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=sdk;"},
+        {"type": "text", "text": "You are an agent.", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": text(rng, 300), "cache_control": {"type": "ephemeral"}},
+    ]
+    reminder = "<system-reminder>\n" + text(rng, 60) + "</system-reminder>"
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": reminder}, _text(rng, 10)]},
+        {"role": "system", "content": "By the way: " + text(rng, 60)},
+    ]
+    for number in range(num_turns):
+        call_id = f"toolu_{number:022}"
+        arguments = {"file_path": text(rng, 2), "limit": number}
+        call = {"type": "tool_use", "id": call_id, "name": tools[number]["name"], "input": arguments}
+        thinking = {"type": "thinking", "thinking": text(rng, 20), "signature": "c2ln"}
+        content: Any = [_text(rng, 90), _text(rng, 3)] if number % 2 else text(rng, 90)
+        result = {"tool_use_id": call_id, "type": "tool_result", "content": content}
+        messages += [
+            {"role": "assistant", "content": [thinking, _text(rng, 10), call]},
+            {"role": "user", "content": [result, _text(rng, 9)]},
+        ]
+    messages[-1]["content"][-1] = {**_text(rng, 9), "cache_control": {"type": "ephemeral"}}
+    rest = {"max_tokens": 32000, "thinking": {"type": "adaptive"}, "metadata": {"user_id": "{}"}}
+    return {"model": "tiny", "messages": messages, "system": system, "tools": tools, **rest}
+
+
+def _text(rng: Random, most: int) -> dict[str, Any]:
+    return {"type": "text", "text": text(rng, most)}
+
+
+def _claude_tool(rng: Random, number: int) -> dict[str, Any]:
+    made = tool(rng, number)
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **made["parameters"]}
+    return {"name": made["name"], "description": made["description"], "input_schema": schema}
+
 
 NUM_BODIES = 25
 
@@ -130,28 +208,6 @@ def _diverging(one: dict[str, Any], other: dict[str, Any], template: str = "qwen
     return PromptPlaces(other, texts[1]).at(num_common(*texts))
 
 
-def test_keys_in_another_order_are_told_by_their_object() -> None:
-    function = TOOL["function"]
-    assert isinstance(function, dict)
-    properties = dict(reversed(function["parameters"]["properties"].items()))
-    parameters = {"type": "object", "properties": properties}
-    other = {**CHAT, "tools": [{**TOOL, "function": {**function, "parameters": parameters}}]}
-    place = _diverging(CHAT, other)
-    assert (place.kind, place.path, place.key) == (
-        PlaceKind.KEYS,
-        "tools[0].function.parameters.properties",
-        "unit",
-    )
-
-
-def test_a_tool_more_is_told_by_the_list_of_tools_or_the_tool() -> None:
-    place = _diverging(
-        CHAT, {**CHAT, "tools": [TOOL, {**TOOL, "function": {**TOOL["function"], "name": "f"}}]}
-    )  # type: ignore[dict-item]
-    assert place.path in ("tools", "tools[1]")
-    assert _diverging({**CHAT, "tools": [TOOL, TOOL]}, CHAT).path == "tools"
-
-
 def test_what_the_template_has_written_is_told_as_such() -> None:
     text = prompt_text("chat", CHAT, "qwen3")
     place = PromptPlaces(CHAT, text).at(text.index("# Tools") + 3)
@@ -207,3 +263,34 @@ def test_the_words_for_one_image_are_not_taken_for_another_that_was_read() -> No
             prompt = "\n".join([first, texts[0], texts[1], told, texts[2]])
             place = PromptPlaces(body, prompt).at(prompt.index(texts[number]))
             assert (place.path, place.offset) == (f"messages[0].content[{path}].text", 0)
+
+
+BROKEN_IN = ("qwen3", "qwen35", "llama31")
+
+
+def named(prompt: BrokenPrompt, template: str) -> Place:
+    """The place in the second body of the first token that the first prompt has not."""
+    tokenizer = catalog(template).get("tiny").tokenizer
+    chats = [rendered(prompt.dialect, body, template) for body in (prompt.before, prompt.after)]
+    before, after = (tokenizer.encode(chat.text, is_quoted=chat.is_quoted) for chat in chats)
+    number = num_common(before, after)
+    return place_of_token(tokenizer, prompt.after, chats[1].text, after, number, is_quoted=chats[1].is_quoted)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("way", TEXT_WAYS)
+def test_what_was_broken_is_named(way: str, dialect: str) -> None:
+    for template in BROKEN_IN:
+        prompt = broken(way, dialect, Random(f"{way} {dialect} {template}"))
+        place = named(prompt, template)
+        assert prompt.is_named_by(place), (prompt.path, place)
+        assert place.is_certain
+
+
+@pytest.mark.parametrize("way", NAMESPACE_WAYS)
+def test_what_changes_only_the_namespace_goes_on_from_the_same_text(way: str) -> None:
+    prompt = broken(way, "chat", Random(way))
+    before, after = ({**body, "model": "tiny"} for body in (prompt.before, prompt.after))
+    texts = [rendered("chat", body, "qwen3").text for body in (before, after)]
+    generation = len("<|im_start|>assistant\n")
+    assert num_common(*texts) >= len(texts[0]) - generation

@@ -258,16 +258,6 @@ def test_a_hit_is_of_another_user_only_where_that_is_certain() -> None:
     assert (tail.counts.num_hits, tail.counts.num_cross_user_hits) == (2, 0)
 
 
-def test_what_a_prompt_missed_was_last_seen_at_some_replica_or_never() -> None:
-    tree = Tree()
-    assert tree.knew(Asked("xxxx", 10, replica_id=ReplicaId("r1")), 10) == Known(0)
-    known = tree.knew(Asked("xxxxyy", 20, cached=2), 20)
-    assert known == Known(4 * BLOCK_SIZE, ReplicaId("r1"), model="toy")
-    assert tree.knew(Asked("xxxxyy", 30, cached=6), 30) == Known(6 * BLOCK_SIZE)
-    # A request that had not ended when this one was decided tells nothing about what was there then.
-    assert tree.knew(Asked("xxxxyy", 40), 15).num_tokens == 4 * BLOCK_SIZE
-
-
 def test_users_beyond_a_number_are_counted_together() -> None:
     tree = Tree()
     for number in range(MAX_USERS + 5):
@@ -302,10 +292,3 @@ def test_the_hashes_of_a_node_read_like_a_list_of_them(symbols: str, part: slice
     else:
         with pytest.raises(IndexError):
             packed[place]
-
-
-@pytest.mark.parametrize("symbols", ["", "x"])
-def test_a_prompt_of_no_full_block_leaves_no_node(symbols: str) -> None:
-    tree = Tree()
-    tree.see(Asked(symbols, 1))
-    assert len(tree) == len(symbols)

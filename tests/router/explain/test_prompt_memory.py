@@ -131,16 +131,6 @@ def test_of_prompts_that_part_at_one_token_the_last_is_the_nearest() -> None:
     assert found is not None and (found.prompt.ids, found.num_common_tokens) == (("like the first",), 5)
 
 
-def test_some_tokens_more_in_common_by_chance_do_not_outweigh_the_pieces_of_a_conversation() -> None:
-    memory = PromptMemory(PLENTY, KEY)
-    mine, others = ("what I said", "what I heard", "and more"), ("of another", "who said", "other things")
-    remember(memory, facts([1, 1, 1, 2, 5, 5, 5, 5], texts=mine), ("mine",), 1.0)
-    remember(memory, facts([1, 1, 1, 1, 1, 3, 6, 6], texts=others), ("other",), 2.0)
-    asked = facts([1, 1, 1, 1, 1, 4, 5, 5], texts=mine)
-    found = memory.nearest(asked)
-    assert found is not None and (found.prompt.ids, found.num_common_tokens) == (("mine",), 3)
-
-
 def test_who_chooses_a_salt_is_found_only_by_those_who_may_look_across_salts() -> None:
     memory = PromptMemory(PLENTY, KEY)
     texts = ("one", "two", "three")

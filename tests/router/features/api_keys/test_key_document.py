@@ -13,6 +13,7 @@ from router.features.api_keys import key_document
 from router.features.api_keys.key_document import BadKeys, read_document, write_json, write_yaml
 from router.features.api_keys.key_record import KeyDocument, KeyRecord, keyring_of
 from tests.router.features.api_keys.documents import document_of, numbered_key, yaml_of
+from tests.router.features.api_keys.some_keys import ACME, ACME_TENANT, OLD, some_keys
 
 _NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
 _COUNTS = st.integers(1, 2**53)
@@ -158,6 +159,11 @@ _OF_A = "tenants: {a: }\nkeys: [{%s}]"
         (_OF_A % f'{_KEY}, name: "a\\nb"', "keys[0].name: "),
         (_OF_A % f"key_id: 123456789012, sha256: {_SHA}, tenant: a", "put it between quotation marks"),
         (_OF_A % "key_id: '00aa00aa00aa', tenant: a", "keys[0]: object missing required field `sha256`"),
+        (b"keys: []\n---\nkeys: []", "line 2, column 1: expected a single document in the stream, but"),
+        (b"keys: [*b]", "line 1, column 8: found undefined alias"),
+        (b"keys: &a [*a]", "keys[0]: expected `object`"),
+        (b"tenants: {a: {<<: 3}}\nkeys: []", "line 1: what is merged there is no mapping"),
+        ("a:\n" + "".join(" " * depth + "- \n" for depth in range(1, 1000)), "nesting depth"),
         (_OF_A % f"key_id: 00AA00AA00AA, sha256: {_SHA}, tenant: a", "keys[0].key_id: "),
     ],
 )
@@ -200,23 +206,6 @@ def test_what_is_said_once_may_be_used_again() -> None:
     assert tenants["b"].limits == Limits(max_sequences=2, max_context=5)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (
-            "keys: []\n---\nkeys: []",
-            "line 2, column 1: expected a single document in the stream, but found another",
-        ),
-        ("keys: [*b]", "line 1, column 8: found undefined alias"),
-        ("tenants: {a: {<<: 3}}\nkeys: []", "line 1: what is merged there is no mapping"),
-        ("a:\n" + "".join(" " * depth + "- \n" for depth in range(1, 1000)), "nesting depth"),
-    ],
-)
-def test_yaml_that_is_refused(text: str, words: str) -> None:
-    with pytest.raises(BadKeys, match=re.escape(words)):
-        read_document(text.encode())
-
-
 def test_a_large_document_in_yaml_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     content = yaml_of(1, 2)
     monkeypatch.setattr(key_document, "MAX_YAML_BYTES", len(content))
@@ -234,6 +223,25 @@ def test_aliases_within_each_other_are_read_in_no_time() -> None:
         read_document(b"tenants: {}\nkeys:\n  - &a0 [x]\n" + levels.encode())
 
 
-def test_a_list_within_itself_is_no_key() -> None:
-    with pytest.raises(BadKeys, match=r"keys\[0\]: expected `object`"):
-        read_document(b"keys: &a [*a]")
+def test_a_key_is_known_by_all_of_its_text() -> None:
+    keys = some_keys()
+    caller = keys.find(ACME, now=0.0)
+    assert not isinstance(caller, KeyFault)
+    assert caller.tenant == ACME_TENANT
+    for place in range(len(ACME)):
+        other = ACME[:place] + ("x" if ACME[place] != "x" else "y") + ACME[place + 1 :]
+        assert keys.find(other, now=0.0) is KeyFault.UNKNOWN
+    assert keys.find(ACME + "A", now=0.0) is KeyFault.UNKNOWN
+    assert keys.find(ACME[:-1], now=0.0) is KeyFault.UNKNOWN
+
+
+def test_a_key_ends_at_its_time_and_says_so_only_to_who_has_it() -> None:
+    keys = some_keys()
+    assert not isinstance(keys.find(OLD, now=0.99), KeyFault)
+    assert keys.find(OLD, now=1.0) is KeyFault.EXPIRED
+    assert keys.find(OLD[:-1] + "x", now=1.0) is KeyFault.UNKNOWN
+
+
+@given(st.text())
+def test_any_text_is_compared(text: str) -> None:
+    assert some_keys().find(text, now=0.0) is KeyFault.UNKNOWN

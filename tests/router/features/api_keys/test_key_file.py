@@ -1,5 +1,6 @@
 """A file of keys is followed, and one that is wrong, gone or half written leaves the keys before in force."""
 
+import asyncio
 import logging
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ from router.errors import KeyFault
 from router.features.api_keys.key_file import KeyFile
 from router.features.api_keys.keys_in_force import KeysInForce
 from tests.router.features.api_keys.documents import numbered_key, yaml_of
+from tests.router.raw_client import wait_for
 
 
 class Clock:
@@ -27,7 +29,7 @@ class Followed:
     def __init__(self, path: Path) -> None:
         self.path, self.clock = path, Clock()
         self.keys = KeysInForce(self.clock)
-        self.file = KeyFile(str(path), self.keys)
+        self.file = KeyFile(str(path), self.keys, look_seconds=0.01)
 
     async def look(self, times: int = 2) -> None:
         for _ in range(times):
@@ -112,6 +114,14 @@ async def test_a_wrong_file_stays_wrong_after_it_was_away(followed: Followed) ->
     await followed.look()
     assert followed.keys.is_newest_refused
     assert followed.in_force == [1, 2]
+
+
+async def test_a_running_router_follows_its_file(followed: Followed) -> None:
+    following = asyncio.create_task(followed.file.follow())
+    for content, in_force in ((yaml_of(2, 3), [2, 3]), (yaml_of(4), [4])):
+        write(followed.path, content)
+        await wait_for(lambda in_force=in_force: followed.in_force == in_force)
+    following.cancel()
 
 
 async def test_what_is_being_written_is_not_read(followed: Followed) -> None:

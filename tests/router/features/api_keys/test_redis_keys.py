@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 import redis.asyncio
@@ -23,6 +23,7 @@ from router.features.api_keys.redis_keys import (
 from router.shared.sealing import Seal
 from tests.redis_server import RedisServer
 from tests.router.features.api_keys.documents import document_of, numbered_key
+from tests.router.raw_client import wait_for
 
 SECRET = ClusterSecret(b"s" * 32)
 SEAL = Seal(SECRET, Purpose.API_KEYS)
@@ -40,10 +41,6 @@ class Followed:
             for number in range(1, 6)
             if not isinstance(self.keys.find(numbered_key(number)[1], now=0.0), KeyFault)
         ]
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        while not condition():  # noqa: ASYNC110 (a follower tells nobody)
-            await asyncio.sleep(0.005)
 
     @property
     def is_refused(self) -> bool:
@@ -79,9 +76,9 @@ async def test_nobody_is_let_in_before_there_are_keys_and_then_they_are_followed
     async with following(own_redis.url) as followed:
         assert followed.in_force == []
         await put(own_redis.url, 1, 2, number=5)
-        await followed.until(lambda: followed.in_force == [1, 2])
+        await wait_for(lambda: followed.in_force == [1, 2])
         await put(own_redis.url, 2, 3, number=6)
-        await followed.until(lambda: followed.in_force == [2, 3])
+        await wait_for(lambda: followed.in_force == [2, 3])
 
 
 async def test_an_older_document_is_not_believed(
@@ -89,17 +86,17 @@ async def test_an_older_document_is_not_believed(
 ) -> None:
     async with following(own_redis.url) as followed:
         old = await put(own_redis.url, 1, 2, number=5)
-        await followed.until(lambda: followed.in_force == [1, 2])
+        await wait_for(lambda: followed.in_force == [1, 2])
         await put(own_redis.url, 2, number=6)
-        await followed.until(lambda: followed.in_force == [2])
+        await wait_for(lambda: followed.in_force == [2])
         await put_bytes(own_redis.url, old)
-        await followed.until(lambda: followed.is_refused)
+        await wait_for(lambda: followed.is_refused)
         await asyncio.sleep(0.1)
         assert followed.in_force == [2]
         said = [record.message for record in caplog.records if record.levelname == "ERROR"]
         assert sum("the keys in Redis are older than those in force" in message for message in said) == 1
         await put(own_redis.url, 3, number=7)
-        await followed.until(lambda: followed.in_force == [3])
+        await wait_for(lambda: followed.in_force == [3])
         assert not followed.is_refused
 
 
@@ -107,11 +104,11 @@ async def test_an_older_document_is_not_believed(
 async def test_a_document_that_was_changed_is_not_believed(own_redis: RedisServer, place: int) -> None:
     async with following(own_redis.url) as followed:
         await put(own_redis.url, 1, number=5)
-        await followed.until(lambda: followed.in_force == [1])
+        await wait_for(lambda: followed.in_force == [1])
         changed = bytearray(seal_document(SEAL, Numbered(6, document_of(2))))
         changed[place] ^= 1
         await put_bytes(own_redis.url, bytes(changed))
-        await followed.until(lambda: followed.is_refused)
+        await wait_for(lambda: followed.is_refused)
         assert followed.in_force == [1]
 
 
@@ -124,9 +121,9 @@ async def test_another_secret_and_another_place_make_no_keys(own_redis: RedisSer
         foreign = (seal_document(other, numbered), seal_document(caches, numbered), elsewhere)
         for number, sealed in enumerate(foreign):
             await put(own_redis.url, 1, number=10 + number)
-            await followed.until(lambda: followed.in_force == [1] and not followed.is_refused)
+            await wait_for(lambda: followed.in_force == [1] and not followed.is_refused)
             await put_bytes(own_redis.url, sealed)
-            await followed.until(lambda: followed.is_refused)
+            await wait_for(lambda: followed.is_refused)
             assert followed.in_force == [1]
 
 
@@ -135,7 +132,7 @@ async def test_keys_stay_in_force_while_redis_is_away_and_after_it_has_lost_them
 ) -> None:
     async with following(own_redis.url) as followed:
         await put(own_redis.url, 1, number=5)
-        await followed.until(lambda: followed.in_force == [1])
+        await wait_for(lambda: followed.in_force == [1])
         await asyncio.to_thread(own_redis.kill)
         await asyncio.sleep(0.1)
         assert followed.in_force == [1]
@@ -143,7 +140,7 @@ async def test_keys_stay_in_force_while_redis_is_away_and_after_it_has_lost_them
         await asyncio.sleep(0.1)
         assert followed.in_force == [1]
         await put(own_redis.url, 2, number=next_number(None, 2_000_000_000_000))
-        await followed.until(lambda: followed.in_force == [2])
+        await wait_for(lambda: followed.in_force == [2])
 
 
 async def test_of_two_writers_at_once_one_is_told_to_look_again(own_redis: RedisServer) -> None:

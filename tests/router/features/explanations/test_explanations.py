@@ -12,7 +12,7 @@ from cluster.commands.why import render
 from router.api.logged_prompts import LoggedModel, logged_prompts
 from router.explain.linting.linter import Linter
 from router.explain.linting.log_lines import read_line
-from router.features.explanations.place_search import SMALL_BYTES
+from router.features.explanations.place_search import SMALL_BYTES, Allowance
 from router.prompt.catalog import ModelCatalog
 from tests.router import tiny_model
 from tests.router.explain.broken_prompts import broken
@@ -234,10 +234,6 @@ async def test_a_loss_is_divided_over_the_causes_of_its_parts() -> None:
     assert words[-1].endswith(f"; {first[1]:,} {first[0]}, {second[1]:,} {second[0]}")
 
 
-async def test_an_id_of_nobody_is_not_found(http: httpx.AsyncClient) -> None:
-    assert (await http.get("/v1/cache/explain/cmpl-0")).status_code == 404
-
-
 @pytest.mark.parametrize("with_usage", [True, False])
 async def test_a_stream_says_at_its_end_what_has_changed_since_an_answer(
     server: HttpServer, http: httpx.AsyncClient, with_usage: bool
@@ -256,3 +252,15 @@ async def test_a_stream_says_at_its_end_what_has_changed_since_an_answer(
     assert last["prompt_cache_diagnostics"] == whole
     assert (last["choices"] == []) is with_usage and bool(last.get("usage")) is with_usage
     assert all("prompt_cache_diagnostics" not in chunk for chunk in others)
+
+
+def test_time_is_spent_as_it_passes_and_little_of_it_is_saved_up() -> None:
+    now = 0.0
+    allowance = Allowance(0.5, 2.0, lambda: now)
+    for passed in (2.0, 1000.0):
+        allowance.spend(2.0)
+        assert not allowance.is_left()
+        now += passed
+        assert allowance.is_left()
+    allowance.spend(2.0)
+    assert not allowance.is_left()

@@ -31,8 +31,9 @@ from tests.redis_server import RedisServer
 from tests.router import tiny_model
 from tests.router.api.test_dialects_go_on import CALLS, CLIENTS, NUM_TURNS
 from tests.router.chat_templates import QWEN_3
-from tests.router.features.history.test_feature import PADDING, TOOLS, outcomes, said
+from tests.router.features.history.test_feature import TOOLS, outcomes, said
 from tests.router.http_server import HttpServer, http_server
+from tests.router.raw_client import wait_for
 from tests.router.scripted_dispatch import says
 from tests.router.thinking_model import CONTEXT_LENGTH, MODEL, catalog, token_ids
 
@@ -70,7 +71,7 @@ class Routers:
         http = httpx.AsyncClient(base_url=server.url, timeout=60)
         self.https[name] = await stack.enter_async_context(http)
         self.servers[name], self._stacks[name], self.stores[name] = server, stack, responses
-        await until(lambda: not history.is_resting)
+        await wait_for(lambda: not history.is_resting)
         return server
 
     async def close(self, name: str) -> None:
@@ -96,14 +97,8 @@ class Routers:
         """Once all that was answered is told."""
         for name in self._stacks:
             store = self.stores[name]
-            await until(lambda name=name: not self.exchange(name).num_unsent)
-            await until(lambda store=store: not store.num_remembered)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 (nobody else can tell)
-            await asyncio.sleep(0.002)
+            await wait_for(lambda name=name: not self.exchange(name).num_unsent)
+            await wait_for(lambda store=store: not store.num_remembered)
 
 
 @pytest.fixture
@@ -138,24 +133,6 @@ async def test_turns_alternate_between_routers_of_which_one_is_restarted(routers
     assert outcomes(routers.servers["a"]) == {HistoryOutcome.DRIFTED: NUM_TURNS // 2 - 1}
     assert routers.looks("a") == {Fetch.HEARD: NUM_TURNS // 2 - 1}
     assert all(routers.exchange(each).num_wrong == 0 for each in "ab")
-
-
-async def test_large_bodies_go_on_as_well(routers: Routers) -> None:
-    messages: list[dict[str, Any]] = [ASKED]
-    before: list[int] = []
-    large = {"tools": None, "metadata": {"padding": PADDING}}
-    for turn, router in enumerate("abc"):
-        server = await routers.open(router)
-        output = token_ids(f"<think>Thought {turn}</think>Answer {turn}.")
-        server.dispatcher.script = says(output)
-        answer = await said(routers.https[router], messages, **large)
-        prompt = routers.prompt(router)
-        assert prompt[: len(before)] == before
-        assert server.context.worker.num_done == 1
-        before = [*prompt, *output]
-        messages += [answer, THEN]
-        await routers.settled()
-    assert outcomes(routers.servers["c"]) == {HistoryOutcome.DRIFTED: 1}
 
 
 async def test_redis_is_asked_only_for_an_answer_that_is_not_known_here_and_once(routers: Routers) -> None:
@@ -200,17 +177,6 @@ async def test_another_tenant_with_the_same_words_finds_nothing(redis_url: str) 
     await said(there, [ASKED, answer, THEN])
     assert "Hm" in shown(routers.prompt("b"))
     await routers.close_all()
-
-
-async def test_routers_without_a_secret_in_common_find_nothing(routers: Routers) -> None:
-    server = await routers.open("a")
-    server.dispatcher.script = says(token_ids("<think>Hm</think>Fine."))
-    answer = await said(routers.https["a"], [ASKED])
-    await routers.settled()
-    other = await routers.open("b", secret=ClusterSecret(b"of another cluster.."))
-    await said(routers.https["b"], [ASKED, answer, THEN])
-    assert outcomes(other) == {HistoryOutcome.UNKNOWN: 1}
-    assert routers.exchange("b").num_looks["missing"] == 1
 
 
 def shown(prompt: Sequence[int]) -> str:
@@ -281,18 +247,6 @@ def plain(messages: list[dict[str, Any]]) -> str:
     model = catalog().get(MODEL)
     request = ChatRequest(model=MODEL, messages=messages, tools=TOOLS)
     return shown(encode_chat(model, request, render_chat(model, request)).token_ids)
-
-
-async def test_other_reasoning_than_was_generated_elsewhere_has_its_way(routers: Routers) -> None:
-    for router in "abcd":
-        server = await routers.open(router)
-        server.dispatcher.script = says(token_ids("<think>Hm</think>Fine."))
-    answer = await said(routers.https["a"], [ASKED])
-    await routers.settled()
-    for router, reasoning, stays in (("b", " Hm\n", True), ("c", "", True), ("d", "Aha", False)):
-        await said(routers.https[router], [ASKED, {**answer, "reasoning_content": reasoning}, THEN])
-        assert ("Hm" in shown(routers.prompt(router))) is stays
-    assert outcomes(routers.servers["d"]) == {HistoryOutcome.RETOLD: 1}
 
 
 async def test_with_another_tokenizer_nothing_that_was_told_is_used(routers: Routers) -> None:
@@ -366,7 +320,7 @@ async def test_a_redis_that_is_away_costs_one_request_a_moment_and_none_an_error
     assert looks == {Fetch.LATE if fault == "pause" else Fetch.FAILED: 1, Fetch.RESTING: 4}
     await said(routers.https["a"], [ASKED, answer, THEN])
     own_redis.start() if fault == "kill" else own_redis.resume()
-    await until(lambda: not any(routers.exchange(each).is_resting for each in "ab"))
+    await wait_for(lambda: not any(routers.exchange(each).is_resting for each in "ab"))
     await routers.settled()
     assert routers.exchange("b").num_sent["told"] == 5
     messages = [ASKED, answer, {**THEN, "content": "And here?"}]
@@ -376,18 +330,3 @@ async def test_a_redis_that_is_away_costs_one_request_a_moment_and_none_an_error
     assert routers.looks("b")[Fetch.HEARD] == 1
     assert outcomes(routers.servers["b"])[HistoryOutcome.DRIFTED] == 1
     await routers.close_all()
-
-
-async def test_what_is_told_and_heard_is_counted(routers: Routers) -> None:
-    for router in "ab":
-        server = await routers.open(router)
-        server.dispatcher.script = says(token_ids("<think>Hm</think>Fine."))
-    answer = await said(routers.https["a"], [ASKED])
-    await routers.settled()
-    await said(routers.https["b"], [ASKED, answer, THEN])
-    shown_here = (await routers.https["a"].get("/metrics")).text
-    assert 'router_history_told_total{outcome="told"} 1' in shown_here
-    assert "router_history_untold 0" in shown_here
-    shown_there = (await routers.https["b"].get("/metrics")).text
-    assert 'router_history_lookups_total{outcome="heard"} 1' in shown_there
-    assert 'router_history_lookups_total{outcome="late"} 0' in shown_there

@@ -30,6 +30,7 @@ from router.history.canonical import ConversationKey
 from router.history.retracing import HistoryRecord
 from router.shared.tenant_tags import TenantTags
 from tests.redis_server import RedisServer
+from tests.router.raw_client import wait_for
 
 SECRET = ClusterSecret(b"of the whole cluster")
 TAG = TenantTags(SECRET).of("us")
@@ -206,8 +207,7 @@ async def test_redis_that_hangs_is_waited_for_once(
     one = exchange(own_redis.url)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(one.run())
-        while one.is_resting:  # noqa: ASYNC110 (nobody else can tell)
-            await asyncio.sleep(0.005)
+        await wait_for(lambda: not one.is_resting)
         with own_redis.silent(history_sync, 0.05):
             one.look_seconds = 0.05
             assert await one.fetch("us", [key(1), key(2)]) == [None, None]
@@ -215,11 +215,9 @@ async def test_redis_that_hangs_is_waited_for_once(
                 assert await one.fetch("us", [key(1)]) == [None]
             assert (one.num_looks[Fetch.LATE], one.num_looks[Fetch.RESTING]) == (1, 100)
             one.send(telling(1))
-            while not any("cannot tell" in each.message for each in caplog.records):  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+            await wait_for(lambda: any("cannot tell" in each.message for each in caplog.records))
         one.look_seconds = 5.0
-        while one.num_unsent:  # noqa: ASYNC110 (nobody else can tell)
-            await asyncio.sleep(0.005)
+        await wait_for(lambda: not one.num_unsent)
         (found,) = await one.fetch("us", [key(1)])
         assert found is not None and found.said == SAID
         running.cancel()
@@ -239,13 +237,11 @@ async def test_what_redis_does_not_take_is_counted_and_nothing_is_written_where_
             running = group.create_task(one.run())
             for number in range(3):
                 one.send(telling(number))
-            while one.num_sent["failed"] < 3:  # noqa: ASYNC110 (nobody else can tell)
-                await asyncio.sleep(0.005)
+            await wait_for(lambda: one.num_sent["failed"] >= 3)
             assert await client.dbsize() == 1
             await client.delete("kvasir-history:tenants")
             one.send(telling(4))
-            while one.num_sent["told"] < 1:  # noqa: ASYNC110 (nobody else can tell)
-                await asyncio.sleep(0.005)
+            await wait_for(lambda: one.num_sent["told"] >= 1)
             running.cancel()
     await one.close()
 
@@ -254,8 +250,7 @@ async def test_what_has_just_been_answered_is_told_before_the_end(redis_url: str
     one, other = exchange(redis_url), exchange(redis_url)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(each.run()) for each in (one, other)]
-        while one.is_resting or other.is_resting:  # noqa: ASYNC110 (nobody else can tell)
-            await asyncio.sleep(0.005)
+        await wait_for(lambda: not (one.is_resting or other.is_resting))
         for number in range(200):
             one.send(telling(number))
         tasks[0].cancel()
@@ -288,8 +283,7 @@ async def test_a_busy_router_does_not_take_itself_for_a_slow_redis(redis_url: st
         tasks = [group.create_task(each) for each in (one.run(), hog())]
         one.look_seconds = 0.001
         one.send(telling(1))
-        while one.num_sent["told"] < 1:  # noqa: ASYNC110 (nobody else can tell)
-            await asyncio.sleep(0.005)
+        await wait_for(lambda: one.num_sent["told"] >= 1)
         found = await asyncio.gather(*(one.fetch("us", [key(1)]) for _ in range(20)))
         assert all(told for (told,) in found)
         assert one.num_looks[Fetch.HEARD] == 20
@@ -304,20 +298,16 @@ async def test_a_client_that_leaves_while_it_is_looked_for_leaves_nothing_behind
     one = exchange(own_redis.url)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(one.run())
-        while one.is_resting:  # noqa: ASYNC110 (nobody else can tell)
-            await asyncio.sleep(0.005)
+        await wait_for(lambda: not one.is_resting)
         own_redis.pause()
         looks = [group.create_task(one.fetch("us", [key(number)])) for number in range(30)]
-        while len(one._reads) < MOST_LOOKING:  # noqa: ASYNC110 (nobody else can tell)
-            await asyncio.sleep(0.005)
+        await wait_for(lambda: len(one._reads) >= MOST_LOOKING)
         for look in looks:
             look.cancel()
-        while one._reads:  # noqa: ASYNC110 (nobody else can tell)
-            await asyncio.sleep(0.005)
+        await wait_for(lambda: not one._reads)
         own_redis.resume()
         one.send(telling(1))
-        while one.num_sent["told"] < 1:  # noqa: ASYNC110 (nobody else can tell)
-            await asyncio.sleep(0.005)
+        await wait_for(lambda: one.num_sent["told"] >= 1)
         assert (await one.fetch("us", [key(1)]))[0] is not None
         running.cancel()
     await one.close()

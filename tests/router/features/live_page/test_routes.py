@@ -34,12 +34,6 @@ async def server(fleet: QuietFleet) -> AsyncIterator[HttpServer]:
         yield running
 
 
-@pytest.fixture
-async def http(server: HttpServer) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-        yield client
-
-
 async def ask(http: httpx.AsyncClient, question: str, **fields: Any) -> httpx.Response:
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     body = {"model": "tiny", "messages": messages, "max_tokens": 2, **fields}
@@ -146,7 +140,9 @@ async def test_a_decision_says_from_which_tiers_its_prompt_was_read(
     server.dispatcher.script = lambda generation: [GenerationFailed("broken")]
     await ask(http, "two")
     newest, _ = (await live(http, "decisions"))["decisions"]
-    assert (newest["host_tokens"], newest["disk_tokens"]) == (None, None)
+    assert (newest["host_tokens"], newest["disk_tokens"], newest["cached_tokens"]) == (None, None, None)
+    assert (newest["status"], newest["error"]) == (500, "GenerationFailed")
+    assert (await live(http, "decisions/2"))["findings"] == []
 
 
 async def test_what_an_engine_does_not_say_is_neither_hit_nor_miss(
@@ -203,17 +199,6 @@ async def test_a_decision_can_be_looked_up_with_its_findings(http: httpx.AsyncCl
     assert explained["key"] == "k" * 23 + "…"
     assert explained["findings"][0]["kind"] == "never_cached"
     assert explained["candidates"] == []
-
-
-async def test_requests_that_found_no_replica_or_no_token_are_listed_too(
-    server: HttpServer, http: httpx.AsyncClient
-) -> None:
-    server.dispatcher.script = lambda generation: [GenerationFailed("broken")]
-    assert (await ask(http, "one")).status_code == 500
-    (failed,) = (await live(http, "decisions"))["decisions"]
-    assert (failed["status"], failed["error"], failed["cached_tokens"]) == (500, "GenerationFailed", None)
-    assert (await live(http, "decisions/1"))["findings"] == []
-    assert (await live(http, "prefixes"))["nodes"] == []
 
 
 async def test_no_text_of_a_prompt_is_told(http: httpx.AsyncClient) -> None:

@@ -18,24 +18,11 @@ from router.features.named_caches.record import CacheContent, CacheKind, CacheLe
 from router.features.named_caches.store import INDEX_KEY, PREFIX, content_key, record_key, tenant_index_key
 from router.shared.tenant_tags import TenantTags
 from tests.redis_server import RedisServer
+from tests.router.features.conftest import NOON, Times
 
 SECRET = ClusterSecret(b"of the whole cluster")
 TAG = TenantTags(SECRET).of("us")
-NOON = 1_800_000_000.0
 CONTENT = CacheContent('[{"role":"system","content":"Grüße ☂"}]'.encode(), b"[1]")
-
-
-class Times:
-    """Both clocks of a router."""
-
-    def __init__(self) -> None:
-        self.passed = 0.0
-
-    def wall(self) -> float:
-        return NOON + self.passed
-
-    def now(self) -> float:
-        return self.passed
 
 
 def record(number: int = 1, times: Times | None = None, **fields: object) -> CacheRecord:
@@ -60,11 +47,6 @@ def test_a_clock_that_is_behind_has_no_more_time_left_than_the_cache_was_given()
     for behind in (0.5, 86_400.0):
         assert made.seconds_left(NOON - behind) == MAX_TTL_SECONDS <= MAX_LEASE_SECONDS
     assert made.seconds_left(NOON + 1.5) == MAX_TTL_SECONDS - 1.5
-
-
-@pytest.fixture
-def times() -> Times:
-    return Times()
 
 
 Open = Callable[..., NamedCaches]

@@ -18,6 +18,7 @@ from router.programs.news import encode_news
 from router.shared.news import FIELD
 from router.shared.sealing import Seal
 from tests.redis_server import RedisServer
+from tests.router.raw_client import wait_for
 
 SECRET = ClusterSecret(b"s" * 32)
 HOME = ReplicaId("replica-1")
@@ -66,25 +67,20 @@ async def routers_on(url: str) -> AsyncIterator[Callable[..., Router]]:
             each.running.cancel()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 (nobody else can tell)
-        await asyncio.sleep(0.01)
-
-
 async def test_a_program_is_known_at_every_router_and_to_nobody_without_the_secret(redis_url: str) -> None:
     async with routers_on(redis_url) as new_router:
         here, there, stranger = new_router(), new_router(), new_router(ClusterSecret(b"o" * 32))
         turn = here.begin("secret-session")
-        await until(lambda: there.state("secret-session") == "active")
+        await wait_for(lambda: there.state("secret-session") == "active")
         here.end(turn)
-        await until(lambda: there.state("secret-session") == "paused")
+        await wait_for(lambda: there.state("secret-session") == "paused")
         program = there.program("secret-session")
         assert program is not None
         assert (program.home, program.num_tokens, program.num_turns) == (HOME, 500, 1)
         assert there.book.admitted("toy").num_tokens == 500
         late = new_router()  # one that has just started
-        await until(lambda: late.state("secret-session") == "paused")
-        await until(lambda: stranger.exchange.stream.num_wrong > 0)
+        await wait_for(lambda: late.state("secret-session") == "paused")
+        await wait_for(lambda: stranger.exchange.stream.num_wrong > 0)
         assert len(stranger.book) == 0
         async with redis.asyncio.Redis.from_url(redis_url) as client:
             assert "secret-session" not in repr(await client.xrange(STREAM))
@@ -99,11 +95,11 @@ async def test_programs_of_a_killed_router_pause_and_go_on_at_another(
     async with routers_on(redis_url) as new_router:
         here, there = new_router(), new_router()
         here.begin("s")
-        await until(lambda: there.state("s") == "active")
+        await wait_for(lambda: there.state("s") == "active")
         await asyncio.sleep(2.0)
         assert there.state("s") == "active"
         here.running.cancel()
-        await until(lambda: there.state("s") == "paused")
+        await wait_for(lambda: there.state("s") == "paused")
         there.end(there.begin("s"))
         program = there.program("s")
         assert program is not None
@@ -118,15 +114,15 @@ async def test_while_redis_is_away_each_knows_its_own_and_tells_of_them_afterwar
         async with routers_on(server.url) as new_router:
             here, there = new_router(), new_router()
             here.end(here.begin("before"))
-            await until(lambda: there.state("before") == "paused")
+            await wait_for(lambda: there.state("before") == "paused")
             server.kill()
             here.end(here.begin("meanwhile"))
             there.end(there.begin("before"))
-            await until(lambda: here.exchange.stream.num_failed > 0)
+            await wait_for(lambda: here.exchange.stream.num_failed > 0)
             assert there.state("meanwhile") is None
             server.start()
-            await until(lambda: there.state("meanwhile") == "paused")
-            await until(lambda: getattr(here.program("before"), "num_turns", 0) == 2)
+            await wait_for(lambda: there.state("meanwhile") == "paused")
+            await wait_for(lambda: getattr(here.program("before"), "num_turns", 0) == 2)
     finally:
         server.kill()
 
@@ -145,8 +141,8 @@ async def test_nonsense_in_the_stream_is_passed_over_and_counted(redis_url: str)
         for each in nonsense:
             await client.xadd(STREAM, {FIELD: each})
         here.begin("s")
-        await until(lambda: there.state("s") == "active")
-        await until(lambda: there.exchange.stream.num_wrong == len(nonsense))
+        await wait_for(lambda: there.state("s") == "active")
+        await wait_for(lambda: there.exchange.stream.num_wrong == len(nonsense))
         text = "".join(each.text() for each in there.exchange.instruments())
         assert f'router_program_news_total{{outcome="wrong"}} {len(nonsense)}' in text
         assert "router_program_exchange_routers 1" in text

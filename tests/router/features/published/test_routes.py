@@ -20,8 +20,8 @@ from router.features.published.store import KEY, PublishedStore
 from router.prompt.catalog import ModelCatalog
 from tests.redis_server import RedisServer
 from tests.router import tiny_model
+from tests.router.explain.image_prompts import RULE, TEMPLATE
 from tests.router.features.api_keys.some_keys import ACME, BETA, OPERATOR, bearer, some_keys
-from tests.router.features.explanations.test_images import RULE, TEMPLATE
 from tests.router.http_server import HttpServer, http_server
 
 SECRET = ClusterSecret(tiny_model.SECRET)
@@ -42,12 +42,6 @@ def published_store(server: HttpServer) -> PublishedStore:
     (found,) = [each.store for each in server.context.features if isinstance(each, Published)]
     assert found is not None
     return found
-
-
-@pytest.fixture
-async def http(server: HttpServer) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-        yield client
 
 
 async def publish(http: httpx.AsyncClient, key: str = OPERATOR, **fields: Any) -> httpx.Response:

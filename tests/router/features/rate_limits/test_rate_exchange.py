@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 import redis.asyncio
@@ -19,6 +19,7 @@ from router.features.rate_limits.rate_news import QUIET_SECONDS, News, RateNews,
 from router.shared.news import FIELD
 from tests.examples import examples
 from tests.redis_server import RedisServer
+from tests.router.raw_client import wait_for
 
 ONE = Ask(10, 0, 1)
 
@@ -142,11 +143,6 @@ async def routers_on(url: str) -> AsyncIterator[Routers]:
             task.cancel()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 (nobody else can tell)
-        await asyncio.sleep(0.01)
-
-
 def is_refused(limits: RateLimits, who: Caller, ask: Ask = ONE) -> bool:
     """Without taking anything."""
     try:
@@ -169,9 +165,9 @@ async def test_what_is_used_at_one_router_is_refused_at_the_other(redis_url: str
     async with routers_on(redis_url) as routers:
         first, second = routers(), routers()
         use_up(first, who, 3)
-        await until(lambda: is_refused(second, who))
+        await wait_for(lambda: is_refused(second, who))
         late = routers()  # one that has just started
-        await until(lambda: is_refused(late, who))
+        await wait_for(lambda: is_refused(late, who))
 
 
 @pytest.mark.timeout(60)
@@ -180,12 +176,12 @@ async def test_sequences_are_counted_over_all_routers_and_go_with_theirs(redis_u
     async with routers_on(redis_url) as routers:
         first, second = routers(), routers()
         taken = use_up(first, who, 2)
-        await until(lambda: is_refused(second, who))
+        await wait_for(lambda: is_refused(second, who))
         first.end(taken[0], 1, 0.0)
-        await until(lambda: not is_refused(second, who))
+        await wait_for(lambda: not is_refused(second, who))
         assert is_refused(second, who, Ask(1, 0, 2))
         routers.running[0].cancel()  # killed: it says nothing any more
-        await until(lambda: not is_refused(second, who, Ask(1, 0, 2)))
+        await wait_for(lambda: not is_refused(second, who, Ask(1, 0, 2)))
 
 
 @pytest.mark.timeout(90)
@@ -197,14 +193,14 @@ async def test_without_redis_each_goes_by_its_own_count_and_tells_afterwards() -
         async with routers_on(server.url) as routers:
             first, second = routers(), routers()
             use_up(first, caller(Limits(requests_per_minute=9), "warm"), 1)
-            await until(lambda: second.known(Owner.TENANT, "warm") is not None)
+            await wait_for(lambda: second.known(Owner.TENANT, "warm") is not None)
             server.kill()
             use_up(first, who, 3)
             assert is_refused(first, who)
-            await until(lambda: routers.exchanges[0].stream.num_failed > 0)
+            await wait_for(lambda: routers.exchanges[0].stream.num_failed > 0)
             assert not is_refused(second, who)
             server.start()
-            await until(lambda: is_refused(second, who))
+            await wait_for(lambda: is_refused(second, who))
     finally:
         server.kill()
 
@@ -227,7 +223,7 @@ async def test_nonsense_in_the_stream_is_passed_over(redis_url: str) -> None:
             await client.xadd(STREAM, {FIELD: each})
         await client.xadd(STREAM, {b"other": b"field"})
         use_up(first, who, 3)
-        await until(lambda: is_refused(second, who))
-        await until(lambda: routers.exchanges[1].stream.num_wrong == len(nonsense) + 1)
+        await wait_for(lambda: is_refused(second, who))
+        await wait_for(lambda: routers.exchanges[1].stream.num_wrong == len(nonsense) + 1)
         news = News("x", ())
         assert decode_news(encode_news(news)) == news

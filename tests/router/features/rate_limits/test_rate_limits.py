@@ -206,24 +206,6 @@ def test_a_limit_of_zero_refuses_everything_and_says_so(bounds: Limits, what: st
         limits.begin(who, 0.0)
 
 
-def test_what_is_larger_than_the_whole_bucket_never_fits() -> None:
-    limits = RateLimits()
-    who = caller(Limits(tokens_per_minute=100, max_sequences=2))
-    assert refusal_of(limits, who, Ask(101, 0, 1), 0.0).retry_after_seconds is None
-    assert refusal_of(limits, who, Ask(1, 0, 3), 0.0).retry_after_seconds is None
-    assert limits.take(who, Ask(90, 1024, 1), 0.0) is not None  # for what its answer may become it may be
-
-
-def test_an_answer_longer_than_was_counted_is_paid_off_first() -> None:
-    limits = RateLimits()
-    who = caller(Limits(tokens_per_minute=60))
-    taken = limits.take(who, Ask(10, 10, 1), 0.0)
-    assert taken is not None
-    limits.end(taken, 110, 0.0)
-    assert refusal_of(limits, who, Ask(1, 0, 1), 0.0).retry_after_seconds == pytest.approx(61.0)
-    assert limits.take(who, Ask(1, 0, 1), 61.0) is not None
-
-
 def test_a_clock_that_goes_back_fills_and_empties_nothing() -> None:
     limits = RateLimits()
     who = caller(Limits(requests_per_minute=1))
@@ -231,14 +213,6 @@ def test_a_clock_that_goes_back_fills_and_empties_nothing() -> None:
     for now in (0.0, 999.0, 1000.0, 1059.0):
         refusal_of(limits, who, Ask(1, 0, 1), now)
     assert limits.take(who, Ask(1, 0, 1), 1060.0) is not None
-
-
-def test_changed_limits_hold_at_once() -> None:
-    limits = RateLimits()
-    for _ in range(5):
-        limits.take(caller(Limits(requests_per_minute=5)), Ask(1, 0, 1), 0.0)
-    refusal_of(limits, caller(Limits(requests_per_minute=5)), Ask(1, 0, 1), 0.0)
-    assert limits.take(caller(Limits(requests_per_minute=6)), Ask(1, 0, 1), 0.0) is not None
 
 
 def test_whose_buckets_are_full_again_is_forgotten() -> None:

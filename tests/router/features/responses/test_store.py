@@ -18,32 +18,16 @@ from router.features.responses.store import ResponseStore
 from router.shared.tenant_tags import TenantTags
 from tests.examples import examples
 from tests.redis_server import RedisServer
+from tests.router.features.conftest import NOON, Times
 
 SECRET = ClusterSecret(b"of the whole cluster")
 TAG = TenantTags(SECRET).of("us")
-NOON = 1_800_000_000.0
 OTHER_SECRET = ClusterSecret(b"of another cluster..")
-
-
-class Times:
-    def __init__(self) -> None:
-        self.passed = 0.0
-
-    def wall(self) -> float:
-        return NOON + self.passed
-
-    def now(self) -> float:
-        return self.passed
 
 
 def response(number: int, *, tenant: str = "us", size: int = 100, at: float = NOON) -> StoredResponse:
     items = b'["' + b"x" * size + b'"]'
     return StoredResponse(f"resp_{number:024x}", tenant, at, items, '{"output":["Größe"]}'.encode())
-
-
-@pytest.fixture
-def times() -> Times:
-    return Times()
 
 
 Open = Callable[..., ResponseStore]

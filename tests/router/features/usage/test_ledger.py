@@ -94,17 +94,21 @@ def test_what_the_engine_does_not_say_is_counted_apart_and_costs_what_is_plain()
     assert cost_of(counted, CostRatios()).saved == 0
 
 
-def test_errors_and_clients_that_left_are_counted_with_what_they_used() -> None:
-    usage = PromptUsage(100, 64, 32)
-    assert named(amounts_of(served(status=429))) == amounts(requests=1, errors=1)
-    left = amounts_of(served(usage, None, status=CLIENT_GONE))
-    assert named(left) == amounts(requests=1, aborted=1, uncached=4, read_device=64, written=32, output=14)
-
-
-def test_what_no_answer_shows_is_no_output() -> None:
-    assert named(amounts_of(served(PromptUsage(5, 0, 0), num_silent_tokens=7))) == amounts(
-        requests=1, uncached=5
-    )
+@pytest.mark.parametrize(
+    ("done", "counted"),
+    [
+        (served(status=429), amounts(requests=1, errors=1)),
+        (
+            served(PromptUsage(100, 64, 32), None, status=CLIENT_GONE),
+            amounts(requests=1, aborted=1, uncached=4, read_device=64, written=32, output=14),
+        ),
+        (served(PromptUsage(5, 0, 0), num_silent_tokens=7), amounts(requests=1, uncached=5)),
+    ],
+)
+def test_errors_clients_that_left_and_what_no_answer_shows(
+    done: ServedRequest, counted: dict[str, int]
+) -> None:
+    assert named(amounts_of(done)) == counted
 
 
 def test_the_routers_own_leases_cost_nobody_anything() -> None:
