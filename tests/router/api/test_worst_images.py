@@ -15,7 +15,7 @@ from replicas.protocol.image_rules import CellRule, written_rule
 from router.large_bodies.body_weight import MOST_BYTES
 from router.prompt.catalog import ModelCatalog
 from tests.router import tiny_model
-from tests.router.features.explanations.test_images import TEMPLATE
+from tests.router.explain.image_prompts import TEMPLATE
 from tests.router.http_server import HttpServer, http_server
 from tests.router.quiet_fleet import QuietFleet
 from tests.router.scripted_dispatch import says

@@ -79,7 +79,7 @@ async def test_the_last_piece_of_its_reasoning_is_enough_to_go_on(
     frames = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n")[:-2]]
     pieces = [frame["choices"][0]["delta"].get("reasoning_content") for frame in frames]
     last = [piece for piece in pieces if piece][-1]
-    message = await said(http, messages)
+    message = await said(http, messages, is_stream=True)
     prompt = server.dispatcher.generations[-1].token_ids
     await said(http, [*messages, {**message, "reasoning_content": last}, *messages])
     assert server.dispatcher.generations[-1].token_ids[: len(prompt) + len(output)] == [*prompt, *output]

@@ -283,18 +283,11 @@ async def test_hours_and_days(http: httpx.AsyncClient, server: HttpServer) -> No
 @pytest.mark.parametrize(
     ("query", "parameter"),
     [
-        ("start=yesterday", "start"),
-        ("start=-5", "start"),
-        ("start=nan", "start"),
         ("start=1e400", "start"),
-        ("start=" + "9" * 400, "start"),
         ("end=99999999999999", "end"),
-        ("end=9999-99-99", "end"),
         ("end=0001-01-01", "end"),
-        ("start=200000&end=100000", "start"),
         ("start=7200&end=7200", "start"),
         ("bucket=week", "bucket"),
-        ("group_by=colour", "group_by"),
         ("group_by=key,,model", "group_by"),
         ("tenant=", "tenant"),
         ("key_id=" + "x" * 300, "key_id"),
