@@ -71,7 +71,7 @@ class SystemRun:
 
     @property
     def hit_rate(self) -> float:
-        prompt = sum(int(str(answer.usage["prompt_tokens"])) for answer in self.good)
+        prompt = sum(answer.usage.prompt_tokens or 0 for answer in self.good)
         return sum(answer.num_cached_tokens for answer in self.good) / prompt
 
 
@@ -163,7 +163,7 @@ class _Pool:
             connection.abort()
             return None
         self._idle.append(connection)
-        return answer if answer.status == 200 and "prompt_tokens" in answer.usage else None
+        return answer if answer.status == 200 and answer.usage.prompt_tokens is not None else None
 
     async def close(self) -> None:
         for connection in self._idle:

@@ -131,7 +131,7 @@ async def measure(
     answers = await closed_loop(stack, requests[:count], concurrency)
     elapsed, busy = time.perf_counter() - started, cpu_seconds(stack.pid("router")) - before
     kind = f"{'stream' if stream else 'whole '} x {max_tokens:2d} tokens"
-    prompt_tokens = sum(int(str(answer.usage.get("prompt_tokens", 0))) for answer in answers) / len(answers)
+    prompt_tokens = sum(answer.usage.prompt_tokens or 0 for answer in answers) / len(answers)
     print(f"- {kind}, concurrency {concurrency:2d}, {prompt_tokens:.0f} prompt tokens, {workload.name}")
     direct = await straight_loop(
         stack.replica_address("toy", "replica-0"),

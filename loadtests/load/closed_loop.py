@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from loadtests.load.records import REFUSALS
-from loadtests.load.replay import Endpoint, Sender, record_of
-from loadtests.load.streaming import Answer
+from loadtests.load.records import record_of
+from loadtests.load.replay import Endpoint, Sender
+from loadtests.load.streaming import REFUSALS, Answer
 from loadtests.workloads import TraceRequest, Workload, shrink
 from loadtests.workloads.prompts import Prompts
 from loadtests.workloads.sessions import Session, SessionFile

@@ -155,7 +155,6 @@ class _LeadRun:
         self._workload, num_left_out = options.make_workload(target.context_length)
         self._records: dict[int, RequestRecord] = {}
         self._done: set[str] = set()
-        self._num_recorded: dict[str, int] = {}
         self._samples = ClusterSamples(own.replica_metrics)
         self._notes: list[str] = []
         if num_left_out:
@@ -212,7 +211,6 @@ class _LeadRun:
     def take(self, message: dict[str, Any]) -> None:
         for number, fields in message["records"]:
             self._records[number] = RequestRecord(**{**fields, "itl_seconds": tuple(fields["itl_seconds"])})
-        self._num_recorded[message["sender"]] = message["num_recorded"]
         if message["is_done"]:
             self._done.add(message["sender"])
         self.has_news |= bool(message["records"])
@@ -248,13 +246,7 @@ class _LeadRun:
             notes.append(f"{num_missing} requests were lost with their load generator")
             for number, request in enumerate(self._workload.requests):
                 if number not in records:
-                    records[number] = unanswered(
-                        request,
-                        LOST,
-                        arrival_seconds=request.arrival_seconds,
-                        waited_seconds=0.0,
-                        tenant=request.tenant,
-                    )
+                    records[number] = unanswered(request, LOST, tenant=request.tenant)
         attributed = attribute(self._workload, records)
         options, own = self._options, self._own
         info = RunInfo(

@@ -3,54 +3,43 @@
 Owns what the server says in usage and headers. Timing is the clients'.
 """
 
-from collections.abc import Mapping
+import time
 
-import msgspec
-
+from loadtests.load.streaming import Answer
 from loadtests.reports.report import RequestRecord
 from loadtests.workloads import TraceRequest
 
-REFUSALS = (429, 503)
 
-
-class PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-    cross_user_cached_tokens: int | None = None
-    host_cached_tokens: int | None = None
-    disk_cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct):
-    """The API's own object."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: PromptDetails | None = None
-
-
-def answered(
+def record_of(
     request: TraceRequest,
-    usage: Usage,
-    headers: Mapping[str, str],
-    *,
-    arrival_seconds: float,
-    lateness_seconds: float,
-    ttft_seconds: float | None,
-    e2e_seconds: float,
-    itl_seconds: tuple[float, ...],
+    answer: Answer | None,
     error: str | None,
+    *,
+    began: float,
+    due: float,
     request_id: str | None = None,
     tenant: str | None = None,
 ) -> RequestRecord:
-    """Return the record of an answer, whole or cut short. `request_id` counts where the server names none."""
-    details = usage.prompt_tokens_details
+    """Return the record of an answer: whole, cut short, or none.
+
+    `request_id` counts where the server names none.
+    """
+    if answer is None:
+        return unanswered(
+            request,
+            error or "no answer",
+            waited_seconds=time.perf_counter() - began,
+            lateness_seconds=began - due,
+            tenant=tenant,
+        )
+    usage, headers, details = answer.usage, answer.headers, answer.usage.prompt_tokens_details
     predicted = headers.get("x-kvasir-overlap-tokens")
     return RequestRecord(
-        arrival_seconds=arrival_seconds,
+        arrival_seconds=request.arrival_seconds,
         num_input_tokens=request.num_input_tokens if usage.prompt_tokens is None else usage.prompt_tokens,
         num_output_tokens=usage.completion_tokens or 0,
-        ttft_seconds=ttft_seconds,
-        e2e_seconds=e2e_seconds,
+        ttft_seconds=answer.ttft if error is None else None,
+        e2e_seconds=answer.e2e,
         num_cached_tokens=None if details is None else details.cached_tokens,
         num_cross_user_tokens=None if details is None else details.cross_user_cached_tokens,
         num_host_tokens=None if details is None else details.host_cached_tokens,
@@ -58,13 +47,13 @@ def answered(
         predicted_tokens=None if predicted is None else int(predicted),
         replica=headers.get("x-kvasir-replica"),
         error=error,
-        lateness_seconds=lateness_seconds,
+        lateness_seconds=answer.sent_seconds - due,
         user=request.user,
         tenant=tenant,
         session=request.session,
         reason=headers.get("x-kvasir-reason"),
-        itl_seconds=itl_seconds,
-        request_id=headers.get("x-request-id") or request_id,
+        itl_seconds=answer.itl_seconds if error is None else (),
+        request_id=headers.get("x-request-id") or answer.response_id or request_id,
         num_images=len(request.images),
         num_image_tokens=request.num_image_tokens,
     )
@@ -74,14 +63,13 @@ def unanswered(
     request: TraceRequest,
     error: str,
     *,
-    arrival_seconds: float,
-    waited_seconds: float,
+    waited_seconds: float = 0.0,
     lateness_seconds: float = 0.0,
     tenant: str | None = None,
 ) -> RequestRecord:
     """Return the record of a request to which no answer came."""
     return RequestRecord(
-        arrival_seconds=arrival_seconds,
+        arrival_seconds=request.arrival_seconds,
         num_input_tokens=request.num_input_tokens,
         e2e_seconds=max(0.0, waited_seconds),
         error=error,
@@ -90,10 +78,3 @@ def unanswered(
         tenant=tenant,
         session=request.session,
     )
-
-
-def refusal(status: int) -> str | None:
-    """Name the error of an answer's status, in a word or two; None for success."""
-    if status in REFUSALS:
-        return f"refused ({status})"
-    return None if status == 200 else f"status {status}"

@@ -11,16 +11,11 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import msgspec
-
-from loadtests.load.records import Usage, answered, refusal, unanswered
-from loadtests.load.streaming import Answer, Connection, StreamCut
+from loadtests.load.records import record_of
+from loadtests.load.streaming import MOST_IDLE_SECONDS, Answer, Connection, StreamCut
 from loadtests.reports.report import RequestRecord
 from loadtests.workloads import TraceRequest, Workload
 from loadtests.workloads.prompts import Prompts
-
-MOST_IDLE_SECONDS = 1.0
-"""Servers close idle connections; one that is younger than this is certainly still there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +47,7 @@ class Sender:
         try:
             async with asyncio.timeout(self._timeout_seconds), self._connections.take() as connection:
                 answer = await connection.post(self._path, body, headers)
-            error = _error_of(answer)
+            error = answer.error
         except TimeoutError:
             error = "timed out"
         except StreamCut as cut:
@@ -94,39 +89,6 @@ class Replay(Sender):
         began = time.perf_counter()
         answer, error = await self.post(body)
         self.records[number] = record_of(request, answer, error, began=began, due=due)
-
-
-def record_of(
-    request: TraceRequest, answer: Answer | None, error: str | None, *, began: float, due: float
-) -> RequestRecord:
-    if answer is None:
-        return unanswered(
-            request,
-            error or "no answer",
-            arrival_seconds=request.arrival_seconds,
-            waited_seconds=time.perf_counter() - began,
-            lateness_seconds=began - due,
-        )
-    try:
-        usage = msgspec.convert(answer.usage, Usage)
-    except msgspec.ValidationError:
-        usage, error = Usage(), error or "unreadable answer"
-    is_good = error is None
-    return answered(
-        request,
-        usage,
-        answer.headers,
-        arrival_seconds=request.arrival_seconds,
-        lateness_seconds=answer.sent_seconds - due,
-        ttft_seconds=answer.ttft if is_good else None,
-        e2e_seconds=answer.e2e,
-        itl_seconds=answer.itl_seconds if is_good else (),
-        error=error,
-    )
-
-
-def _error_of(answer: Answer) -> str | None:
-    return refusal(answer.status) or (None if answer.is_whole else "truncated")
 
 
 class _Connections:

@@ -7,9 +7,9 @@ Open loop: one Locust user hands out the arrivals; each is a greenlet of its own
 request. Closed loop: a Locust user plays one session after another, turn by turn.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import gevent
@@ -17,9 +17,9 @@ from gevent.pool import Group
 from locust import User, task
 from locust.env import Environment
 
-from loadtests.load.locust_stream import ChatAnswer, StreamClient
+from loadtests.load.locust_stream import StreamClient
 from loadtests.load.options import LoadOptions
-from loadtests.load.records import answered, unanswered
+from loadtests.load.records import record_of, unanswered
 from loadtests.reports.report import RequestRecord
 from loadtests.workloads import TraceRequest
 from loadtests.workloads.chat_bodies import ChatBodies
@@ -52,22 +52,18 @@ class Sender:
     ) -> None:
         workload, _ = options.make_workload(context_length)
         self._environment, self._options, self._on_record = environment, options, on_record
-        self._client = StreamClient(base_url, {})
+        self._client = StreamClient(base_url)
         self._bodies = ChatBodies(options.model, workload.block_tokens, options.seed, options.is_standard)
         self._start = time.perf_counter() + LEAD_SECONDS
         own = share_of(workload.requests, index, num_workers)
         self._arrivals = iter(own)
         self._sessions = iter(_by_session(own))
         self._are_sessions_left = True
-        self._in_flight: dict[int, tuple[TraceRequest, float]] = {}
+        self._in_flight: dict[int, TraceRequest] = {}
         self._num_playing = 0
         self._num_own, self._num_recorded = len(own), 0
         self._greenlets = Group()
         self._is_stopped = False
-
-    @property
-    def num_recorded(self) -> int:
-        return self._num_recorded
 
     def is_done(self) -> bool:
         """Nothing is left to send, and all that was sent has a record."""
@@ -90,8 +86,8 @@ class Sender:
         for number, request in self._arrivals:
             body = self._bodies.body(request)
             gevent.sleep(max(0.0, request.arrival_seconds - self._now()))
-            self._in_flight[number] = (request, request.arrival_seconds)
-            self._greenlets.spawn(self._send, number, request, body, request.arrival_seconds)
+            self._in_flight[number] = request
+            self._greenlets.spawn(self._send, number, request, body)
 
     def _play(self) -> None:
         """Sessions one after another until none is left or the time is over."""
@@ -105,9 +101,8 @@ class Sender:
             try:
                 for number, request in session:
                     if self._now() < self._options.duration_seconds:
-                        now = self._now()
-                        self._in_flight[number] = (request, now)
-                        self._send(number, request, self._bodies.body(request), now)
+                        sent = self._in_flight[number] = replace(request, arrival_seconds=self._now())
+                        self._send(number, sent, self._bodies.body(request))
             finally:
                 self._num_playing -= 1
 
@@ -115,27 +110,26 @@ class Sender:
         """Record requests in flight as stopped."""
         self._is_stopped = True
         self._greenlets.kill()
-        for number, (request, due) in list(self._in_flight.items()):
-            waited = self._now() - due
-            self._record(
-                number,
-                unanswered(
-                    request, STOPPED, arrival_seconds=due, waited_seconds=waited, tenant=request.tenant
-                ),
-            )
+        for number, request in list(self._in_flight.items()):
+            waited = self._now() - request.arrival_seconds
+            self._record(number, unanswered(request, STOPPED, waited_seconds=waited, tenant=request.tenant))
         self._client.close()
 
     def _now(self) -> float:
         return time.perf_counter() - self._start
 
-    def _send(self, number: int, request: TraceRequest, body: bytes, due: float) -> None:
+    def _send(self, number: int, request: TraceRequest, body: bytes) -> None:
         request_id = f"{self._options.workload}-{self._options.seed}-{number}"
         headers = {"x-request-id": request_id}
         if key := self._options.api_keys.get(request.tenant or "", self._options.api_key):
             headers["authorization"] = f"Bearer {key}"
-        answer = self._client.send(body, self._options.timeout_seconds, headers)
-        record = record_of(request, answer, due, answer.sent_seconds - self._start - due, request_id)
-        self._fire(answer, record)  # first, since the last record ends the run
+        began = time.perf_counter()
+        answer, error = self._client.post(body, self._options.timeout_seconds, headers)
+        due = self._start + request.arrival_seconds
+        record = record_of(
+            request, answer, error, began=began, due=due, request_id=request_id, tenant=request.tenant
+        )
+        self._fire(record)  # first, since the last record ends the run
         self._record(number, record)
 
     def _record(self, number: int, record: RequestRecord) -> None:
@@ -143,7 +137,7 @@ class Sender:
         self._num_recorded += 1
         self._on_record(number, record)
 
-    def _fire(self, answer: ChatAnswer, record: RequestRecord) -> None:
+    def _fire(self, record: RequestRecord) -> None:
         """Locust's rows. Only the row e2e counts requests and failures."""
         request = self._environment.events.request
 
@@ -159,15 +153,13 @@ class Sender:
 
         error = None if record.error is None else AnswerError(record.error)
         row("SSE", "e2e", (record.e2e_seconds or 0.0) * 1e3, record.num_output_tokens, error)
-        if error is not None:
-            return
         if record.ttft_seconds is not None:
             row("SSE", "ttft", record.ttft_seconds * 1e3, record.num_input_tokens)
         for gap in record.itl_seconds:
             row("SSE", "itl", gap * 1e3, 0)
         if record.tpot_seconds is not None:
             row("SSE", "tpot", record.tpot_seconds * 1e3, record.num_output_tokens)
-        if record.num_cached_tokens is not None:
+        if error is None and record.num_cached_tokens is not None:
             row("tokens", "cached", float(record.num_cached_tokens), record.num_cached_tokens)
 
 
@@ -182,25 +174,6 @@ class ChatUser(User):
         if self.sender is not None:
             self.sender.keep_sending()
         gevent.event.Event().wait()  # Locust would call again, and replaces a user that ends
-
-
-def record_of(
-    request: TraceRequest, answer: ChatAnswer, due: float, lateness: float, request_id: str
-) -> RequestRecord:
-    tokens = answer.token_seconds
-    return answered(
-        request,
-        answer.usage,
-        answer.headers,
-        arrival_seconds=due,
-        lateness_seconds=lateness,
-        ttft_seconds=tokens[0] - answer.sent_seconds if tokens else None,
-        e2e_seconds=answer.done_seconds - answer.sent_seconds,
-        itl_seconds=tuple(later - earlier for earlier, later in itertools.pairwise(tokens)),
-        error=answer.error,
-        request_id=answer.response_id or request_id,
-        tenant=request.tenant,
-    )
 
 
 def share_of(requests: Sequence[TraceRequest], index: int, num_workers: int) -> list[Numbered]:

@@ -64,7 +64,6 @@ class LoadWorker:
             "run_id": self._run_id,
             "sender": sender_id,
             "records": records,
-            "num_recorded": sender.num_recorded,
             "is_done": is_done,
         }
         self._runner.send_message(RECORDS, message)

@@ -105,9 +105,8 @@ def read_events(events: Sequence[bytes]) -> tuple[str, str]:
     """Return the text of a stream, and the message of the error in it."""
     text: list[str] = []
     complaint = ""
-    for event in events:
-        data = event.removeprefix(b"data: ")
-        if not event.startswith(b"data: ") or data == b"[DONE]":
+    for data in events:
+        if data == b"[DONE]":
             continue
         content = json.loads(data)
         if "error" in content:

@@ -171,7 +171,7 @@ def test_a_client_stays_away_as_long_as_it_is_told_but_not_for_ever(
     told: str | None, num_before: int, seconds: float
 ) -> None:
     headers = {} if told is None else {"retry-after": told}
-    assert closed_loop._wait_of(Answer(429, 0, 0, 0, {}, headers, 1, True), num_before) == seconds
+    assert closed_loop._wait_of(Answer(429, headers), num_before) == seconds
 
 
 async def test_a_run_that_is_ended_by_hand_ends_at_once_and_keeps_what_it_measured() -> None:

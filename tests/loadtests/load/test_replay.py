@@ -109,7 +109,7 @@ async def gibberish(_body: dict[str, Any], writer: asyncio.StreamWriter) -> None
         (refused, "refused (429)"),
         (broken, "status 500"),
         (cut, "truncated"),
-        (ended_with_an_error, "truncated"),
+        (ended_with_an_error, "failed"),
         (closed, "connection lost"),
         (silent, "timed out"),
         (silent_in_mid_stream, "timed out"),

@@ -6,7 +6,7 @@ import pytest
 from loadtests.load.locust_run import HeadlessRun
 from loadtests.load.options import add_arguments as add_locust_options
 from loadtests.load.options import load_options
-from loadtests.load.records import REFUSALS
+from loadtests.load.streaming import REFUSALS
 from loadtests.named.named_tests import NAMED_TESTS, OVERLOAD
 from loadtests.named.plan import LoadtestError, LoadtestPlan, add_arguments, make_plan, tenants_of
 from loadtests.workloads import GENERATORS, Workload

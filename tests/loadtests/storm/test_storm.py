@@ -93,7 +93,7 @@ def event(text: str) -> bytes:
 
 
 def test_an_error_inside_a_stream_is_read_with_the_text_before_it() -> None:
-    events = (event("one ")[:-2], event("two")[:-2], b": wait", b'data: {"error":{"message":"lost"}}')
+    events = (event("one ")[6:-2], event("two")[6:-2], b'{"error":{"message":"lost"}}', b"[DONE]")
     assert read_events(events) == ("one two", "lost")
 
 
