@@ -38,6 +38,15 @@ COUNTS = (
     "/v1/responses/input_tokens",
     f"/v1beta/models/{TALKING}:countTokens",
 )
+PAGES = (
+    "limit=1",
+    f"limit=1&after_id={TALKING}",
+    f"limit=1&before_id={TOY}",
+    "limit=0",
+    "limit=x",
+    "limit=1001",
+    "after_id=nobody",
+)
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 OF_THE_MOMENT = ("/", "/docs", "/load", "/metrics", "/live/state", "/live/prefixes", "/live/decisions")
 
@@ -114,8 +123,10 @@ def counts(talk: Talk) -> None:
         talk.ask(f"detokenize/{label}", "/detokenize", {"model": TALKING, "tokens": ids})
     talk.ask("strings", "/tokenize", {"model": TALKING, "prompt": "Say hello.", "return_token_strs": True})
     for label, headers in {"anthropic": {"anthropic-version": "2023-06-01"}, "openai": {}}.items():
-        for path in ("/v1/models", f"/v1/models/{TALKING}", "/v1/models/nobody", "/v1/models?limit=1"):
+        for path in ("/v1/models", f"/v1/models/{TALKING}", "/v1/models/nobody"):
             talk.ask(f"models/{label}{path}", path, headers=headers)
+        for query in PAGES:
+            talk.ask(f"models/{label}/v1/models?{query}", f"/v1/models?{query}", headers=headers)
     for query in ("", "?pageSize=1", "?pageToken=x", "?pageSize=no"):
         talk.ask(f"models/gemini{query}", f"/v1beta/models{query}")
 

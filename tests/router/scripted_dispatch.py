@@ -64,6 +64,26 @@ def says(
     return script
 
 
+def in_batches(
+    token_ids: Sequence[int], sizes: Sequence[int], finish: FinishReason = FinishReason.STOP
+) -> Script:
+    """The only choice gets its tokens in batches of these sizes in turn. Usage comes with the first."""
+
+    def script(generation: Generation) -> Sequence[Step]:
+        steps: list[Step] = []
+        start = 0
+        while start < len(token_ids):
+            end = start + sizes[len(steps) % len(sizes)]
+            usage = None if steps else PromptUsage(len(generation.token_ids), 16, 32)
+            reason = finish if end >= len(token_ids) else None
+            batch = tuple(token_ids[start:end])
+            steps.append([TokenDelta(RequestKey(1, 0), batch, finish_reason=reason, usage=usage)])
+            start = end
+        return steps
+
+    return script
+
+
 def _logprobs(generation: Generation, token_id: int) -> tuple[TokenLogprobs, ...] | None:
     wanted = generation.sampling.num_logprobs
     if wanted is None:

@@ -8,6 +8,9 @@ from tests.router.chat_templates import QWEN_3
 
 MODEL = tiny_model.MODEL
 CONTEXT_LENGTH = 4096
+THINKS = "<think>\nShe wants the weather.\n</think>\n\n"
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Århus"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 
 
 @functools.cache

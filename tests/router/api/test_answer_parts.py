@@ -1,21 +1,18 @@
 """Reasoning and tool calls on their way from tokens to a chat's answer."""
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, TokenDelta
+from replicas.protocol.frames import FinishReason
 from tests.router.http_server import HttpServer, http_server
-from tests.router.scripted_dispatch import Script, says
-from tests.router.thinking_model import MODEL, catalog, token_ids
+from tests.router.scripted_dispatch import in_batches, says
+from tests.router.thinking_model import CALL, MODEL, OTHER, THINKS, catalog, token_ids
 
-THINKS = "<think>\nShe wants the weather.\n</think>\n\n"
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Århus"}}\n</tool_call>'
-OTHER = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
     for name in ("weather", "time")
@@ -34,26 +31,6 @@ async def whole(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     content: dict[str, Any] = answer.json()
     return content
-
-
-async def test_reasoning_text_and_calls_stand_each_in_its_field(
-    server: HttpServer, http: httpx.AsyncClient
-) -> None:
-    server.dispatcher.script = says(token_ids(THINKS + "Let me see.\n" + CALL + "\n" + OTHER))
-    answer = await whole(http, tools=TOOLS)
-    (choice,) = answer["choices"]
-    message = choice["message"]
-    assert message["reasoning_content"].strip() == "She wants the weather."
-    assert message["content"] == "Let me see."
-    assert [call["function"] for call in message["tool_calls"]] == [
-        {"name": "weather", "arguments": '{"city": "Århus"}'},
-        {"name": "time", "arguments": "{}"},
-    ]
-    assert len({call["id"] for call in message["tool_calls"]}) == 2
-    assert choice["finish_reason"] == "tool_calls"
-    num_reasoning = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
-    begun, thought = (token_ids(text, end=False) for text in ("<think", THINKS.rstrip()))
-    assert num_reasoning == len(thought) - len(begun)
 
 
 async def test_a_stream_joined_is_the_whole_answer(
@@ -84,27 +61,6 @@ async def test_a_stream_joined_is_the_whole_answer(
         assert of["end"] == choice["finish_reason"] == "tool_calls"
 
 
-async def test_without_tools_and_where_none_may_be_called_a_call_is_text(
-    server: HttpServer, http: httpx.AsyncClient
-) -> None:
-    server.dispatcher.script = says(token_ids("So: " + CALL))
-    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-        (choice,) = (await whole(http, **fields))["choices"]
-        assert choice["message"]["content"] == "So: " + CALL
-        assert "tool_calls" not in choice["message"]
-        assert choice["finish_reason"] == "stop"
-
-
-async def test_one_call_ends_an_answer_that_may_have_only_one(
-    server: HttpServer, http: httpx.AsyncClient
-) -> None:
-    server.dispatcher.script = says(token_ids(CALL + "\n" + OTHER))
-    (choice,) = (await whole(http, tools=TOOLS, parallel_tool_calls=False))["choices"]
-    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["weather"]
-    assert choice["finish_reason"] == "tool_calls"
-    assert server.dispatcher.aborted == [0]
-
-
 async def test_of_calls_that_begin_within_reasoning_there_may_be_only_one(
     server: HttpServer, http: httpx.AsyncClient
 ) -> None:
@@ -127,25 +83,6 @@ async def test_a_turn_with_one_call_is_gone_on_from(server: HttpServer, http: ht
     before, after = (generation.token_ids for generation in server.dispatcher.generations)
     assert list(after[: len(before) + len(said)]) == [*before, *said]
     assert not server.dispatcher.aborted
-
-
-async def test_an_answer_cut_in_a_call_ends_for_its_length(
-    server: HttpServer, http: httpx.AsyncClient
-) -> None:
-    cut = token_ids(CALL, end=False)[:-12]
-    server.dispatcher.script = says(cut, finish=FinishReason.LENGTH)
-    (choice,) = (await whole(http, tools=TOOLS))["choices"]
-    (call,) = choice["message"]["tool_calls"]
-    assert '{"city": "Århus"}'.startswith(call["function"]["arguments"])
-    assert choice["finish_reason"] == "length"
-
-
-async def test_stop_strings_end_text_around_calls(server: HttpServer, http: httpx.AsyncClient) -> None:
-    server.dispatcher.script = says(token_ids(THINKS + "One. Two. " + CALL))
-    (choice,) = (await whole(http, tools=TOOLS, stop="Two"))["choices"]
-    assert choice["message"]["content"] == "One. "
-    assert choice["finish_reason"] == "stop"
-    assert server.dispatcher.aborted == [0]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -210,14 +147,8 @@ async def test_stop_strings_count_from_the_answers_first_character(
     assert bool(server.dispatcher.aborted) == ends
     expected = ("She wants the weather.", answered, choice["finish_reason"])
     assert await streamed(http, **fields) == expected
-    server.dispatcher.script = as_one_delta(token_ids(THINKS + said))
+    server.dispatcher.script = in_batches(token_ids(THINKS + said), [1000])
     assert await streamed(http, **fields) == expected
-
-
-def as_one_delta(ids: Sequence[int]) -> Script:
-    usage = PromptUsage(10, 0, 0, 0)
-    delta = TokenDelta(RequestKey(1, 0), tuple(ids), finish_reason=FinishReason.STOP, usage=usage)
-    return lambda generation: [[delta]]
 
 
 async def test_reasoning_that_is_cut_off_says_all_of_itself_whatever_the_stop_strings(
@@ -248,14 +179,3 @@ async def test_a_stop_string_counts_in_a_call_and_one_that_it_cuts_is_not_to_be_
         (choice,) = (await whole(http, tools=TOOLS, stop=stop))["choices"]
         assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["weather"]
         assert choice["finish_reason"] == reason
-
-
-async def test_a_large_body_is_answered_alike(server: HttpServer, http: httpx.AsyncClient) -> None:
-    server.dispatcher.script = says(token_ids(THINKS + CALL))
-    small = (await whole(http, tools=TOOLS))["choices"][0]["message"]
-    large_fields = {"tools": TOOLS, "metadata": {"much": list(range(5000))}}
-    large = (await whole(http, **large_fields))["choices"][0]["message"]
-    assert large["tool_calls"][0]["function"] == small["tool_calls"][0]["function"]
-    assert large["reasoning_content"] == small["reasoning_content"]
-    first, second = server.dispatcher.generations
-    assert first.token_ids == second.token_ids

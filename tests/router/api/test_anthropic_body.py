@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.answers.wishes import FormatKind, OutputFormat, ToolChoice, ToolMode
-from router.api.anthropic.body import MAX_STOP_SEQUENCES, read_counted_message, read_message
+from router.api.anthropic.body import read_counted_message, read_message
 from router.api.anthropic.errors import ANTHROPIC_ERRORS
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.edge.http_error import http_error
@@ -341,155 +341,6 @@ def test_fields_of_sampling_users_and_others() -> None:
 def test_no_tokens_ask_for_the_prompt_alone() -> None:
     request = read(max_tokens=0)
     assert request.only_prompt and request.max_tokens is None
-    for fields, path in [
-        ({"stream": True}, "stream"),
-        ({"thinking": {"type": "adaptive"}}, "thinking"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
-        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice"),
-    ]:
-        assert refusal(max_tokens=0, **fields).startswith(path + ": ")
-
-
-REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"prompt_cache_retention": ""}, "prompt_cache_retention: "),
-    ({"max_tokens": None}, "max_tokens: Field required"),
-    ({"max_tokens": -1}, "max_tokens: Input should be greater than or equal to 0"),
-    ({"max_tokens": "many"}, "max_tokens: "),
-    ({"model": None}, "model: "),
-    ({"messages": []}, "messages: at least one message is required"),
-    ({"messages": [], "system": "Be brief."}, "messages: at least one message is required"),
-    ({"messages": [{"role": "system", "content": []}]}, "messages: at least one message is required"),
-    ({"messages": [{"role": "assistant", "content": []}]}, "messages: at least one message is required"),
-    ({"messages": ["Hello"]}, "messages.0: "),
-    ({"messages": [*HELLO, {"content": "x"}]}, "messages.1.role: Field required"),
-    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role: Input should be 'user', 'assist"),
-    ({"messages": [{"role": "user"}]}, "messages.0.content: Field required"),
-    ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content: "),
-    ({"messages": [{"role": "user", "content": [3]}]}, "messages.0.content.0: "),
-    ({"messages": [{"role": "user", "content": [{}]}]}, "messages.0.content.0.type: Field required"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-        "messages.0.content.0.text: Field requ",
-    ),
-    ({"messages": [{"role": "user", "content": [text(3)]}]}, "messages.0.content.0.text: "),  # type: ignore[arg-type]
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        "messages.0.content.0.source: Input sh",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "odd"}]}]},
-        "messages.0.content.0.type: Blocks of ty",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "url"}}]}]},
-        "messages.0.content.0.source: Documents are read as text only",
-    ),
-    (
-        {"messages": [{"role": "system", "content": [CALL]}]},
-        "messages.0.content.0.type: Input should be 'text",
-    ),
-    (
-        {"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}]},
-        "messages.0.content.0.thinking",
-    ),
-    (
-        {"messages": USES_TOOL},
-        "messages.1: `tool_use` ids were found without `tool_result` blocks immediately after: toolu_1. Each",
-    ),
-    ({"messages": [*USES_TOOL, *HELLO]}, "messages.1: `tool_use` ids were found without"),
-    ({"messages": [*USES_TOOL, *HELLO, {"role": "assistant", "content": "x"}]}, "messages.1: `tool_use` ids"),
-    (
-        {"messages": [{"role": "user", "content": [RESULT]}]},
-        "messages.0.content.0: unexpected `tool_use_id` found in `tool_result` blocks: toolu_1. Each",
-    ),
-    (
-        {"messages": [*USES_TOOL, {"role": "user", "content": [RESULT, RESULT]}]},
-        "messages.2.content.1: each `tool_use` must have a single result. Found multiple",
-    ),
-    (
-        {"messages": [*HELLO, {"role": "assistant", "content": [CALL, CALL]}]},
-        "messages.1.content.1: `tool_use` ids must be unique",
-    ),
-    (
-        {"messages": [*HELLO, {"role": "assistant", "content": [CALL | {"input": 7}]}]},
-        "messages.1.content.0.input: Input should be an object",
-    ),
-    (
-        {"messages": [*HELLO, {"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}]},
-        "messages.1.content.0.name: Field required",
-    ),
-    ({"system": 3}, "system: "),
-    ({"system": [{"type": "image"}]}, "system.0.type: Input should be 'text'"),
-    ({"tools": [{"input_schema": {}}]}, "tools.0.name: Field required"),
-    ({"tools": [{"name": "x"}]}, "tools.0.input_schema: Field required"),
-    (
-        {"tools": [TOOL | {"name": "a b"}]},
-        "tools.0.name: String should match pattern '^[a-zA-Z0-9_-]{1,128}$'",
-    ),
-    ({"tools": [TOOL | {"input_schema": "x"}]}, "tools.0.input_schema: "),
-    ({"tools": [TOOL | {"description": 3}]}, "tools.0.description: "),
-    ({"tools": [TOOL, TOOL]}, "tools: Tool names must be unique."),
-    ({"tools": [3]}, "tools.0: "),
-    ({"tool_choice": {"type": "any"}}, "tool_choice: It needs tools"),
-    ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name: Field required"),
-    (
-        {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}},
-        "tool_choice: Tool 'x' not found in pro",
-    ),
-    ({"tools": [TOOL], "tool_choice": {"type": "all"}}, "tool_choice.type: "),
-    ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice: "),
-    ({"temperature": 1.5}, "temperature: "),
-    ({"top_p": 2}, "top_p: "),
-    ({"stop_sequences": [""]}, "stop_sequences: "),
-    ({"stop_sequences": ["x"] * (MAX_STOP_SEQUENCES + 1)}, "stop_sequences: "),
-    ({"stop_sequences": "x"}, "stop_sequences: "),
-    ({"stop": "x"}, "stop: "),
-    ({"n": 2}, "n: "),
-    ({"thread": {"type": "create"}}, "thread: "),
-    ({"cache": "cache_1"}, "cache: "),
-    ({"thinking": {"type": "enabled"}}, "thinking.enabled.budget_tokens: "),
-    ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "thinking.enabled.budget_tokens: "),
-    ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "max_tokens: `max_tokens` must be greater"),
-    ({"thinking": {"type": "perhaps"}}, "thinking.type: "),
-    ({"thinking": "yes"}, "thinking: "),
-    ({"output_config": {"format": {"type": "text"}}}, "output_config.format: "),
-    ({"metadata": {"user_id": 3}}, "metadata.user_id: "),
-    ({"cache_control": "yes"}, "cache_control: "),
-    ({"cache_control": {"type": "eternal"}}, "cache_control.type: Input should be 'ephemeral'"),
-    ({"cache_control": MINUTES | {"ttl": "2h"}}, "cache_control.ttl: Input should be '5m' or '1h'"),
-    ({"tools": [TOOL | {"cache_control": []}]}, "tools.0.cache_control: "),
-    (
-        {"system": [text("", cache_control=MINUTES)]},
-        "system.0.cache_control: cache_control cannot be set for emp",
-    ),
-    (
-        {"system": [text("a", cache_control=MINUTES)] * 5},
-        "system.4.cache_control: A maximum of 4 blocks with cache_control may be provided. Found 5.",
-    ),
-    (
-        {"system": [text("a", cache_control=MINUTES)] * 4, "cache_control": MINUTES},
-        "cache_control: A maximum of 4 blocks with cache_control may be provided. Found 5.",
-    ),
-    (
-        {
-            "system": [text("a", cache_control=MINUTES)],
-            "messages": [{"role": "user", "content": [text("b", cache_control=HOUR)]}],
-        },
-        "messages.0.content.0.cache_control.ttl: a ttl='1h' cache_control block must not come after",
-    ),
-    (
-        {
-            "messages": [{"role": "user", "content": [text("b", cache_control=HOUR)]}],
-            "cache_control": MINUTES,
-        },
-        "cache_control: The last block has a cache_control with another ttl.",
-    ),
-]
-
-
-@pytest.mark.parametrize(("fields", "begins"), REFUSALS)
-def test_what_is_wrong_is_named_by_its_path(fields: dict[str, Any], begins: str) -> None:
-    assert refusal(**fields).startswith(begins)
 
 
 def test_marks_reach_to_the_ends_of_their_blocks() -> None:
@@ -517,11 +368,6 @@ def test_the_mark_at_the_top_is_on_the_last_block_that_can_be_cached() -> None:
     assert read(messages=messages, cache_control=HOUR).keeps == [KeepThrough(3600, 1, 3)]
     marked = [{"role": "user", "content": [text("Hello", cache_control=MINUTES)]}]
     assert read(messages=marked, cache_control=MINUTES).keeps == [KeepThrough(300, 0, 5)]
-
-
-def test_what_is_counted_needs_no_bound() -> None:
-    body = {name: value for name, value in ASKED.items() if name != "max_tokens"}
-    assert read_counted_message(json.dumps(body).encode()).messages == HELLO
 
 
 _scalars = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats() | st.text(max_size=8)

@@ -1,40 +1,109 @@
-"""Anthropic's Messages over HTTP: its events, whole answers, usage, errors, counts and models."""
+"""Anthropic's Messages over HTTP: its events, answers, usage and errors, and what is marked to be cached."""
 
 import json
-import re
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import anthropic
 import httpx
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jiter import from_json
 
-from replicas.protocol.frames import FinishReason
-from router.api.anthropic.body import read_message
-from router.api.chat_prompt import render_chat
+from replicas.protocol.frames import FinishReason, PromptUsage
+from replicas.protocol.prefix_leases import PrefixLease
+from router.api.anthropic.caching import usage_of
 from router.errors import GenerationFailed, NoReplicaAvailable, Overloaded
 from router.generation import Generation
 from router.prompt.catalog import ModelCatalog
 from tests.router import tiny_model
-from tests.router.api.anthropic_client import (
-    ASKED,
-    CALL,
-    HOUR,
-    MINUTES,
-    OTHER,
-    THINKS,
-    TOOLS,
-    VERSION,
-    comparable,
-    events,
-    joined,
-    whole,
-)
 from tests.router.http_server import HttpServer, http_server
-from tests.router.scripted_dispatch import Script, Step, says
-from tests.router.thinking_model import CONTEXT_LENGTH, MODEL, catalog, token_ids
+from tests.router.scripted_dispatch import Step, in_batches, says
+from tests.router.thinking_model import CALL, MODEL, OTHER, THINKS, catalog, token_ids
+
+TOOLS = [{"name": name, "input_schema": {"type": "object"}} for name in ("weather", "time")]
+ASKED: dict[str, Any] = {
+    "model": MODEL,
+    "max_tokens": 1000,
+    "messages": [{"role": "user", "content": "How is the weather?"}],
+}
+MINUTES = {"type": "ephemeral"}
+HOUR = {"type": "ephemeral", "ttl": "1h"}
+VERSION = {"anthropic-version": "2023-06-01"}
+
+
+async def whole(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    answer = await http.post("/v1/messages", json=ASKED | fields)
+    assert answer.status_code == 200, answer.text
+    content: dict[str, Any] = answer.json()
+    return content
+
+
+async def events(http: httpx.AsyncClient, **fields: Any) -> list[dict[str, Any]]:
+    answer = await http.post("/v1/messages", json=ASKED | fields | {"stream": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for frame in answer.text.removesuffix("\n\n").split("\n\n"):
+        named, data = frame.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert named == f"event: {event['type']}"
+        found.append(event)
+    return found
+
+
+def joined(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a client makes of a stream, and that its events come in order."""
+    first, *rest, delta, last = events
+    assert (first["type"], delta["type"], last["type"]) == ("message_start", "message_delta", "message_stop")
+    message: dict[str, Any] = first["message"]
+    assert message["content"] == [] and message["stop_reason"] is None
+    block: dict[str, Any] | None = None
+    arguments = ""
+    for event in rest:
+        assert event["index"] == len(message["content"])
+        match event["type"]:
+            case "content_block_start":
+                assert block is None
+                block, arguments = event["content_block"], ""
+            case "content_block_delta":
+                assert block is not None
+                match event["delta"]:
+                    case {"type": "text_delta", "text": text}:
+                        block["text"] += text
+                    case {"type": "thinking_delta", "thinking": text}:
+                        block["thinking"] += text
+                    case {"type": "signature_delta", "signature": text}:
+                        block["signature"] += text
+                    case {"type": "input_json_delta", "partial_json": text}:
+                        arguments += text
+                    case other:
+                        raise AssertionError(other)
+            case "content_block_stop":
+                assert block is not None
+                if block["type"] == "tool_use" and arguments:  # as Anthropic's SDK reads them
+                    block["input"] = from_json(arguments.encode(), partial_mode=True)
+                message["content"].append(block)
+                block = None
+    assert block is None
+    return message | delta["delta"] | {"usage": message["usage"] | delta["usage"]}
+
+
+def comparable(message: dict[str, Any]) -> dict[str, Any]:
+    """Without what is new each time; where it has to be something, that is checked."""
+    assert message["id"].startswith("msg_")
+    content = []
+    for block in message["content"]:
+        if block["type"] == "tool_use":
+            assert block["id"].startswith("toolu_")
+            block = {**block, "id": ""}
+        if block["type"] == "thinking":
+            assert block["signature"]
+            block = {**block, "signature": ""}
+        content.append(block)
+    return {**message, "id": "", "content": content}
 
 
 @pytest.fixture
@@ -43,101 +112,11 @@ async def server() -> AsyncIterator[HttpServer]:
         yield running
 
 
-async def test_a_stream_of_text_event_by_event(server: HttpServer, http: httpx.AsyncClient) -> None:
-    server.dispatcher.script = says(token_ids("The dog"), num_cached_tokens=16, num_written_tokens=16)
-    first, *rest = await events(http)
-    message = first["message"]
-    (prompt,) = server.dispatcher.generations
-    usage = {
-        "input_tokens": len(prompt.token_ids) - 16,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 16,
-        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
-        "output_tokens": 0,
-    }
-    assert message == {
-        "id": message["id"],
-        "type": "message",
-        "role": "assistant",
-        "model": MODEL,
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": usage,
-    }
-    assert rest == [
-        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
-        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "The"}},
-        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": " dog"}},
-        {"type": "content_block_stop", "index": 0},
-        {
-            "type": "message_delta",
-            "delta": {"stop_reason": "end_turn", "stop_sequence": None},
-            "usage": usage | {"output_tokens": 3, "output_tokens_details": {"thinking_tokens": 0}},
-        },
-        {"type": "message_stop"},
-    ]
-
-
-async def test_thinking_text_and_calls_are_blocks_in_their_order(
-    server: HttpServer, http: httpx.AsyncClient
-) -> None:
-    server.dispatcher.script = says(token_ids(THINKS + "Let me see.\n" + CALL + "\n" + OTHER))
-    answer = await whole(http, tools=TOOLS, thinking={"type": "adaptive"})
-    assert comparable(answer)["content"] == [
-        {"type": "thinking", "thinking": "She wants the weather.", "signature": ""},
-        {"type": "text", "text": "Let me see."},
-        {"type": "tool_use", "id": "", "name": "weather", "input": {"city": "Århus"}},
-        {"type": "tool_use", "id": "", "name": "time", "input": {}},
-    ]
-    assert len({block.get("id") for block in answer["content"]}) == 3
-    assert (answer["stop_reason"], answer["stop_sequence"]) == ("tool_use", None)
-    assert answer["usage"]["output_tokens_details"]["thinking_tokens"] > 5
-    assert comparable(joined(await events(http, tools=TOOLS, thinking={"type": "adaptive"}))) == comparable(
-        answer
-    )
-
-
-async def test_thinking_may_stay_unsaid(server: HttpServer, http: httpx.AsyncClient) -> None:
-    server.dispatcher.script = says(token_ids(THINKS + "Warm."))
-    thinking = {"type": "adaptive", "display": "omitted"}
-    answer = await whole(http, thinking=thinking)
-    assert comparable(answer)["content"][0] == {"type": "thinking", "thinking": "", "signature": ""}
-    assert comparable(joined(await events(http, thinking=thinking))) == comparable(answer)
-
-
 BEGUN = '<tool_call>\n{"name": "weather", "arguments": {"days": 12, "city": "År'
 BROKEN = BEGUN.replace('"År', "Århus}}\n</tool_call>")
 _pieces = st.sampled_from(
     ["The fox. ", "日本 ", "<tool_call>", "{", "\n", " ", CALL, OTHER, BEGUN, BROKEN, "STOP", "ST"]
 )
-
-
-def cut(ids: Sequence[int], cuts: Sequence[int], finish: FinishReason) -> Script:
-    """The tokens in batches of these sizes, over and over."""
-
-    def script(generation: Generation) -> Sequence[Step]:
-        (first, *_) = says([0], num_cached_tokens=16, num_written_tokens=32)(generation)
-        (delta,) = first  # type: ignore[misc]
-        steps: list[Step] = []
-        position = 0
-        while position < len(ids):
-            size = cuts[len(steps) % len(cuts)]
-            is_last = position + size >= len(ids)
-            steps.append(
-                [
-                    type(delta)(
-                        delta.key,
-                        tuple(ids[position : position + size]),
-                        finish_reason=finish if is_last else None,
-                        usage=delta.usage if not steps else None,
-                    )
-                ]
-            )
-            position += size
-        return steps
-
-    return script
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -159,9 +138,9 @@ async def test_a_stream_joined_is_the_whole_answer_however_it_is_cut(
     fields: dict[str, Any],
 ) -> None:
     ids = token_ids(THINKS * thinks + "".join(pieces), end=finish is FinishReason.STOP) or [300]
-    server.dispatcher.script = cut(ids, [1], finish)
+    server.dispatcher.script = in_batches(ids, [1], finish)
     expected = comparable(await whole(http, **fields))
-    server.dispatcher.script = cut(ids, cuts, finish)
+    server.dispatcher.script = in_batches(ids, cuts, finish)
     again = comparable(await whole(http, **fields))
     streamed = comparable(joined(await events(http, **fields)))
     is_ended_here = "tool_choice" in fields or expected["stop_reason"] in ("stop_sequence", "tool_use")
@@ -172,44 +151,6 @@ async def test_a_stream_joined_is_the_whole_answer_however_it_is_cut(
     if "stop_sequences" in fields and "STOP" in "".join(pieces) and finish is FinishReason.STOP:
         assert (again["stop_reason"], again["stop_sequence"]) == ("stop_sequence", "STOP")
         assert "STOP" not in "".join(block.get("text", "") for block in again["content"])
-
-
-async def test_why_an_answer_ends(server: HttpServer, http: httpx.AsyncClient) -> None:
-    server.dispatcher.script = says(token_ids("The fox"), finish=FinishReason.LENGTH)
-    assert (await whole(http, max_tokens=2))["stop_reason"] == "max_tokens"
-    beyond = await whole(http, max_tokens=CONTEXT_LENGTH)
-    assert beyond["stop_reason"] == "model_context_window_exceeded"
-    *_, generation = server.dispatcher.generations
-    assert generation.sampling.max_tokens == CONTEXT_LENGTH - len(generation.token_ids)
-    server.dispatcher.script = says(token_ids("The quick fox"))
-    answer = await whole(http, stop_sequences=[" fox", "quick"])
-    server.dispatcher.script = says(token_ids(CALL))
-    cut = await whole(http, tools=TOOLS, stop_sequences=["Århus"])
-    assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", "Århus")
-    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "quick")
-    assert answer["content"] == [{"type": "text", "text": "The "}]
-
-
-async def test_stop_sequences_count_from_the_answers_first_character(
-    server: HttpServer, http: httpx.AsyncClient
-) -> None:
-    server.dispatcher.script = says(token_ids(THINKS + "It rains.\n\nA lot."))
-    asked: dict[str, Any] = {"thinking": {"type": "adaptive"}, "stop_sequences": ["\n\n", "weather"]}
-    for answer in (await whole(http, **asked), joined(await events(http, **asked))):
-        thinking, text = answer["content"]
-        assert (thinking["thinking"], text["text"]) == ("She wants the weather.", "It rains.")
-        assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "\n\n")
-
-
-async def test_an_answer_that_is_begun_goes_on_from_there(
-    server: HttpServer, http: httpx.AsyncClient
-) -> None:
-    server.dispatcher.script = says(token_ids("42)."))
-    begun = {"role": "assistant", "content": "The answer is ("}
-    answer = await whole(http, messages=[*ASKED["messages"], begun])
-    (generation,) = server.dispatcher.generations
-    prompt = server.context.catalog.get(MODEL).tokenizer.decode(generation.token_ids)
-    assert prompt.endswith("The answer is (") and answer["content"] == [{"type": "text", "text": "42)."}]
 
 
 async def test_instructions_in_the_middle_are_the_users_where_a_template_takes_none() -> None:
@@ -229,51 +170,6 @@ async def test_instructions_in_the_middle_are_the_users_where_a_template_takes_n
         assert "<|im_start|>user\nNew rules.<|im_end|>" in prompt
 
 
-async def test_a_conversation_has_the_same_tokens_as_in_other_dialects(
-    server: HttpServer, http: httpx.AsyncClient
-) -> None:
-    server.dispatcher.script = says(token_ids("Yes."))
-    call = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Århus"}}
-    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "21 degrees"}
-    await whole(
-        http,
-        system="Be brief.",
-        tools=TOOLS,
-        messages=[
-            *ASKED["messages"],
-            {
-                "role": "assistant",
-                "content": [{"type": "thinking", "thinking": "A tool.", "signature": "s"}, call],
-            },
-            {"role": "user", "content": [result]},
-        ],
-        thinking={"type": "adaptive"},
-    )
-    function = {"name": "weather", "arguments": '{"city": "Århus"}'}
-    chat = {
-        "model": MODEL,
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            *ASKED["messages"],
-            {
-                "role": "assistant",
-                "content": None,
-                "reasoning_content": "A tool.",
-                "tool_calls": [{"id": "toolu_1", "type": "function", "function": function}],
-            },
-            {"role": "tool", "tool_call_id": "toolu_1", "content": "21 degrees"},
-        ],
-        "tools": [
-            {"type": "function", "function": {"name": tool["name"], "parameters": tool["input_schema"]}}
-            for tool in TOOLS
-        ],
-    }
-    answer = await http.post("/v1/chat/completions", json=chat)
-    assert answer.status_code == 200, answer.text
-    messages, other = server.dispatcher.generations
-    assert messages.token_ids == other.token_ids
-
-
 async def test_a_large_body_is_answered_as_a_small_one(server: HttpServer, http: httpx.AsyncClient) -> None:
     server.dispatcher.script = says(token_ids(THINKS + "So. " + CALL), num_written_tokens=64)
     fields = {
@@ -287,22 +183,6 @@ async def test_a_large_body_is_answered_as_a_small_one(server: HttpServer, http:
     first, second = server.dispatcher.generations
     assert first.token_ids == second.token_ids and first.submit.leases == second.submit.leases
     assert server.context.worker.num_done == 1
-
-
-async def test_tokens_are_counted_as_they_are_run(server: HttpServer, http: httpx.AsyncClient) -> None:
-    server.dispatcher.script = says(token_ids("Yes."))
-    fields: dict[str, Any] = {"system": "Be brief.", "tools": TOOLS, "cache_control": MINUTES}
-    await whole(http, **fields)
-    asked = {name: value for name, value in ASKED.items() if name != "max_tokens"} | fields
-    (generation,) = server.dispatcher.generations
-    for body in (asked, asked | {"metadata": {"much": list(range(5000))}}):
-        counted = await http.post("/v1/messages/count_tokens?beta=true", json=body)
-        assert counted.headers["request-id"].startswith("req_")
-        assert counted.json() == {"input_tokens": len(generation.token_ids)}
-    assert server.context.worker.num_done == 1
-    refused = await http.post("/v1/messages/count_tokens", json=asked | {"model": "nobody"})
-    assert refused.status_code == 404
-    assert refused.json()["error"]["type"] == "not_found_error"
 
 
 @pytest.mark.parametrize(
@@ -333,91 +213,6 @@ async def test_what_goes_wrong_before_and_in_the_middle_of_a_stream(
     event = json.loads(data.removeprefix("data: "))
     assert named == "event: error" and event["type"] == "error" and event["error"]["type"] == kind
     await server.wait_idle()
-
-
-async def test_refusals_by_the_way_are_in_its_shape_too(server: HttpServer, http: httpx.AsyncClient) -> None:
-    expected = [
-        (await http.get("/v1/messages"), 405, "invalid_request_error", "Not allowed"),
-        (await http.get("/v1/messages/batches"), 404, "not_found_error", "Unknown request URL"),
-        (await http.get("/v1/messages/count_tokens"), 405, "invalid_request_error", "Not allowed"),
-        (
-            await http.post("/v1/messages", content=b"{"),
-            400,
-            "invalid_request_error",
-            "The request body is no",
-        ),
-        (
-            await http.post("/v1/messages", content="x", headers={"content-type": "text/plain"}),
-            415,
-            "invalid_request_error",
-            "Unsupported content type",
-        ),
-        (
-            await http.post("/v1/messages", json=ASKED | {"model": "x"}),
-            404,
-            "not_found_error",
-            "model: The mod",
-        ),
-        (await http.get("/v1/models/x", headers=VERSION), 404, "not_found_error", "model: The model 'x'"),
-    ]
-    for answer, status, kind, begins in expected:
-        assert answer.status_code == status, answer.text
-        error = answer.json()["error"]
-        assert error["type"] == kind and error["message"].startswith(begins), error
-        assert answer.json()["request_id"] == answer.headers["request-id"]
-    other = await http.get("/v1/models/x")
-    assert other.json()["error"]["code"] == "model_not_found"
-
-
-async def test_a_prompt_that_is_too_long_is_told_in_the_words_that_agents_know(
-    server: HttpServer, http: httpx.AsyncClient
-) -> None:
-    counted = {**ASKED, "messages": [{"role": "user", "content": " the" * CONTEXT_LENGTH}]}
-    more = "the " * (3 * CONTEXT_LENGTH)
-    values = [1] * 5000  # so many that it is prepared elsewhere
-    for other, exactly in [({}, True), ({"system": more}, False), ({"metadata": {"a": values}}, True)]:
-        body = counted | other
-        answer = await http.post("/v1/messages", json=body)
-        assert answer.status_code == 400
-        message = answer.json()["error"]["message"]
-        told = re.fullmatch(r"prompt is too long: (\d+) tokens > (\d+) maximum", message)
-        assert told is not None, message
-        assert int(told[2]) == CONTEXT_LENGTH < int(told[1])
-        if exactly:
-            model = server.context.catalog.get(MODEL)
-            chat = render_chat(model, read_message(json.dumps(counted).encode(), 1))
-            assert int(told[1]) == len(model.tokenizer.encode(chat.text))
-
-
-async def test_a_body_that_is_too_large() -> None:
-    async with http_server(max_body_bytes=2000) as small, httpx.AsyncClient(base_url=small.url) as http:
-        answer = await http.post("/v1/messages", json=ASKED | {"system": "x" * 3000})
-        assert answer.status_code == 413 and answer.json()["error"]["type"] == "request_too_large"
-
-
-async def test_models_for_clients_of_this_dialect(http: httpx.AsyncClient) -> None:
-    async with http_server() as tiny, httpx.AsyncClient(base_url=tiny.url, headers=VERSION) as client:
-        page = (await client.get("/v1/models")).json()
-        names = [model["id"] for model in page["data"]]
-        assert names == [tiny_model.MODEL, "untemplated", tiny_model.ALIAS, tiny_model.ADAPTER.name]
-        assert (page["has_more"], page["first_id"], page["last_id"]) == (False, names[0], names[-1])
-        one = (await client.get(f"/v1/models/{tiny_model.MODEL}")).json()
-        assert one == page["data"][0]
-        assert (one["type"], one["max_input_tokens"]) == ("model", tiny_model.CONTEXT_LENGTH)
-        for query, expected, more in [
-            ("limit=2", names[:2], True),
-            (f"limit=2&after_id={names[1]}", names[2:], False),
-            (f"limit=1&before_id={names[2]}", names[1:2], True),
-        ]:
-            page = (await client.get(f"/v1/models?{query}")).json()
-            assert ([model["id"] for model in page["data"]], page["has_more"]) == (expected, more)
-        for query in ("limit=0", "limit=x", "limit=1001", "after_id=nobody"):
-            refused = await client.get(f"/v1/models?{query}")
-            assert refused.status_code == 400
-            assert refused.json()["error"]["message"].startswith(query.split("=")[0] + ": ")
-        assert (await client.head("/")).status_code == 200
-    plain = (await http.get("/v1/models")).json()
-    assert plain["object"] == "list"
 
 
 @pytest.mark.parametrize(
@@ -491,9 +286,92 @@ async def test_anthropics_runner_of_tools_goes_on_without_threads(server: HttpSe
     assert caught.value.type == "invalid_request_error" and "thread" in caught.value.message
 
 
-async def test_errors_have_details_only_where_their_clients_have_a_name_for_them(
-    http: httpx.AsyncClient,
+async def test_no_tokens_warm_the_prompt_and_say_nothing(server: HttpServer, http: httpx.AsyncClient) -> None:
+    server.dispatcher.script = says(token_ids("The fox"), finish=FinishReason.LENGTH, num_written_tokens=48)
+    answer = await whole(http, max_tokens=0, system="Be brief. " * 20, cache_control=MINUTES)
+    assert (answer["content"], answer["stop_reason"]) == ([], "max_tokens")
+    usage = answer["usage"]
+    assert (usage["output_tokens"], usage["cache_creation_input_tokens"]) == (0, 48)
+    (generation,) = server.dispatcher.generations
+    assert generation.sampling.max_tokens == 1
+    assert generation.submit.leases[0].seconds == 300
+
+
+@given(
+    num_prompt=st.integers(1, 400),
+    shares=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    marks=st.lists(st.tuples(st.integers(1, 30), st.booleans()), max_size=4),
+)
+def test_input_read_and_written_tokens_add_up_to_the_prompt(
+    num_prompt: int, shares: tuple[float, float], marks: list[tuple[int, bool]]
 ) -> None:
-    for fields in ({"n": 2}, {"messages": []}, {"model": "x"}):
-        answer = await http.post("/v1/messages", json=ASKED | fields)
-        assert set(answer.json()["error"]) == {"type", "message"}
+    num_cached = int(num_prompt * shares[0]) // 16 * 16
+    num_written = int((num_prompt - num_cached) * shares[1]) // 16 * 16
+    leases = [PrefixLease(end, 3600 if is_hour else 300) for end, is_hour in marks]
+    others = [PrefixLease(25, 3600)]
+    usage = usage_of(PromptUsage(num_prompt, num_cached, num_written), leases + others, 16, len(leases))
+    by_class = msgspec.structs.asdict(usage.cache_creation)
+    created = usage.cache_creation_input_tokens
+    assert created == sum(by_class.values()) <= num_written
+    assert usage.input_tokens + usage.cache_read_input_tokens + created == num_prompt
+    if not leases:
+        assert created == 0
+    # token by token: a written one belongs to the longest class of the marks at or behind it
+    for name, is_hour in (("ephemeral_1h_input_tokens", True), ("ephemeral_5m_input_tokens", False)):
+        slow = sum(
+            any(end * 16 > token for end, hour in marks)
+            and any(end * 16 > token and hour for end, hour in marks) is is_hour
+            for token in range(num_cached, num_cached + num_written)
+        )
+        assert by_class[name] == slow
+
+
+async def test_marks_become_leases_and_classes_of_writes(server: HttpServer, http: httpx.AsyncClient) -> None:
+    server.dispatcher.script = says(token_ids("Yes."), num_written_tokens=400)
+    body = {
+        "system": [{"type": "text", "text": "Be brief. " * 20, "cache_control": HOUR}],
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "The quick brown fox. " * 20, "cache_control": MINUTES},
+                    {"type": "text", "text": "What does it do? " * 20},
+                ],
+            }
+        ],
+    }
+    answer = await whole(http, **body)
+    (generation,) = server.dispatcher.generations
+    hour, minutes = generation.submit.leases
+    tokenizer = server.context.catalog.get(MODEL).tokenizer
+    for lease, ends in ((hour, "Be brief."), (minutes, "brown fox.")):
+        kept = tokenizer.decode(generation.token_ids[: lease.end_block * 16])
+        following = tokenizer.decode(generation.token_ids[: lease.end_block * 16 + 17])
+        assert "What does" not in kept and following.count(ends) >= kept.count(ends) >= 18
+    assert (hour.seconds, minutes.seconds) == (3600, 300)
+    by_class = answer["usage"]["cache_creation"]
+    assert by_class["ephemeral_1h_input_tokens"] == hour.end_block * 16
+    assert by_class["ephemeral_5m_input_tokens"] == (minutes.end_block - hour.end_block) * 16
+    assert answer["usage"]["cache_leases"] == [{"status": "refused", "reason": "no_answer"}] * 2
+
+
+@pytest.mark.parametrize("marked", ["tools", "system"])
+async def test_where_there_are_tools_a_mark_reaches_over_them_and_the_system_text(
+    server: HttpServer, http: httpx.AsyncClient, marked: str
+) -> None:
+    server.dispatcher.script = says(token_ids("Yes."))
+    tool = {
+        "name": "last",
+        "description": "The last tool of all. " * 10,
+        "input_schema": {"type": "object"},
+    }
+    rules: dict[str, Any] = {"type": "text", "text": "Be brief. " * 10}
+    (tool if marked == "tools" else rules)["cache_control"] = HOUR
+    question = {"role": "user", "content": "What does it do? " * 20}
+    await whole(http, system=[rules], tools=[*TOOLS, tool], messages=[question])
+    (generation,) = server.dispatcher.generations
+    (lease,) = generation.submit.leases
+    tokenizer = server.context.catalog.get(MODEL).tokenizer
+    kept = tokenizer.decode(generation.token_ids[: lease.end_block * 16])
+    assert kept.count("last tool of all") == 10 and "Be brief" in kept
+    assert kept.count("What does") <= 1

@@ -122,26 +122,6 @@ async def test_arguments_that_are_no_object_are_shown_as_they_are(
             assert shown in prompt or json.dumps(shown)[1:-1] in prompt
 
 
-@pytest.mark.parametrize(
-    ("dialect", "parameter"),
-    [
-        ("chat", "messages[1].tool_calls[0].function.arguments"),
-        ("responses", "input[1].arguments"),
-        ("messages", "messages.1.content.0.input"),
-        ("gemini", "contents[1].parts[0].functionCall.args"),
-    ],
-)
-@pytest.mark.parametrize("template", ["QWEN_35"], indirect=True)
-async def test_arguments_that_no_model_writes_are_refused(
-    server: HttpServer, http: httpx.AsyncClient, dialect: str, parameter: str
-) -> None:
-    for arguments in (7, True):
-        path, body = DIALECTS[dialect](arguments)
-        answer = await http.post(path, json=body)
-        assert answer.status_code == 400
-        assert parameter in answer.text
-
-
 BEGUN = {
     "QWEN_35": "<tool_call>\n<function=weather>\n<parameter=city>\nthe best",
     "QWEN_3": '<tool_call>\n{"name": "weather", "arguments": {"city": "the best',

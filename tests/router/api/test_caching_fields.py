@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
-from openai import AsyncOpenAI, BadRequestError
+from openai import AsyncOpenAI
 
 from replicas.protocol.frames import TokenDelta
 from replicas.protocol.prefix_leases import LeaseAnswer, LeaseBreak, LeaseRefusal, PrefixLease
@@ -82,40 +81,6 @@ def test_wishes_reach_to_whole_blocks_of_the_prompt_and_to_one_at_least() -> Non
     assert leases_of([LeaseRequest(60)] * 100, 5, 16) == (PrefixLease(1, 60),) * 16
 
 
-@pytest.mark.parametrize(
-    ("fields", "parameter", "code"),
-    [
-        ({"prompt_cache_retention": "48h"}, "prompt_cache_retention", "invalid_value"),
-        ({"prompt_cache_retention": ""}, "prompt_cache_retention", "invalid_value"),
-        ({"prompt_cache_retention": 24}, "prompt_cache_retention", "invalid_type"),
-        ({"prompt_cache_options": {"ttl": "1y"}}, "prompt_cache_options.ttl", "invalid_value"),
-        ({"prompt_cache_options": {"ttl": "-5m"}}, "prompt_cache_options.ttl", "invalid_value"),
-        ({"prompt_cache_options": {"ttl": 0}}, "prompt_cache_options.ttl", "invalid_type"),
-        ({"prompt_cache_options": {"mode": "both"}}, "prompt_cache_options.mode", "invalid_value"),
-        ({"prompt_cache_options": "24h"}, "prompt_cache_options", "invalid_type"),
-    ],
-)
-async def test_what_the_fields_cannot_be_is_refused_in_the_vendors_shape(
-    openai: AsyncOpenAI, fields: dict[str, Any], parameter: str, code: str
-) -> None:
-    for ask in (
-        openai.chat.completions.create(model="tiny", messages=CHAT, **fields),
-        openai.completions.create(model="tiny", prompt=LONG, extra_body=fields),
-    ):
-        with pytest.raises(BadRequestError) as refused:
-            await ask
-        error = refused.value
-        assert (error.type, error.param, error.code) == ("invalid_request_error", parameter, code)
-
-
-async def test_an_unknown_value_is_answered_with_those_that_are_known(http: httpx.AsyncClient) -> None:
-    body = {"model": "tiny", "messages": CHAT, "prompt_cache_retention": "48h"}
-    answer = await http.post("/v1/chat/completions", json=body)
-    assert answer.json()["error"]["message"] == (
-        "Invalid value: '48h'. Supported values are: 'in_memory' and '24h'."
-    )
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_became_of_a_lease_stands_in_usage_in_a_header_and_in_the_metrics(
     server: HttpServer, openai: AsyncOpenAI, stream: bool
@@ -155,22 +120,6 @@ async def test_a_refused_lease_is_an_answer_and_no_error(
     assert raw.headers["x-kvasir-cache-lease"] == f"refused; reason={word}"
     text = server.context.metrics.render().decode()
     assert f'router_prefix_leases_total{{model="tiny",outcome="{word}"}} 1' in text
-
-
-async def test_every_prompt_of_a_request_has_its_lease(server: HttpServer, openai: AsyncOpenAI) -> None:
-    server.dispatcher.script = answers(LeaseAnswer(300, 16))
-    answer = await openai.completions.create(
-        model="tiny", prompt=[LONG, LONG * 2], extra_body={"prompt_cache_retention": "in_memory"}
-    )
-    details = answer.usage.prompt_tokens_details.model_dump()
-    assert details["cache_leases"] == [{"status": "granted", "seconds": 300, "tokens": 16}] * 2
-
-
-async def test_who_asks_for_nothing_is_told_nothing(server: HttpServer, openai: AsyncOpenAI) -> None:
-    server.dispatcher.script = says([END])
-    raw = await openai.chat.completions.with_raw_response.create(model="tiny", messages=CHAT)
-    assert "x-kvasir-cache-lease" not in raw.headers
-    assert "cache_leases" not in raw.parse().usage.prompt_tokens_details.model_dump()
 
 
 async def test_a_body_that_is_prepared_beside_the_loop_keeps_its_wish(

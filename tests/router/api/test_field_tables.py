@@ -132,20 +132,6 @@ def test_thinking_at_the_top_of_a_chat_is_given_to_the_template(
     assert read_tokenized_chat(body).template_arguments == arguments
 
 
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"thinking": "on"}, "thinking"),
-        ({"thinking": {"type": "sometimes"}}, "thinking"),
-        ({"thinking": True, "enable_thinking": False}, "enable_thinking"),
-    ],
-)
-def test_thinking_that_says_nothing_clear_is_refused(fields: dict[str, Any], name: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        chat(fields)
-    assert refused.value.parameter == name
-
-
 def test_stop_token_ids_of_messages_are_honoured() -> None:
     assert message({"stop_token_ids": [3]}).stop_token_ids == [3]
 
@@ -157,29 +143,7 @@ def test_a_timeout_in_geminis_body_is_honoured() -> None:
 
 
 FUNCTION = {"name": "f", "description": "", "parameters": {"type": "object"}}
-SPACE = {"type": "namespace", "name": "n"}
 SCHEMA = {"name": "f", "input_schema": {"type": "object"}}
-
-
-@pytest.mark.parametrize(
-    ("reads", "tool", "name"),
-    [
-        (response, FUNCTION | {"type": "functoin"}, "tools[0].type"),
-        (response, FUNCTION | {"type": "Function"}, "tools[0].type"),
-        (response, {"type": "tool", "function": FUNCTION}, "tools[0].type"),
-        (response, {"type": "namespaces", "name": "n", "tools": []}, "tools[0].type"),
-        (response, SPACE | {"tools": [FUNCTION | {"type": "fn"}]}, "tools[0].tools[0].type"),
-        (message, SCHEMA | {"type": "costum"}, "tools[0].type"),
-        (message, SCHEMA | {"type": 3}, "tools[0].type"),
-        (chat, {"type": "functoin", "function": FUNCTION}, "tools[0].type"),
-        (gemini, {"functionDeclaration": [FUNCTION]}, "tools[0].functionDeclaration"),
-        (gemini, {"browser": {}}, "tools[0].browser"),
-    ],
-)  # fmt: skip
-def test_a_tool_whose_kind_is_misspelt_is_refused(reads: Reads, tool: dict[str, Any], name: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        reads({"tools": [tool]})
-    assert refused.value.parameter == name
 
 
 def test_tools_that_others_run_are_passed_over_and_those_of_a_new_kind_counted() -> None:

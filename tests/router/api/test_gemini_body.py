@@ -80,7 +80,11 @@ def test_both_spellings_of_a_field_say_the_same() -> None:
         "systemInstruction": {"parts": [{"text": "Brief."}]},
         "tools": [{"functionDeclarations": [{"name": "f", "parameters": schema}]}],
         "toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["f"]}},
-        "generationConfig": {"maxOutputTokens": 3, "topK": 4, "thinkingConfig": {"includeThoughts": True}},
+        "generationConfig": {
+            **{"maxOutputTokens": 3, "topK": 4.0, "topP": 0.5, "temperature": 0.25, "seed": 7},
+            **{"presencePenalty": 0.5, "frequencyPenalty": -0.5, "stopSequences": ["a"]},
+            "thinkingConfig": {"includeThoughts": True},
+        },
         "cacheSalt": "s",
     }
     text = json.dumps(camel)
@@ -98,6 +102,7 @@ def test_both_spellings_of_a_field_say_the_same() -> None:
         ("thinkingConfig", "thinking_config"),
         ("includeThoughts", "include_thoughts"),
         ("topK", "top_k"),
+        ("presencePenalty", "presence_penalty"),
         ("cacheSalt", "cache_salt"),
     ):
         assert f'"{name}"' in text
@@ -114,6 +119,8 @@ def test_both_spellings_of_a_field_say_the_same() -> None:
         "properties": {"top_p": {"type": "string", "maxLength": 3}},
     }
     assert (request.max_tokens, request.top_k, request.cache_salt) == (3, 4, "s")
+    assert (request.top_p, request.temperature, request.seed, request.stop) == (0.5, 0.25, 7, ["a"])
+    assert (request.presence_penalty, request.frequency_penalty) == (0.5, -0.5)
     assert request.answers == {"thoughts": True}
 
 

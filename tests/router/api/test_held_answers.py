@@ -254,29 +254,3 @@ async def test_schemas_that_nothing_in_llguidance_bounds_are_refused_and_hold_no
             assert "working it out takes more than 0.5 s" in answer.json()["error"]["message"]
         (grammar,) = await grammars(server, client, CHAT | {"guided_json": SCHEMA})
         assert "city" in grammar
-
-
-async def test_every_dialect_is_told_of_a_schema_in_its_own_words(
-    server: HttpServer, http: httpx.AsyncClient
-) -> None:
-    broken = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
-    function = {"name": "f", "strict": True}
-    for route, body in (
-        (
-            "/v1/responses",
-            {"input": "Hello", "tools": [{"type": "function", **function, "parameters": broken}]},
-        ),
-        (
-            "/v1/messages",
-            {
-                "messages": CHAT["messages"],
-                "max_tokens": 9,
-                "tools": [{**function, "input_schema": broken}],
-                "tool_choice": {"type": "tool", "name": "f"},
-            },
-        ),
-    ):
-        answer = await http.post(route, json={"model": "tiny"} | body)
-        assert answer.status_code == 400, answer.text
-        assert "tools[" not in answer.text and "Pointer '/nowhere' does not exist" in answer.text
-    assert server.dispatcher.generations == []

@@ -32,68 +32,6 @@ def function(**fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("fields", "parameter", "code"),
-    [
-        ({"tools": [42]}, "tools[0]", "invalid_type"),
-        ({"tools": [{}]}, "tools[0].type", "missing_required_parameter"),
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type", "unsupported_value"),
-        ({"tools": [{"type": ["function"]}]}, "tools[0].type", "unsupported_value"),
-        ({"tools": [TOOL, {"type": "function"}]}, "tools[1].function", "missing_required_parameter"),
-        ({"tools": [{"type": "function", "function": 42}]}, "tools[0].function", "invalid_type"),
-        (
-            {"tools": [{"type": "function", "function": {}}]},
-            "tools[0].function.name",
-            "missing_required_parameter",
-        ),
-        (function(name=3), "tools[1].function.name", "invalid_type"),
-        (function(name=""), "tools[1].function.name", "invalid_value"),
-        (function(name="a b"), "tools[1].function.name", "invalid_value"),
-        (function(name="x" * 129), "tools[1].function.name", "invalid_value"),
-        (function(name="a\n"), "tools[1].function.name", "invalid_value"),
-        (function(description=3), "tools[1].function.description", "invalid_type"),
-        (function(parameters="x"), "tools[1].function.parameters", "invalid_type"),
-        (function(strict="yes"), "tools[1].function.strict", "invalid_type"),
-        ({"tools": [TOOL] * 1025}, "tools", "invalid_value"),
-        ({"functions": [{"name": "a b"}]}, "functions[0].name", "invalid_value"),
-        ({"tools": [TOOL], "functions": [{"name": "f"}]}, "functions", "invalid_value"),
-        ({"tools": [TOOL], "tool_choice": "often"}, "tool_choice", "invalid_value"),
-        ({"tools": [TOOL], "tool_choice": 3}, "tool_choice", "invalid_value"),
-        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice", "invalid_value"),
-        (
-            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "set"}}},
-            "tool_choice",
-            "invalid_value",
-        ),
-        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call", "invalid_value"),
-        (
-            {
-                "tools": [TOOL],
-                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
-            },
-            "tool_choice.allowed_tools.tools",
-            "invalid_value",
-        ),
-        (
-            {
-                "tools": [TOOL],
-                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [OTHER]}},
-            },
-            "tool_choice",
-            "invalid_value",
-        ),
-    ],
-)
-def test_tools_that_are_none_are_refused_by_their_place(
-    fields: dict[str, Any], parameter: str, code: str
-) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        read(**fields)
-    assert (refused.value.parameter, refused.value.code or "invalid_value") == (parameter, code)
-    assert refused.value.model == "tiny"
-
-
-@pytest.mark.parametrize(
     ("asked", "choice"),
     [
         (None, ToolChoice()),
@@ -156,53 +94,6 @@ def test_functions_of_old_are_calls_and_their_results() -> None:
     assert result == {"role": "tool", "name": "f", "content": "7", "tool_call_id": "call_f"}
 
 
-@pytest.mark.parametrize(
-    ("messages", "parameter", "code"),
-    [
-        ([{"role": ["user"], "content": "x"}], "messages[0].role", "invalid_type"),
-        ([{"role": "assistant"}], "messages[0].content", "invalid_value"),
-        ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0].content", "invalid_value"),
-        ([{"role": "assistant", "refusal": 3}], "messages[0].refusal", "invalid_type"),
-        ([{"role": "assistant", "content": "x", "reasoning": 3}], "messages[0].reasoning", "invalid_type"),
-        ([{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls", "invalid_type"),
-        ([{"role": "assistant", "tool_calls": [3]}], "messages[0].tool_calls[0]", "invalid_type"),
-        (
-            [{"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}],
-            "messages[0].tool_calls[0].custom",
-            "missing_required_parameter",
-        ),
-        (
-            [{"role": "assistant", "tool_calls": [{**CALL, "id": None}]}],
-            "messages[0].tool_calls[0].id",
-            "missing_required_parameter",
-        ),
-        (
-            [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": 7}}]}],
-            "messages[0].tool_calls[0].function.arguments",
-            "invalid_type",
-        ),
-        (
-            [{"role": "assistant", "function_call": {"arguments": "{}"}}],
-            "messages[0].function_call.name",
-            "missing_required_parameter",
-        ),
-        ([CALLS, {"role": "tool", "content": "7"}], "messages[1].tool_call_id", "missing_required_parameter"),
-        (
-            [CALLS, {"role": "tool", "content": "7", "tool_call_id": "call_2"}],
-            "messages[1].tool_call_id",
-            "invalid_value",
-        ),
-        ([{"role": "tool", "content": "7", "tool_call_id": 3}], "messages[0].tool_call_id", "invalid_type"),
-    ],
-)
-def test_messages_that_are_none_are_refused_by_their_place(
-    messages: list[Any], parameter: str, code: str
-) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        read(messages=messages)
-    assert (refused.value.parameter, refused.value.code or "invalid_value") == (parameter, code)
-
-
 def _marked(text: str, mark: Any = EXPLICIT) -> dict[str, Any]:
     part = {"type": "text", "text": text, "prompt_cache_breakpoint": mark}
     return {"role": "user", "content": [part]}
@@ -224,12 +115,6 @@ def test_breakpoints_are_kept_the_latest_first_to_count(
 ) -> None:
     marked = [_marked(str(number)) for number in range(num_marked)]
     assert read(messages=[HELLO, *marked], prompt_cache_options=options).keeps == keeps
-
-
-@pytest.mark.parametrize("mark", ["explicit", {"mode": "implicit"}, {}, [3]])
-def test_a_breakpoint_that_is_none_is_refused(mark: Any) -> None:
-    with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\].prompt_cache_breakpoint"):
-        read(messages=[_marked("x", mark)])
 
 
 def test_a_prompt_can_be_prewarmed() -> None:

@@ -1,7 +1,6 @@
 """What is refused by a request's head alone: hosts, origins, content types and encodings."""
 
 import asyncio
-import gzip
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -247,21 +246,6 @@ async def test_other_types_are_refused_on_every_route_that_reads_a_body(content_
         for path in ("/nowhere", "/v1/files", "/v1/batches", "/v1/moderations"):
             assert await status_of(server, headers, path) == (404, "unknown_url")
         assert refused(server)["content_type"] == len(there)
-
-
-async def test_a_body_packed_otherwise_is_refused_and_told_what_is_taken() -> None:
-    async with http_server() as server, httpx.AsyncClient(base_url=server.url, timeout=60) as http:
-        for path in POSTS:
-            answer = await http.post(
-                path, content=gzip.compress(BODY), headers={**JSON, "content-encoding": "br"}
-            )
-            assert answer.status_code == 415
-            assert answer.json()["error"]["code"] == "unsupported_content_encoding"
-            assert answer.headers["accept-encoding"] == "gzip"
-            assert answer.headers["x-request-id"]
-        plain = await http.post("/tokenize", content=BODY, headers={**JSON, "content-encoding": "identity"})
-        assert plain.status_code == 200
-        assert refused(server)["content_encoding"] == len(POSTS)
 
 
 async def test_a_refused_body_does_not_become_the_next_request() -> None:

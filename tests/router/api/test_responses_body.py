@@ -102,78 +102,33 @@ def test_calls_of_custom_tools_are_calls_with_an_input() -> None:
 
 
 @pytest.mark.parametrize(
-    ("items", "name", "arguments", "said"),
+    ("kind", "asked", "answered", "name", "said"),
     [
-        (
-            [
-                {"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}},
-                {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "a", "stderr": ""}]},
-            ],
-            "shell",
-            {"action": {"commands": ["ls"]}},
-            '{"stdout": "a", "stderr": ""}',
-        ),
-        (
-            [
-                {"type": "local_shell_call", "id": "i", "call_id": "c", "action": {"command": ["ls"]}},
-                {"type": "local_shell_call_output", "id": "c", "output": "a"},
-            ],
-            "local_shell",
-            {"action": {"command": ["ls"]}},
-            "a",
-        ),
-        (
-            [
-                {
-                    "type": "apply_patch_call",
-                    "call_id": "c",
-                    "operation": {"type": "delete_file", "path": "a"},
-                },
-                {"type": "apply_patch_call_output", "call_id": "c", "status": "failed"},
-            ],
-            "apply_patch",
-            {"operation": {"type": "delete_file", "path": "a"}},
-            "failed",
-        ),
-        (
-            [
-                {"type": "computer_call", "call_id": "c", "action": {"type": "screenshot"}},
-                {
-                    "type": "computer_call_output",
-                    "call_id": "c",
-                    "output": {"type": "computer_screenshot", "file_id": "f"},
-                },
-            ],
-            "computer",
-            {"action": {"type": "screenshot"}},
-            "[an image, which cannot be read here]",
-        ),
-        (
-            [{"type": "mcp_call", "id": "c", "name": "rain", "arguments": '{"a": 1}', "output": "Rain."}],
-            "rain",
-            {"a": 1},
-            "Rain.",
-        ),
-        (
-            [
-                {"type": "shell_call", "call_id": "c", "action": {}},
-                {"type": "shell_call_output", "call_id": "c", "output": [{"type": "exit", "stdout": "a"}]},
-            ],
-            "shell",
-            {"action": {}},
-            '{"type": "exit", "stdout": "a"}',
-        ),
-        (
-            [{"type": "mcp_call", "id": "c", "name": "r", "arguments": "{}", "error": {"type": "http"}}],
-            "r",
-            {},
-            '{"type": "http"}',
-        ),
+        ("shell_call", {"action": {"commands": ["ls"]}}, {"output": [{"stdout": "a", "stderr": ""}]},
+         "shell", '{"stdout": "a", "stderr": ""}'),
+        ("shell_call", {"action": {}}, {"output": [{"type": "exit", "stdout": "a"}]},
+         "shell", '{"type": "exit", "stdout": "a"}'),
+        ("apply_patch_call", {"operation": {"type": "delete_file", "path": "a"}}, {"status": "failed"},
+         "apply_patch", "failed"),
+        ("computer_call", {"action": {"type": "screenshot"}},
+         {"output": {"type": "computer_screenshot", "file_id": "f"}},
+         "computer", "[an image, which cannot be read here]"),
+        ("local_shell_call", {"action": {"command": ["ls"]}, "id": "i"}, {"output": "a", "id": "c"},
+         "local_shell", "a"),
+        ("mcp_call", {"arguments": '{"a": 1}', "output": "Rain."}, None, "rain", "Rain."),
+        ("mcp_call", {"arguments": "{}", "error": {"type": "http"}}, None, "rain", '{"type": "http"}'),
     ],
-)
+)  # fmt: skip
 def test_calls_of_other_kinds_are_calls_and_their_results(
-    items: list[Any], name: str, arguments: Any, said: str
+    kind: str, asked: dict[str, Any], answered: dict[str, Any] | None, name: str, said: str
 ) -> None:
+    items: list[Any] = [{"type": kind, "call_id": "c", **asked}]
+    if answered is None:
+        items = [{"type": kind, "id": "c", "name": name, **asked}]
+        arguments = json.loads(asked["arguments"])
+    else:
+        items.append({"type": f"{kind}_output", "call_id": "c", **answered})
+        arguments = {key: value for key, value in asked.items() if key != "id"}
     call = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
     assert messages_of(*items) == [
         {"role": "assistant", "content": "", "tool_calls": [call]},

@@ -1,4 +1,4 @@
-"""How long a client wants to wait for its answer to begin, as a field and as a header, on every dialect."""
+"""How long a client wants to wait for its answer to begin, on every dialect; and who may go first."""
 
 from typing import Any
 
@@ -62,23 +62,29 @@ async def test_the_header_is_one_on_every_dialect(path: str, body: dict[str, Any
         assert len(server.dispatcher.generations) == 1
 
 
-@pytest.mark.parametrize(("path", "body"), WITH_FIELD)
-async def test_a_timeout_that_is_none_is_refused_by_name(path: str, body: dict[str, Any]) -> None:
-    async with http_server(QuietFleet()) as server:
-        for wrong in (0, -3, 1e300, "2"):
-            answer = await post(server, path, {**body, "timeout": wrong})
-            assert answer.status_code == 400, wrong
-            assert answer.json()["error"]["param"] == "timeout"
-        text = httpx.Request("POST", server.url + path, json=body).content[:-1] + b',"timeout":NaN}'
-        async with httpx.AsyncClient() as client:
-            answer = await client.post(server.url + path, content=text)
-        assert answer.status_code == 400
-        assert server.dispatcher.generations == []
-
-
 async def test_who_cannot_be_served_in_time_is_told_when_to_come_back() -> None:
     async with http_server(QuietFleet()) as server:
         server.dispatcher.script = lambda _: [TooLate("too late", retry_after_seconds=12.3)]
         answer = await post(server, "/v1/chat/completions", CHAT)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "13")
         assert answer.json()["error"]["code"] == "too_late"
+
+
+async def priority_of(server: HttpServer, path: str, body: dict[str, Any], asked: int | None) -> int:
+    server.dispatcher.script = says([65])
+    assert (await post(server, path, {**body, "priority": asked})).status_code == 200
+    return server.dispatcher.generations[-1].submit.priority
+
+
+@pytest.mark.parametrize(("path", "body"), WITH_FIELD[:2])
+async def test_a_clients_priority_is_ignored_without_a_word(path: str, body: dict[str, Any]) -> None:
+    async with http_server() as server:
+        for asked in (-(2**31 - 1), -1, 5, None):
+            assert await priority_of(server, path, body, asked) == 0
+
+
+@pytest.mark.parametrize(("path", "body"), WITH_FIELD[:2])
+async def test_it_counts_where_the_operator_has_allowed_it(path: str, body: dict[str, Any]) -> None:
+    async with http_server(client_priority=True) as server:
+        assert await priority_of(server, path, body, -7) == -7
+        assert await priority_of(server, path, body, None) == 0
