@@ -16,6 +16,7 @@ from replicas.process.settings import build
 from router.api.context import ApiContext, FindsCallers
 from router.api.prepare_in_worker import prepare_in_worker
 from router.app import create_apps
+from router.assembly import Router
 from router.config import RouterConfig
 from router.edge.connections import Connections
 from router.edge.http_protocol import protocol_of
@@ -125,6 +126,20 @@ async def http_server(
             yield HttpServer(port, context, dispatcher, explanations, rates, chat_history)
     finally:
         await context.worker.close()
+
+
+@contextlib.asynccontextmanager
+async def whole_router(
+    redis_url: str, *, bounds: Bounds | None = None, **settings: object
+) -> AsyncIterator[tuple[Router, str]]:
+    """A router that follows its fleet by Redis, and its address."""
+    config = build(RouterConfig, {"redis_url": redis_url, "poll_seconds": 0.02, **settings})
+    router = Router(config, rng=random.Random(0), bounds=bounds)
+    async with asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(router.run())
+        async with listening(router.apps.main, router.connections) as port:
+            yield router, f"http://127.0.0.1:{port}"
+        following.cancel()
 
 
 @contextlib.asynccontextmanager

@@ -29,10 +29,8 @@ def says(
     num_cached_tokens: int | None = 0,
     num_written_tokens: int = 0,
     num_cross_user_tokens: int = 0,
-    num_slower_tier_tokens: int = 0,
-    num_disk_tokens: int = 0,
-    num_pulled_tokens: int = 0,
     usage_at: int = 0,
+    **usage_fields: int,
 ) -> Script:
     """Every choice gets one token per batch, then ends. Usage comes with one of the batches."""
 
@@ -42,9 +40,7 @@ def says(
             num_cached_tokens,
             num_written_tokens,
             num_cross_user_tokens,
-            num_slower_tier_tokens=num_slower_tier_tokens,
-            num_disk_tokens=num_disk_tokens,
-            num_pulled_tokens=num_pulled_tokens,
+            **usage_fields,
         )
         limited = list(token_ids)[: generation.sampling.max_tokens]
         return [

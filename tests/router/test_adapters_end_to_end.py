@@ -2,28 +2,21 @@
 
 import asyncio
 import contextlib
-import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
 import pytest
 from openai import APIStatusError, AsyncOpenAI
-from redis.asyncio import Redis
 
-from replicas.process.settings import build
 from replicas.protocol.blocks import Namespace, namespace_root
-from replicas.protocol.cluster_secret import ClusterSecret
-from replicas.protocol.frames import LoadSnapshot, Submit
-from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, encode_record, replica_key, replicas_key
-from replicas.protocol.lease_seal import LeaseSeal
+from replicas.protocol.frames import Submit
 from replicas.protocol.sampling_defaults import SamplingDefaults
-from replicas.protocol.status import Adapter, ReplicaState
-from router.assembly import Router
-from router.config import RouterConfig
+from replicas.protocol.status import Adapter
 from tests.router import tiny_model
-from tests.router.http_server import listening
+from tests.router.http_server import whole_router
 from tests.router.scripted_replica import CARD, ScriptedReplica
+from tests.router.watched_fleet import register
 
 OLD_SQL, SQL = Adapter("sql", "a1" * 16), Adapter("sql", "b2" * 16)
 POETRY = Adapter("poetry", "c3" * 16)
@@ -68,35 +61,12 @@ class World:
         return refused.value.status_code, str(refused.value.code)
 
 
-async def register(redis_url: str, replica: ScriptedReplica) -> None:
-    model = replica.card.name
-    record = ReplicaRecord(
-        replica.replica_id,
-        replica.epoch,
-        replica.address,
-        ReplicaState.READY,
-        replica.card.digest(),
-        last_change=0,
-        load=LoadSnapshot(),
-    )
-    key = replica_key(model, replica.replica_id)
-    fields = LeaseSeal(ClusterSecret(tiny_model.SECRET)).signed(key, encode_record(record))
-    async with Redis.from_url(redis_url, protocol=2) as redis:
-        await redis.sadd(MODELS_KEY, model)
-        await redis.sadd(replicas_key(model), replica.replica_id)
-        await redis.hset(key, mapping=fields)  # type: ignore[arg-type]
-
-
 @pytest.fixture
 async def world(redis_url: str) -> AsyncIterator[World]:
     """r1 is the newest that has any adapter; r2 is newer still and has none."""
-    config = build(
-        RouterConfig, {"redis_url": redis_url, "poll_seconds": 0.02, "secret": tiny_model.SECRET.hex()}
-    )
-    router = Router(config, rng=random.Random(0))
     loaded = {"r1": (SQL, POETRY), "r0": (OLD_SQL,), "r2": ()}
     replicas: dict[str, ScriptedReplica] = {}
-    async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+    async with AsyncExitStack() as stack:
         for name, adapters in loaded.items():
             # As large a vocabulary as the tokens come from that such replicas make up.
             card = replace(tiny_model.card(), adapters=adapters, vocab_size=CARD.vocab_size)
@@ -107,14 +77,13 @@ async def world(redis_url: str) -> AsyncIterator[World]:
             stack.push_async_callback(replica.kill)
             await register(redis_url, replica)
             replicas[name] = replica
-        following = tasks.create_task(router.run())
-        async with listening(router.apps.main, router.connections) as port:
-            url = f"http://127.0.0.1:{port}/v1"
-            async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-                world = World(client, replicas, redis_url)
-                await world.wait_served("poetry", "r1")
-                yield world
-        following.cancel()
+        async with (
+            whole_router(redis_url, secret=tiny_model.SECRET.hex()) as (_, url),
+            AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            world = World(client, replicas, redis_url)
+            await world.wait_served("poetry", "r1")
+            yield world
 
 
 def root_of(adapter: Adapter | None) -> bytes:

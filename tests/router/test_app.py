@@ -1,7 +1,6 @@
 """The routes that generate nothing, and what no route answers."""
 
 import json
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,28 +25,6 @@ class ByContext:
 
     def find(self, key: str, now: float) -> Caller | KeyFault:
         return Caller(tenant=Tenant(name="acme"), key_id="k", limits=Limits(max_context=int(key)))
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[HttpServer]:
-    async with http_server() as running:
-        yield running
-
-
-@pytest.fixture
-async def http(server: HttpServer) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-        yield client
-
-
-async def test_models_are_listed_and_found_by_name(http: httpx.AsyncClient) -> None:
-    listed = (await http.get("/v1/models")).json()
-    assert listed["object"] == "list"
-    assert [model["id"] for model in listed["data"]] == ["tiny", "untemplated", "gpt-tiny", "tiny-sql"]
-    found = (await http.get("/v1/models/tiny")).json()
-    assert (found["id"], found["object"], found["owned_by"]) == ("tiny", "model", "kvasir")
-    assert (found["root"], found["parent"]) == ("tiny", None)
-    assert found["max_model_len"] == tiny_model.CONTEXT_LENGTH
 
 
 async def test_an_adapter_is_a_model_with_a_parent(http: httpx.AsyncClient) -> None:
@@ -109,6 +86,24 @@ async def test_another_name_of_a_model_is_that_model_in_every_dialect(path: str)
     assert tiny_model.ALIAS not in scraped
 
 
+@pytest.mark.parametrize("path", BODIES)
+async def test_while_no_model_is_known_a_large_body_is_answered_as_a_small_one(path: str) -> None:
+    small = with_fields(json.dumps(BODIES[path]).encode(), b'"model": "tiny"')
+    large = with_fields(small, b'"unknown": "%b"' % (b" " * MOST_BYTES))
+    async with (
+        http_server(catalog=ModelCatalog(tiny_model.SECRET)) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+    ):
+        answers = [await http.post(path.format(name="tiny"), content=body) for body in (small, large)]
+        assert server.context.worker._process is None
+    for answer in answers:
+        assert answer.status_code == (529 if "messages" in path else 503)
+        assert "No replica is known yet" in answer.text
+    assert answers[0].headers["retry-after"] == answers[1].headers["retry-after"]
+    told = [{**answer.json(), "request_id": None} for answer in answers]
+    assert told[0] == told[1]
+
+
 UNBOUNDED = ("/v1/messages/count_tokens", "/v1beta/models/{name}:countTokens", "/tokenize", "/detokenize")
 VOLATILE = ("id", "request_id", "responseId", "created", "created_at", "completed_at", "output", "error")
 
@@ -125,27 +120,6 @@ async def test_another_name_is_listed_as_vllm_lists_it(http: httpx.AsyncClient) 
         assert refused.status_code == 404
         assert refused.json()["error"]["message"].endswith(f"Served here: {', '.join(names)}.")
     assert set((await http.get("/ready")).json()["models"]) == {"tiny", "untemplated"}
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status", "code"),
-    [
-        ("GET", "/v1/models/some/body", 404, "model_not_found"),
-        ("GET", "/nowhere", 404, "unknown_url"),
-        ("GET", "/v1/chat/completions", 405, "method_not_supported"),
-        ("PUT", "/v1/completions", 405, "method_not_supported"),
-        ("POST", "/health", 405, "method_not_supported"),
-        ("POST", "/tokenize", 400, "invalid_json"),
-    ],
-)
-async def test_errors_of_all_routes_have_one_shape(
-    http: httpx.AsyncClient, method: str, path: str, status: int, code: str
-) -> None:
-    answer = await http.request(method, path)
-    assert answer.status_code == status
-    assert answer.json()["error"]["code"] == code
-    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-    assert ("allow" in answer.headers) == (status == 405)
 
 
 async def test_health_is_the_process_and_ready_is_the_fleet(
@@ -211,14 +185,8 @@ async def test_metrics_count_requests_tokens_and_decisions_with_closed_labels(
     assert samples["router_requests_total", "200", "chat_completions", "tiny"] == 2
     assert samples["router_requests_total", "404", "chat_completions", "unknown"] == 1
     assert samples["router_requests_total", "400", "chat_completions", "tiny"] == 1
-    assert samples["router_output_tokens_total", "tiny"] == 4
-    assert samples["router_cached_tokens_total", "tiny"] == 32
-    assert samples["router_cross_user_cached_tokens_total", "tiny"] == 10
     assert samples["router_cross_user_cached_tokens_total", "tiny-sql"] == 5
-    assert samples["router_ttft_seconds_count", "tiny"] == 2
     assert samples["router_decisions_total", "0", "overlap", "tiny"] == 2
-    assert samples["router_overlap_error_tokens_sum", "tiny"] == 32
-    assert samples["router_overlap_tokens_total", "tiny"] == 64
     assert samples[("router_in_flight",)] == 0
     assert "made up" not in text
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import random
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,11 +9,9 @@ import httpx
 import pytest
 
 from replicas.host import ReplicaHost
-from replicas.process.settings import build
 from router.assembly import Router
-from router.config import RouterConfig
 from tests.replicas.whole_replica import MODEL, config
-from tests.router.http_server import listening
+from tests.router.http_server import whole_router
 from tests.router.scripted_replica import eventually
 
 SAID = "Hello"
@@ -64,15 +61,11 @@ class Front:
 
 @contextlib.asynccontextmanager
 async def front(redis_url: str, **settings: Any) -> AsyncIterator[Front]:
-    values = {"redis_url": redis_url, "poll_seconds": 0.02, "wait_seconds": 0.0, **settings}
-    router = Router(build(RouterConfig, values), rng=random.Random(0))
-    async with asyncio.TaskGroup() as tasks:
-        following = tasks.create_task(router.run())
-        async with listening(router.apps.main, router.connections) as port:
-            url = f"http://127.0.0.1:{port}"
-            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-                yield Front(router, client)
-        following.cancel()
+    async with (
+        whole_router(redis_url, wait_seconds=0.0, **settings) as (router, url),
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+        yield Front(router, client)
 
 
 @contextlib.asynccontextmanager

@@ -42,21 +42,16 @@ def tiers(load: ReplicaLoad, reach: Reach) -> dict[str, object]:
     return found
 
 
-def test_a_prompt_on_disk_is_told_in_the_words_of_a_person() -> None:
-    """4,100 tokens: 4 and 1 ms to begin, 8 microseconds for each token; 100 to compute it."""
-    load = ReplicaLoad(speeds=MoveSpeeds(1e-6, 7e-6, None))
-    told = tiers(load, Reach(0, 0, 4100, 4100))
-    assert told["sentence"] == "on disk at replica-1, 37 ms to load, 410 ms to compute"
-    assert told["load_seconds"] == pytest.approx(0.0368)
-    assert told["compute_seconds"] == pytest.approx(0.41)
-    assert (told["device_tokens"], told["host_tokens"], told["disk_tokens"]) == (0, 0, 4100)
-
-
 @pytest.mark.parametrize(
     ("load", "reach", "sentence"),
     [
         (FAST, Reach(1000, 1000, 1000, 1000), None),
         (FAST, Reach(0, 0, 0, 0), None),
+        (
+            ReplicaLoad(speeds=MoveSpeeds(1e-6, 7e-6, None)),
+            Reach(0, 0, 4100, 4100),
+            "on disk at replica-1, 37 ms to load, 410 ms to compute",
+        ),
         (
             FAST,
             Reach(1000, 2000, 2000, 2000),

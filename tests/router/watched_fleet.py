@@ -13,6 +13,7 @@ from replicas.process.tls import RouterTls
 from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, encode_record, replica_key, replicas_key
+from replicas.protocol.lease_seal import LeaseSeal
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.fleet.membership import Membership
@@ -20,6 +21,7 @@ from router.fleet.registry_source import RegistrySource, ReplicaSource
 from router.routing.cost import CostParameters
 from router.routing.decision import RoutingRequest
 from router.routing.table import RoutingTable
+from tests.router import tiny_model
 from tests.router.scripted_replica import CARD, ScriptedReplica, eventually
 
 POLL_SECONDS = 0.02
@@ -37,6 +39,7 @@ class Registry:
         replica: ScriptedReplica,
         state: ReplicaState = ReplicaState.READY,
         load: LoadSnapshot | None = None,
+        secret: ClusterSecret | None = None,
     ) -> None:
         record = ReplicaRecord(
             replica.replica_id,
@@ -51,10 +54,18 @@ class Registry:
         await self.redis.sadd(MODELS_KEY, model)
         await self.redis.sadd(replicas_key(model), replica.replica_id)
         key = replica_key(model, replica.replica_id)
-        await self.redis.hset(key, mapping=encode_record(record))  # type: ignore[arg-type]
+        fields = encode_record(record)
+        signed = fields if secret is None else LeaseSeal(secret).signed(key, fields)
+        await self.redis.hset(key, mapping=signed)  # type: ignore[arg-type]
 
     async def end_lease(self, replica: ScriptedReplica) -> None:
         await self.redis.delete(replica_key(replica.card.name, replica.replica_id))
+
+
+async def register(redis_url: str, replica: ScriptedReplica) -> None:
+    """Put it once, signed with the secret of `tiny_model`."""
+    async with Redis.from_url(redis_url, protocol=2) as redis:
+        await Registry(redis).put(replica, secret=ClusterSecret(tiny_model.SECRET))
 
 
 @dataclass

@@ -1,17 +1,11 @@
 """Types of parameters: what stands behind references and combinations counts, and costs a bounded time."""
 
-import json
 import time
 from typing import Any
 
 import pytest
 
-from router.answers.formats import AnswerFormat, ToolSyntax
 from router.answers.parameter_kinds import Kinds, kinds_of, parameter_kinds
-from router.answers.parts import CallArguments
-from tests.router.answers.spoken import parts_of
-
-QWEN_XML = AnswerFormat(ToolSyntax.QWEN_XML)
 
 DEFINITIONS: dict[str, Any] = {
     "Name": {"type": "string"},
@@ -72,26 +66,6 @@ def test_references_and_combinations_are_followed(schema: Any, kinds: Any) -> No
 )
 def test_parameters_are_found_wherever_they_are_described(arguments: dict[str, Any]) -> None:
     assert parameter_kinds({**arguments, "$defs": DEFINITIONS}, "code") == frozenset({"string"})
-
-
-def test_a_value_of_a_referred_type_is_typed_by_it() -> None:
-    schema = {
-        "type": "object",
-        "$defs": DEFINITIONS,
-        "properties": {
-            "colour": {"$ref": "#/$defs/Colour"},
-            "maybe": {"anyOf": [{"$ref": "#/$defs/Name"}, {"type": "null"}]},
-            "old": {"allOf": [{"$ref": "#/$defs/Name"}]},
-            "size": {"$ref": "#/$defs/Size"},
-        },
-    }
-    tools = [{"type": "function", "function": {"name": "paint", "parameters": schema}}]
-    values = {"colour": "12345", "maybe": "7", "old": "true", "size": "2"}
-    written = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
-    text = f"<tool_call>\n<function=paint>\n{written}</function>\n</tool_call>"
-    parts = parts_of(QWEN_XML, [text], tools=tools)
-    said = "".join(part.text for part in parts if isinstance(part, CallArguments))
-    assert json.loads(said) == {"colour": "12345", "maybe": "7", "old": "true", "size": 2}
 
 
 def _fanning() -> dict[str, Any]:

@@ -19,7 +19,6 @@ import pytest
 
 from loadtests.load.streaming import Answer, Connection, StreamCut
 from loadtests.stacks.local_stack import LocalStack, free_port, local_stack, python_command
-from router.__main__ import main
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 
@@ -118,16 +117,6 @@ async def ask(port: int, num_tokens: int = 2) -> Answer:
         connection.abort()
     assert (answer.status, answer.is_whole) == (200, True)
     return answer
-
-
-async def test_both_routers_of_a_port_answer_and_list_the_model(stack: LocalStack) -> None:
-    pids = set(routers(stack.pid("router")).values())
-    assert len(pids) == 2
-    for pid in pids:
-        connection = await connection_to(stack.port, pid)
-        answer = await connection.post(PATH, body())
-        assert (answer.status, answer.is_whole) == (200, True)
-        connection.abort()
 
 
 async def test_connections_are_spread_over_the_routers_though_one_is_always_first_to_wake(
@@ -301,10 +290,6 @@ def test_a_wrong_setting_of_several_is_exit_code_2_too(flags: list[str], free_po
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
-
-
-def test_there_is_at_least_one_process() -> None:
-    assert main(["--processes=0"], {}) == 2
 
 
 def test_routers_without_a_secret_make_up_one_for_all(stack: LocalStack) -> None:

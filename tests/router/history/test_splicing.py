@@ -1,6 +1,5 @@
 """Splicing: each turn's prompt begins with the tokens of the turn before, whatever the template writes."""
 
-import json
 from collections.abc import Collection
 from typing import Any
 
@@ -112,27 +111,68 @@ HELLO = [
 ]
 
 
-def test_what_follows_begins_behind_the_end_of_the_turn() -> None:
-    render = _render(chat_templates.QWEN_25)
-    rest = "\n<|im_start|>user\nAgain<|im_end|>\n<|im_start|>assistant\n"
-    assert _after(render, HELLO, 1) == ("<|im_end|>", rest)
-    last = _after(render, HELLO[:2], 1)
-    assert last == ("<|im_end|>", "\n<|im_start|>assistant\n")
+CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "x"}}}
+RESULT = [
+    HELLO[0],
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "found"},
+]
+LATER = [*RESULT, {"role": "assistant", "content": "Well."}, HELLO[2]]
+CALLED = "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}"
+NO_END = (
+    "{% for m in messages %}{{ {'user': '<user>', 'tool': '<result>'}.get(m.role, '<answer>') }}"
+    + CALLED
+    + "{% endfor %}"
+)
+"""As in GLM's templates, where the next turn's first token ends the one before."""
+CHECKS = (
+    "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+    "{{ raise_exception('a result of what?') }}{% endif %}" + CALLED + "<end>\n{% endfor %}"
+)
+DONE = "{% for m in messages %}{{ m.content }}<done><end>\n{% endfor %}"
+TWO_ENDS = "{% for m in messages %}{{ m.content }}<end><x>{% endfor %}"
+LAST = "{% for m in messages %}{{ m.content }}<end>{% endfor %}{{ messages[1].content | length }}"
+NOWHERE = [
+    "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}",
+    "{% for m in messages %}{{ m.content | length }}<|im_end|>{% endfor %}",
+    "{% for m in messages %}{{ m.content }}\n{% endfor %}",
+    "{% for m in messages %}{{ m.content }}{{ m.content }}<|im_end|>{% endfor %}",
+    "{% for m in messages if m.content | length > 9 %}{{ raise_exception('no') }}{% endfor %}",
+]
+"""The answer is left out, counted, never ended, repeated, refused."""
+QWEN_REST = "\n<|im_start|>user\nAgain<|im_end|>\n<|im_start|>assistant\n"
+LLAMA_REST = (
+    '<|start_header_id|>ipython<|end_header_id|>\n\n"found"<|eot_id|>'
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "messages", "position", "ends", "found"),
     [
-        "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}",
-        "{% for m in messages %}{{ m.content | length }}<|im_end|>{% endfor %}",
-        "{% for m in messages %}{{ m.content }}\n{% endfor %}",
-        "{% for m in messages %}{{ m.content }}{{ m.content }}<|im_end|>{% endfor %}",
-        "{% for m in messages if m.content | length > 9 %}{{ raise_exception('no') }}{% endfor %}",
+        (chat_templates.QWEN_25, HELLO, 1, ENDS, ("<|im_end|>", QWEN_REST)),
+        (chat_templates.QWEN_25, HELLO[:2], 1, ENDS, ("<|im_end|>", "\n<|im_start|>assistant\n")),
+        (chat_templates.LLAMA_31, RESULT, 1, ENDS, ("<|eot_id|>", LLAMA_REST)),
+        *((source, HELLO, 1, ENDS, None) for source in NOWHERE),
+        (TWO_ENDS, HELLO[:2], 1, ["<end>", "<end><x>"], ("<end><x>", "")),
+        (NO_END, LATER, 1, ["<user>", "<result>"], ("<result>", "found<answer>Well.<user>Again")),
+        (NO_END, LATER, 1, ["<user>"], None),
+        (NO_END, LATER, 3, ["<user>"], ("<user>", "Again")),
+        (DONE, HELLO, 1, ["<end>"], ("<end>", "\nAgain<done><end>\n")),
+        (DONE, HELLO[:2], 1, ["<end>"], ("<end>", "\n")),
+        (CHECKS, RESULT, 1, ["<end>"], ("<end>", "\nfound<end>\n")),
+        (LAST, HELLO, 1, ["<end>"], None),
     ],
-    ids=["drops", "counts", "never ends", "repeats", "refuses"],
 )
-def test_where_a_template_leaves_no_place_nothing_is_spliced(source: str) -> None:
-    assert _after(_render(source), HELLO, 1) is None
+def test_what_follows_begins_behind_the_end_of_the_turn_or_nothing_is_spliced(
+    source: str,
+    messages: list[dict[str, Any]],
+    position: int,
+    ends: Collection[str],
+    found: tuple[str, str] | None,
+) -> None:
+    render = _render(source, tools=TOOLS if source is chat_templates.LLAMA_31 else None)
+    assert _after(render, messages, position, ends) == found
 
 
 def test_a_client_that_sends_the_stand_in_is_not_spliced() -> None:
@@ -142,75 +182,3 @@ def test_a_client_that_sends_the_stand_in_is_not_spliced() -> None:
         messages[place]["content"] = f"{STANDS_FOR_ANSWER}<|im_end|>"
         tail = _after(render, messages, 1)
         assert tail is None
-
-
-def test_of_two_ends_at_one_place_the_longer_counts() -> None:
-    render = _render("{% for m in messages %}{{ m.content }}<end><x>{% endfor %}")
-    tail = _after(render, HELLO[:2], 1, ["<end>", "<end><x>"])
-    assert tail == ("<end><x>", "")
-
-
-def test_a_call_alone_is_followed_by_its_result() -> None:
-    arguments = json.loads('{"word": "x"}')
-    call = {"type": "function", "function": {"name": "look_up", "arguments": arguments}}
-    messages = [
-        HELLO[0],
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "found"},
-    ]
-    llama = _render(chat_templates.LLAMA_31, tools=TOOLS)
-    tail = _after(llama, messages, 1)
-    assert tail == (
-        "<|eot_id|>",
-        (
-            '<|start_header_id|>ipython<|end_header_id|>\n\n"found"<|eot_id|>'
-            "<|start_header_id|>assistant<|end_header_id|>\n\n"
-        ),
-    )
-
-
-RESULT = [
-    HELLO[0],
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
-    },
-    {"role": "tool", "content": "found"},
-]
-CALLED = "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}"
-
-
-def test_where_an_answer_has_no_end_of_its_own_that_of_a_later_turn_is_not_taken_for_it() -> None:
-    """As in GLM's templates, where the next turn's first token ends the one before."""
-    source = (
-        "{% for m in messages %}{{ {'user': '<user>', 'tool': '<result>'}.get(m.role, '<answer>') }}"
-        + CALLED
-        + "{% endfor %}"
-    )
-    messages = [*RESULT, {"role": "assistant", "content": "Well."}, HELLO[2]]
-    assert _after(_render(source), messages, 1, ["<user>", "<result>"]) == (
-        "<result>",
-        "found<answer>Well.<user>Again",
-    )
-    assert _after(_render(source), messages, 1, ["<user>"]) is None
-    assert _after(_render(source), messages, 3, ["<user>"]) == ("<user>", "Again")
-
-
-def test_what_a_template_writes_before_the_end_of_a_turn_belongs_to_it() -> None:
-    render = _render("{% for m in messages %}{{ m.content }}<done><end>\n{% endfor %}")
-    assert _after(render, HELLO, 1, ["<end>"]) == ("<end>", "\nAgain<done><end>\n")
-    assert _after(render, HELLO[:2], 1, ["<end>"]) == ("<end>", "\n")
-
-
-def test_a_template_that_checks_results_sees_the_calls() -> None:
-    source = (
-        "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
-        "{{ raise_exception('a result of what?') }}{% endif %}" + CALLED + "<end>\n{% endfor %}"
-    )
-    assert _after(_render(source), RESULT, 1, ["<end>"]) == ("<end>", "\nfound<end>\n")
-
-
-def test_what_follows_must_be_what_the_prompt_ends_with() -> None:
-    source = "{% for m in messages %}{{ m.content }}<end>{% endfor %}{{ messages[1].content | length }}"
-    assert _after(_render(source), HELLO, 1, ["<end>"]) is None

@@ -1,16 +1,20 @@
 """What is prepared beside the event loop is bounded in time, memory and number, and gone with its client."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
+from openai import APIStatusError, AsyncOpenAI
 
 from replicas.protocol.status import TokenizerBundle
 from router.answers.grammar_check import MANY_STATES_BYTES, WishedGrammar
@@ -24,8 +28,10 @@ from router.large_bodies.worker import Worker
 from router.prompt.catalog import ModelCatalog, bundle_digest
 from router.prompt.template import TemplateTrial
 from tests.router import tiny_model
-from tests.router.http_server import http_server
+from tests.router.http_server import http_server, whole_router
 from tests.router.scripted_dispatch import says
+from tests.router.scripted_replica import CARD, ScriptedReplica
+from tests.router.watched_fleet import register
 
 QUICK = Bounds(cpu_seconds=1.0, num_bytes=128 * 2**20)
 
@@ -237,43 +243,6 @@ async def test_the_process_ends_with_its_router() -> None:
     assert process.returncode == 0
 
 
-def _bodies(text: str) -> dict[str, dict[str, object]]:
-    messages = [{"role": "user", "content": text}]
-    contents = [{"parts": [{"text": text}]}]
-    return {
-        "/v1/chat/completions": {"model": "tiny", "messages": messages},
-        "/v1/messages": {"model": "tiny", "max_tokens": 4, "messages": messages},
-        "/v1/messages/count_tokens": {"model": "tiny", "messages": messages},
-        "/v1/responses": {"model": "tiny", "input": text},
-        "/v1/completions": {"model": "tiny", "prompt": text},
-        "/v1beta/models/tiny:generateContent": {"contents": contents},
-        "/v1beta/models/tiny:countTokens": {"contents": contents},
-        "/tokenize": {"model": "tiny", "prompt": text},
-        "/detokenize": {"model": "tiny", "tokens": [ord(letter) for letter in text]},
-    }
-
-
-@pytest.mark.parametrize("path", _bodies(""))
-async def test_while_no_model_is_known_a_large_body_is_answered_as_a_small_one(path: str) -> None:
-    async with (
-        http_server(catalog=ModelCatalog(tiny_model.SECRET)) as server,
-        httpx.AsyncClient(base_url=server.url, timeout=60) as client,
-    ):
-        small = await client.post(path, json=_bodies("Hello")[path])
-        large = await client.post(path, json=_bodies("Hello " * 70_000)[path])
-        assert server.context.worker._process is None
-    assert small.status_code == large.status_code == (529 if "messages" in path else 503)
-    assert "No replica is known yet" in small.text
-    assert large.headers["retry-after"] == small.headers["retry-after"]
-    assert _told(large) == _told(small)
-
-
-def _told(answer: httpx.Response) -> dict[str, object]:
-    told: dict[str, object] = answer.json()
-    told.pop("request_id", None)
-    return told
-
-
 async def test_a_process_that_hung_up_is_replaced_though_it_has_not_ended_yet(quick: Worker) -> None:
     body = json.dumps(CHAT).encode()
     await quick.prepare("chat", body)
@@ -288,3 +257,48 @@ async def test_a_process_that_hung_up_is_replaced_though_it_has_not_ended_yet(qu
     assert quick._process is not first
     first.kill()
     first.wait()
+
+
+async def test_a_template_without_an_end_neither_holds_the_loop_nor_keeps_the_model_from_its_completions(
+    redis_url: str,
+) -> None:
+    replica = ScriptedReplica("r0", "epoch", replace(tiny_model.card(), vocab_size=CARD.vocab_size))
+    replica.files = dict(tiny_model.bundle(ENDLESS).files)
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+        await replica.start()
+        stack.push_async_callback(replica.kill)
+        await register(redis_url, replica)
+        watching = tasks.create_task(_worst_lateness())
+        async with (
+            whole_router(redis_url, bounds=Bounds(cpu_seconds=1.0)) as (_, url),
+            AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            await _wait_served(client)
+            status, message = await _chat(client)
+        watching.cancel()
+        assert status == 400 and "takes more than 1 s of processor time" in message
+
+
+async def _wait_served(client: AsyncOpenAI) -> None:
+    async with asyncio.timeout(50):
+        while True:
+            with contextlib.suppress(APIStatusError):
+                await client.completions.create(model=tiny_model.MODEL, prompt="Hello", max_tokens=1)
+                return
+            await asyncio.sleep(0.02)
+
+
+async def _chat(client: AsyncOpenAI) -> tuple[int, str]:
+    try:
+        await client.chat.completions.create(model=tiny_model.MODEL, messages=CHAT["messages"])  # type: ignore[arg-type]
+    except APIStatusError as error:
+        return error.status_code, error.message
+    return 200, ""
+
+
+async def _worst_lateness() -> None:
+    """Fails if the event loop stands for as long as a template that is tried out."""
+    while True:
+        due = time.monotonic() + 0.05
+        await asyncio.sleep(0.05)
+        assert time.monotonic() - due < 20, "the event loop was held"

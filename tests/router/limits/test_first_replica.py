@@ -70,15 +70,6 @@ async def test_those_that_wait_go_on_when_a_replica_of_their_model_is_ready(worl
     assert world.gone == ["a", "b", "c"], "at once"
 
 
-async def test_tenants_take_turns_and_a_flood_waits_behind_itself(world: World) -> None:
-    for number in range(20):
-        await world.ask(f"flood {number}")
-    await world.ask("single", OTHER)
-    world.comes("m")
-    await asyncio.gather(*world.tasks)
-    assert world.gone.index("single") <= 1
-
-
 async def test_of_too_many_the_tenant_with_most_loses_its_last() -> None:
     world = World(max_waiting=3)
     for name in ("a", "b", "c"):
@@ -91,25 +82,6 @@ async def test_of_too_many_the_tenant_with_most_loses_its_last() -> None:
     world.comes("m")
     await eventually(lambda: len(world.gone) == 3)
     assert set(world.gone) == {"b", "c", "single"}
-
-
-async def test_their_memory_is_bounded() -> None:
-    world = World(max_tokens=25)
-    for name in ("a", "b", "c"):
-        await world.ask(name)
-    assert "too many requests wait" in await world.refusal("c")
-    world.comes("m")
-    await eventually(lambda: len(world.gone) == 2)
-
-
-async def test_after_its_time_a_request_is_refused_and_told_when_to_come_back() -> None:
-    world = World(seconds=0.02)
-    await world.ask("a")
-    assert "none came within 0.02 s" in await world.refusal("a")
-    with pytest.raises(NoReplicaAvailable) as refused:
-        await World(seconds=90.0).first.wait("m", ONE, 1, 0.01)
-    assert refused.value.retry_after_seconds == 60.0
-    assert world.first.waiting_by_model == NONE
 
 
 @pytest.mark.parametrize("comes_at_once", [False, True])

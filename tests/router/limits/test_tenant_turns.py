@@ -100,17 +100,6 @@ async def test_tenants_that_wait_get_turns_by_weight_and_size() -> None:
     assert sized.names[1:61].count("other") == pytest.approx(48, abs=4)
 
 
-async def test_a_tenant_that_comes_back_has_saved_nothing_up() -> None:
-    seen = await Preparations().mixed()
-    tasks = start(*(seen.prepare(FLOOD) for _ in range(100)))
-    await seen.passes(10)
-    before = len(seen.prepared)
-    tasks += start(*(seen.prepare(OTHER) for _ in range(30)))
-    await asyncio.gather(*tasks)
-    later = seen.names[before + 1 :][:40]
-    assert later.count("other") == pytest.approx(20, abs=2)
-
-
 @given(
     asked=st.lists(
         st.tuples(st.sampled_from([FLOOD, OTHER, HEAVY]), st.integers(0, 5 * REQUEST_BYTES)), max_size=40

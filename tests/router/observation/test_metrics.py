@@ -17,7 +17,6 @@ from router.caller import DEFAULT_TENANT
 from router.errors import ErrorKind
 from router.generation import Generation
 from router.misses import OF_NO_SPAN, Cause, MissedSpan, Misses
-from router.observation import metrics as module
 from router.observation.metrics import MOST_TENANTS, OTHER_TENANTS, RouterMetrics
 from router.routing.decision import Decision, DecisionReason
 from router.served import ServedPrompt, ServedRequest, TokenGaps
@@ -199,15 +198,6 @@ def test_tenants_beyond_the_bound_share_one_label_and_nobody_loses_his(metrics: 
     assert found["router_tenant_requests_total", DEFAULT_TENANT] == 1
 
 
-def test_labels_of_tenants_stay_as_they_were_given(
-    metrics: RouterMetrics, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MOST_TENANTS", 3)
-    assert [metrics.tenant_label(name) for name in ("a", DEFAULT_TENANT, "b", "c", "a", "c", "b")] == [
-        *("a", DEFAULT_TENANT, "b", OTHER_TENANTS, "a", OTHER_TENANTS, "b")
-    ]
-
-
 def test_what_a_part_counts_is_read_at_each_scrape(metrics: RouterMetrics) -> None:
     counted = {"r-0": 1, 'r"1': 2}
     metrics.add(
@@ -240,14 +230,6 @@ async def test_a_scrape_gives_way_between_metrics_and_says_what_a_rendering_says
     other.cancel()
     assert text == metrics.render()
     assert num_turns >= text.count(b"# TYPE") - 1
-
-
-def test_all_names_are_there_before_anything_has_happened(metrics: RouterMetrics) -> None:
-    registry = CollectorRegistry()
-    RouterMetrics(registry)
-    names = {family.name for family in registry.collect()}
-    assert {"router_requests", "router_tenant_ttft_seconds"} <= names
-    assert "NaN" not in Scraped(metrics).text
 
 
 @given(st.lists(st.tuples(st.text(max_size=8), st.floats(0, 100)), max_size=30), st.text(max_size=8))

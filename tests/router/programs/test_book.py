@@ -147,26 +147,6 @@ def test_turns_at_once_or_prompts_that_share_nothing_are_a_crowd() -> None:
     assert not program.is_crowd, "a compacted conversation is none"
 
 
-def test_what_its_programs_need_beyond_a_replicas_room_is_told_with_the_one_that_asks() -> None:
-    book = ProgramBook()
-    for session in ("s1", "s2"):
-        turn = begin(book, session, num_tokens=400)
-        book.routed(turn, A, 0.0)
-    other = begin(book, "s3", num_tokens=300)
-    assert beyond(book, other) == {A: 800 + 300 - 900}
-    book.routed(other, B, 0.0)
-    assert beyond(book, other) == {A: 200}, "alone at B it fits"
-    longer = begin(book, "s1", num_tokens=700)
-    assert beyond(book, longer) == {A: 400 + 700 - 900, B: 300 + 700 - 900}, "not counted twice"
-
-
-@pytest.mark.parametrize("capacity", [None, 10**9])
-def test_where_there_is_room_or_nobody_knows_nothing_is_beyond(capacity: int | None) -> None:
-    book = ProgramBook()
-    run(book, "s1", 0.0, num_tokens=10**6)
-    assert beyond(book, begin(book, "s2"), capacity) == {}
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_sums_are_those_of_a_twin_that_adds_up_all_programs(seed: int) -> None:
     """Weights are at most as old as the interval of sums; the rest is exact at any time."""
@@ -218,43 +198,6 @@ def test_sums_are_those_of_a_twin_that_adds_up_all_programs(seed: int) -> None:
         book.end(turn, now)
     book.forget_old(now + FORGOTTEN_SECONDS + 1.0)
     assert_empty(book)
-
-
-def test_a_paused_program_counts_ever_less_and_one_that_may_not_run_not_at_all() -> None:
-    book = ProgramBook()
-    program = run(book, "s1", -1.0, num_tokens=1000)
-    found = []
-    for now in (0.0, 60.0, 600.0, 3000.0):
-        turn = begin(book, "s2", now)
-        found.append(beyond(book, turn, now=now).get(A, 0))
-        book.end(turn, now)
-    assert 170 < found[0] <= 200 and sorted(found, reverse=True) == found and found[-1] == 0
-    turn = begin(book, "s2", 0.0)
-    book.end(begin(book, "s1", 0.0, num_tokens=1000), 0.0)
-    assert beyond(book, turn)
-    book.dismiss(program)
-    assert beyond(book, turn) == {}
-
-
-def test_a_tool_that_runs_for_long_is_less_awaited_than_a_user() -> None:
-    found = {}
-    for pause in (Pause.TOOL, Pause.USER):
-        book = ProgramBook()
-        book.paused(run(book, "s1", -1.0, num_tokens=10_000), pause)
-        found[pause] = beyond(book, begin(book, "s2", 200.0), now=200.0)[A]
-    assert found[Pause.TOOL] < found[Pause.USER]
-
-
-def test_a_replica_that_is_gone_is_nobodys_home() -> None:
-    book = ProgramBook()
-    program = run(book, "s1", 0.0, num_tokens=2000)
-    book.forget_replica(A)
-    book.forget_replica(B)
-    assert program.home is None and not book._homes
-    assert beyond(book, begin(book, "s2")) == {}
-    run(book, "s1", 5.0, A, num_tokens=2000)
-    assert book.num_moved == 0 and program.home == A
-    assert beyond(book, begin(book, "s2")) != {}
 
 
 def test_a_flood_of_one_tenants_programs_leaves_those_of_others() -> None:
@@ -314,16 +257,6 @@ def test_a_program_with_an_open_turn_is_kept_and_one_of_the_same_name_is_another
     assert again is not turn.program
     book.forget(turn.program)
     assert len(book) == 1 and book.num_forgotten == 1 and again.home == A
-
-
-def test_the_room_of_a_program_is_counted_once_and_given_back_whole() -> None:
-    book = ProgramBook()
-    program, admitted = run(book, "s", 0.0, num_tokens=100), book.admitted("m")
-    book.admit(program, 250, 5.0)
-    assert (admitted.num_tokens, program.admitted_at) == (250, 0.0)
-    book.dismiss(program)
-    book.dismiss(program)
-    assert (admitted.num_tokens, program.admitted_at) == (0, None)
 
 
 def test_other_routers_are_told_of_what_they_should_know() -> None:

@@ -244,20 +244,6 @@ def test_what_was_lost_is_told_again() -> None:
     assert (here.book.num_begun, there.book.num_begun) == (1, 0)
 
 
-def test_a_turn_that_ends_leaves_those_of_other_routers_open() -> None:
-    here, there, third = routers = Router(0), Router(1), Router(2)
-    turns = [router.turn(named("s"), 0.0) for router in (here, there)]
-    exchange(routers, 0.0)
-    assert third.program(named("s")).num_running == 2
-    here.book.end(turns[0], 1.0)
-    assert (turns[0].program.state, turns[0].program.paused_at) == ("active", None)
-    exchange(routers, 1.0)
-    assert third.program(named("s")).num_running == 1
-    there.book.end(turns[1], 2.0)
-    exchange(routers, 2.0)
-    assert (turns[0].program.state, turns[0].program.paused_at) == ("paused", 2.0)
-
-
 def test_a_root_is_found_again_and_is_no_child_of_its_own() -> None:
     router = Router(max_programs=2)
     one, two = named("s", "one", "two"), named("s", "two", "one")

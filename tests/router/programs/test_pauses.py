@@ -74,17 +74,6 @@ def test_a_tool_is_awaited_for_less_long_than_a_user() -> None:
     assert tool < 0.8 < 0.9 < user
 
 
-def test_habits_are_learned_and_those_who_never_return_count() -> None:
-    slow, quitting = Pauses(), Pauses()
-    for _ in range(200):
-        slow.ended(Pause.TOOL, 500.0)
-        quitting.ended(Pause.TOOL, 5.0)
-        quitting.gone(Pause.TOOL)
-    assert slow.return_probability(Pause.TOOL, 300.0) > 0.95
-    assert quitting.return_probability(Pause.TOOL, 0.0) == pytest.approx(0.5, abs=0.05)
-    assert quitting.return_probability(Pause.USER, 0.0) > 0.97, "of another kind"
-
-
 def test_a_million_that_never_returned_are_soon_outweighed() -> None:
     pauses = Pauses()
     for _ in range(100_000):

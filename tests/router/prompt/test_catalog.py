@@ -23,13 +23,6 @@ from tests.own_log import own_records
 from tests.router import tiny_model
 
 
-def test_an_unknown_name_is_refused_by_that_name() -> None:
-    catalog = ModelCatalog(tiny_model.SECRET)
-    catalog.add(tiny_model.card(), tiny_model.bundle())
-    with pytest.raises(UnknownModel, match="nobody"):
-        catalog.get("nobody")
-
-
 def test_while_no_model_is_known_nobody_is_told_that_theirs_does_not_exist() -> None:
     with pytest.raises(NoReplicaAvailable):
         ModelCatalog(tiny_model.SECRET).get("somebody")
@@ -130,14 +123,6 @@ def test_no_two_of_a_model_its_adapters_and_their_versions_share_a_root() -> Non
     fingerprint = bytes.fromhex(tiny_model.card().fingerprint)
     namespace = Namespace(fingerprint, tiny_model.BLOCK_SIZE, adapter=f"sql:{SQL.fingerprint}")
     assert catalog_with(SQL).get("sql").root() == namespace_root(tiny_model.SECRET, namespace)
-
-
-def test_the_newest_replica_says_which_version_of_an_adapter_is_served() -> None:
-    newer = Adapter("sql", "ff" * 16)
-    catalog = catalog_with(SQL, newer)
-    assert catalog.get("sql").adapter == newer
-    catalog.set_cards(tiny_model.MODEL, replicas(SQL))
-    assert catalog.get("sql").adapter == SQL
 
 
 def test_another_name_of_a_model_is_the_model() -> None:

@@ -13,7 +13,6 @@ from replicas.protocol.blocks import (
     BlockHash,
     ImageTokens,
     hash_blocks,
-    hash_packed,
     pack_token_ids,
 )
 from router.prompt import chains
@@ -50,15 +49,6 @@ def test_the_hashes_are_those_of_hashing_it_all_whatever_is_remembered_or_forgot
             root, token_ids, block_size
         )
         assert hasher.num_bytes <= max_runs * BYTES_PER_RUN
-
-
-@given(token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=300), block_size=st.integers(1, 5))
-def test_a_prompt_that_comes_again_has_the_same_hashes(token_ids: list[int], block_size: int) -> None:
-    hasher = ChainHasher()
-    for _ in range(4):
-        assert hasher.hash_packed(ROOT, pack_token_ids(token_ids), block_size) == hash_blocks(
-            ROOT, token_ids, block_size
-        )
 
 
 spans = st.builds(
@@ -135,24 +125,6 @@ def test_only_what_follows_the_common_beginning_is_hashed(num_hashed: Callable[[
     assert num_hashed() == BLOCKS_PER_RUN
 
 
-def test_nothing_is_found_under_another_root(num_hashed: Callable[[], int]) -> None:
-    hasher, prompt = ChainHasher(), random_tokens(1)
-    for root in ROOTS:
-        assert hasher.hash_packed(root, pack_token_ids(prompt), BLOCK_SIZE) == hash_blocks(
-            root, prompt, BLOCK_SIZE
-        )
-        assert num_hashed() == BLOCKS_PER_RUN
-
-
-def test_what_is_behind_another_chain_is_found_behind_that_one_alone(num_hashed: Callable[[], int]) -> None:
-    hasher, packed = ChainHasher(), pack_token_ids(random_tokens(2))
-    for parent in (None, BlockHash(b"the block before"), BlockHash(b"another of those")):
-        expected = hash_packed(ROOT, packed, BLOCK_SIZE, parent=parent)
-        for num_new in (2, 1, 0):
-            assert hasher.hash_packed(ROOT, packed, BLOCK_SIZE, parent=parent) == expected
-            assert num_hashed() == num_new * BLOCKS_PER_RUN
-
-
 def test_what_is_in_use_outlives_what_is_not_and_a_chain_is_forgotten_from_its_end(
     num_hashed: Callable[[], int],
 ) -> None:
@@ -170,22 +142,3 @@ def test_what_is_in_use_outlives_what_is_not_and_a_chain_is_forgotten_from_its_e
     num_hashed()
     hasher.hash_packed(ROOT, pack_token_ids(shared), BLOCK_SIZE)
     assert num_hashed() == BLOCKS_PER_RUN
-
-
-def test_statistics_count_blocks_and_bytes() -> None:
-    hasher, prompt = ChainHasher(), random_tokens(1)
-    for _ in range(3):
-        hasher.hash_packed(ROOT, pack_token_ids(prompt + [1] * 5), BLOCK_SIZE)
-    statistics = hasher
-    assert (statistics.num_hits, statistics.num_misses) == (2 * BLOCKS_PER_RUN, BLOCKS_PER_RUN + 6)
-    assert statistics.num_bytes == BYTES_PER_RUN
-
-
-def test_without_memory_nothing_is_kept() -> None:
-    hasher, prompt = ChainHasher(0), random_tokens(2)
-    for _ in range(2):
-        assert hasher.hash_packed(ROOT, pack_token_ids(prompt), BLOCK_SIZE) == hash_blocks(
-            ROOT, prompt, BLOCK_SIZE
-        )
-    assert hasher.num_bytes == 0
-    assert hasher.num_hits == 0

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import math
 
-import pytest
 from hypothesis import settings, strategies
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
@@ -215,25 +214,6 @@ def test_of_two_with_equal_weights_that_always_wait_none_gets_more_than_a_reques
                 assert ahead <= sizes[one] / WEIGHTS[one] + sizes[other] / WEIGHTS[other]
 
 
-def test_who_was_away_saves_nothing_up() -> None:
-    queue = FairQueue()
-    for order in range(100):
-        queue.enter(waiter("red", order, work=10.0))
-    for _ in range(50):
-        chosen = queue.next(LINES[0])
-        assert chosen is not None
-        queue.goes(chosen)
-    for order in range(100, 200):
-        queue.enter(waiter("grey", order, work=10.0))
-    served = []
-    for _ in range(20):
-        chosen = queue.next(LINES[0])
-        assert chosen is not None
-        queue.goes(chosen)
-        served.append(chosen.tenant)
-    assert served.count("grey") == 10
-
-
 def test_one_request_of_another_waits_for_no_flood() -> None:
     queue = FairQueue()
     for order in range(1000):
@@ -281,35 +261,6 @@ def test_of_one_tenants_requests_the_least_work_of_the_most_urgent_goes_first_th
     for order, (priority, work) in enumerate(requests):
         queue.enter(waiter("red", order, priority=priority, work=work))
     assert [each.order for each in serve_all(queue)] == [3, 2, 5, 1, 4, 0]
-
-
-def test_what_others_have_asked_orders_nothing() -> None:
-    """The order of red's requests is the same, whatever grey's are."""
-    orders = []
-    for work_of_grey in (1.0, 9.0):
-        queue = FairQueue()
-        for order in range(20):
-            queue.enter(waiter("grey", order, work=work_of_grey))
-            queue.enter(waiter("red", 100 + order, work=float(order * 7 % 10)))
-        orders.append([each.order for each in serve_all(queue) if each.tenant == "red"])
-    assert orders[0] == orders[1]
-
-
-def test_a_long_prompt_gets_its_turn_while_ever_more_short_ones_come() -> None:
-    """Once the others had so much work that its own is the share of the patient. Ten others always wait."""
-    queue, long, given = FairQueue(), waiter("red", 0, work=50.0), 0.0
-    queue.enter(long)
-    for order in itertools.count(1):
-        queue.enter(waiter("red", order, work=1.0))
-        if order < 10:
-            continue
-        chosen = queue.next(LINES[0])
-        assert chosen is not None
-        queue.goes(chosen)
-        if chosen is long:
-            break
-        given += chosen.work
-    assert given == pytest.approx(long.work / PATIENT_SHARE, abs=2.0)
 
 
 def test_long_prompts_get_no_more_than_the_share_of_the_patient_while_short_ones_wait() -> None:

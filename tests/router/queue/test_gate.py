@@ -272,20 +272,6 @@ def test_who_may_run_is_looked_through_as_often_however_many_subagents_wait(scen
     assert num_looks() == few
 
 
-def test_a_waiting_subagent_goes_with_its_parent_whoever_waits_before_it(scene: Scene) -> None:
-    first = scene.ask("s0", ROOM)
-    parent = scene.ask("s1", 10, 1.0)
-    child = scene.ask("s1", HALF, 2.0, agent="a")
-    huge = scene.ask("s2", ROOM, 0.5)
-    assert parent.waits and child.waits and huge.waits
-    scene.holding.withdraw(huge.held)
-    scene.end(first, 30.0)
-    assert first.program.admitted_at is not None
-    scene.look(parent, 31.0 + GRACE_SECONDS)
-    assert parent.has_gone and child.has_gone
-    scene.assert_consistent()
-
-
 def test_turns_of_one_program_that_wait_go_together(scene: Scene) -> None:
     """It needs its room once, and waits until the last of them goes."""
     first = scene.ask("s0", ROOM)
@@ -417,29 +403,6 @@ def test_a_program_larger_than_the_fleet_runs_alone(scene: Scene) -> None:
     scene.end(other, 41.0)
     assert not scene.look(large, 42.0)
     assert scene.look(large, 42.0 + GRACE_SECONDS)
-    scene.assert_consistent()
-
-
-def test_a_client_that_has_gone_leaves_no_trace(scene: Scene) -> None:
-    running = scene.ask("s1", ROOM)
-    waiting = scene.ask("s2", 10)
-    scene.end(waiting, 1.0)
-    assert scene.num_at_gate == 0 and not waiting.calls
-    assert (waiting.program.state, waiting.program.num_open) == ("paused", 0)
-    scene.end(running, 1.0)
-    for program in list(scene.book.programs()):
-        scene.book.forget(program)
-    assert scene.book.admitted("m").tokens_of == {} and scene.book._homes == {}
-    scene.assert_consistent()
-
-
-def test_who_is_routed_and_leaves_before_it_learns_of_that_gives_all_back(scene: Scene) -> None:
-    running = scene.ask("s1", ROOM)
-    waiting = scene.ask("s2", 10)
-    scene.end(running, 1.0)
-    assert scene.look(waiting, 2.0 + GRACE_SECONDS)
-    scene.end(waiting, 30.0)
-    assert scene.table.loads.num_reserved == 0
     scene.assert_consistent()
 
 
@@ -660,7 +623,6 @@ def test_whatever_happens_the_books_are_right_and_nobody_waits_for_ever(seed: in
     assert scene.num_at_gate == scene.holding.num_waiting == scene.table.loads.num_reserved == 0
     scene.book.forget_old(now + 1e6)
     assert len(scene.book) == 0 and not scene.book._homes
-    assert not scene.book.admitted("m").tokens_of and scene.book.admitted("m").num_tokens == 0
     assert not scene.book.admitted("m").tokens_of and scene.book.admitted("m").num_tokens == 0
 
 

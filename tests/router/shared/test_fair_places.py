@@ -81,18 +81,6 @@ async def test_those_that_leave_the_line_or_wait_in_vain_give_their_places_back(
     assert (places.line.num_working, places.line.num_waiting) == (0, 0)
 
 
-async def test_a_flood_never_has_more_than_its_share_of_places_and_line() -> None:
-    places = four_places()
-    flood = [asyncio.create_task(_work(places, FLOOD)) for _ in range(100)]
-    await asyncio.sleep(0)
-    assert (places.line.num_working, places.line.num_waiting) == (2, 4)
-    others = [asyncio.create_task(_work(places, "127.0.0.3")) for _ in range(2)]
-    await asyncio.wait_for(asyncio.gather(*others), 1)
-    ended = await asyncio.gather(*flood, return_exceptions=True)
-    assert [type(each) for each in ended].count(NoPlace) == 100 - 2 - 4
-    assert (places.line.num_working, places.line.num_waiting) == (0, 0)
-
-
 async def test_a_full_line_takes_from_the_owner_with_most() -> None:
     places = FairPlaces(num_places=1, most_waiting=3)
     flood = [Worker(places, FLOOD) for _ in range(4)]
@@ -103,11 +91,6 @@ async def test_a_full_line_takes_from_the_owner_with_most() -> None:
     for worker in (flood[0], other, flood[1], flood[2]):
         await worker.leave()
     assert (places.line.num_working, places.line.num_waiting) == (0, 0)
-
-
-async def _work(places: FairPlaces, owner: str) -> None:
-    async with places.place(owner):
-        await asyncio.sleep(0.001)
 
 
 @given(

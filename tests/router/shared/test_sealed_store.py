@@ -1,4 +1,4 @@
-"""A store of sealed values: what is not its own is missing and counted, and no update at once is lost."""
+"""Sealed values: what is not of this secret and place is missing and counted; no update at once is lost."""
 
 import asyncio
 from typing import Any
@@ -9,6 +9,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from router.shared.sealed_store import MAX_TRIES, SealedStore
+from router.shared.sealing import OVERHEAD_BYTES, NotOurs, Seal
 
 SECRET = ClusterSecret(b"s" * 32)
 decode_number = msgspec.msgpack.Decoder(int).decode
@@ -73,3 +74,41 @@ async def test_an_update_that_is_always_overtaken_gives_up(redis_url: str) -> No
         await store.add("count", interfere)
     assert num_tries == MAX_TRIES and await store.get("count") == [MAX_TRIES]
     await store.close()
+
+
+OLD, NEW = b"the old secret....", b"the new secret...."
+PLAIN = "What nobody else may read. ☂".encode()
+
+
+def test_what_was_sealed_is_opened_at_its_place_and_reads_like_noise() -> None:
+    seal = Seal(ClusterSecret(OLD))
+    sealed = seal.seal("here", PLAIN)
+    assert Seal(ClusterSecret(OLD)).open("here", sealed) == PLAIN
+    assert len(sealed) == len(PLAIN) + OVERHEAD_BYTES and b"nobody" not in sealed
+    assert seal.seal("here", PLAIN) != sealed
+    with pytest.raises(NotOurs):
+        seal.open("there", sealed)
+
+
+def test_no_bit_may_be_another() -> None:
+    seal = Seal(ClusterSecret(OLD))
+    sealed = seal.seal("here", PLAIN)
+    for position in range(len(sealed)):
+        changed = bytearray(sealed)
+        changed[position] ^= 0x10
+        with pytest.raises(NotOurs):
+            seal.open("here", bytes(changed))
+    for length in range(len(sealed)):
+        with pytest.raises(NotOurs):
+            seal.open("here", sealed[:length])
+
+
+def test_a_secret_is_changed_without_losing_what_was_sealed() -> None:
+    before = Seal(ClusterSecret(OLD)).seal("here", PLAIN)
+    during = Seal(ClusterSecret(NEW, (OLD,)))
+    assert during.open("here", before) == PLAIN
+    after = during.seal("here", PLAIN)
+    assert Seal(ClusterSecret(NEW)).open("here", after) == PLAIN
+    for seal, sealed in ((Seal(ClusterSecret(NEW)), before), (Seal(ClusterSecret(OLD)), after)):
+        with pytest.raises(NotOurs):
+            seal.open("here", sealed)
