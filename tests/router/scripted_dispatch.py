@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+from typing import Any
 
 from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, TokenDelta, TokenLogprobs
 from replicas.protocol.status import ReplicaId
@@ -30,7 +31,7 @@ def says(
     num_written_tokens: int = 0,
     num_cross_user_tokens: int = 0,
     usage_at: int = 0,
-    **usage_fields: int,
+    **usage_fields: Any,
 ) -> Script:
     """Every choice gets one token per batch, then ends. Usage comes with one of the batches."""
 

@@ -44,15 +44,19 @@ class Written(asyncio.Transport):
     def resume_reading(self) -> None: ...
 
 
-async def written(answer: Answer, request: bytes = REQUEST + b"\r\n") -> Written:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await answer(scope, send)
-
+def protocol_over(app: Any) -> Any:
     connections = Connections(8, address_share=1.0, head_seconds=10.0, write_seconds=10.0)
     config = uvicorn.Config(app, http=protocol_of(connections), lifespan="off", log_config=None)
     config.load()
     make = cast(Any, config.http_protocol_class)
-    protocol, transport = make(config=config, server_state=ServerState(), app_state={}), Written()
+    return make(config=config, server_state=ServerState(), app_state={})
+
+
+async def written(answer: Answer, request: bytes = REQUEST + b"\r\n") -> Written:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(scope, send)
+
+    protocol, transport = protocol_over(app), Written()
     protocol.connection_made(transport)
     protocol.data_received(request)
     await asyncio.gather(*protocol.tasks)
@@ -124,11 +128,7 @@ async def test_a_value_never_becomes_a_header_of_its_own(value: bytes) -> None:
 
 @pytest.mark.parametrize(("rest", "is_timed"), [(b"", False), (b"POST / HT", True)])
 async def test_only_a_head_that_is_not_whole_has_a_deadline(rest: bytes, is_timed: bool) -> None:
-    connections = Connections(8, address_share=1.0, head_seconds=10.0, write_seconds=10.0)
-    config = uvicorn.Config(cast(Any, whole), http=protocol_of(connections), lifespan="off", log_config=None)
-    config.load()
-    make = cast(Any, config.http_protocol_class)
-    protocol = make(config=config, server_state=ServerState(), app_state={})
+    protocol = protocol_over(whole)
     protocol.connection_made(Written())
     protocol.data_received(REQUEST + b"\r\n" + rest)
     assert (protocol._deadline is not None) == is_timed

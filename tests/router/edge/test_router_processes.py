@@ -18,7 +18,9 @@ import psutil
 import pytest
 
 from loadtests.load.streaming import Answer, Connection, StreamCut
+from loadtests.stacks.key_file import write_key_file
 from loadtests.stacks.local_stack import LocalStack, free_port, local_stack, python_command
+from router.caller import Limits, Tenant
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 
@@ -309,3 +311,24 @@ def test_routers_without_a_secret_make_up_one_for_all(stack: LocalStack) -> None
     assert len(hashes) == 2
     assert hashes[0] == hashes[1] != []
     assert stack.terminate("other") == 0
+
+
+def test_two_processes_admit_one_limit(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    tenant = Tenant(name="limited", limits=Limits(requests_per_minute=2))
+    key = write_key_file(path, [tenant])[tenant.name]
+    headers = {"authorization": f"Bearer {key}"}
+    router = {"processes": 2, "keys_file": path}
+    with local_stack(replica_settings=REPLICA, router_settings=router) as stack:
+        started, num_admitted, num_refused = time.monotonic(), 0, 0
+        while num_refused < 8:  # so that both are asked
+            answer = httpx.post(stack.url + PATH, content=body(), headers=headers, timeout=60)
+            if answer.status_code == 200:
+                num_admitted += 1
+                time.sleep(1.5)  # longer than news take
+            else:
+                assert answer.status_code == 429, answer.text
+                assert json.loads(answer.text)["error"]["code"] == "rate_limit_exceeded"
+                num_refused += 1
+        elapsed = time.monotonic() - started
+        assert 2 <= num_admitted <= 2 * (1 + elapsed / 60) + 1

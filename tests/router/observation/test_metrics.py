@@ -1,6 +1,7 @@
-"""A router's metrics: names that are always there, few labels, text that Prometheus reads."""
+"""A router's metrics: few labels, text that Prometheus reads; and how the times of its spans fit."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,9 +19,11 @@ from router.errors import ErrorKind
 from router.generation import Generation
 from router.misses import OF_NO_SPAN, Cause, MissedSpan, Misses
 from router.observation.metrics import MOST_TENANTS, OTHER_TENANTS, RouterMetrics
+from router.observation.tracing import SpanTracing
 from router.routing.decision import Decision, DecisionReason
 from router.served import ServedPrompt, ServedRequest, TokenGaps
 from router.shared.instruments import Distributions, Numbers, counter, gauge
+from tests.otlp_collector import collector
 from tests.router.scripted_replica import asking
 
 USAGE = PromptUsage(100, 64, 32, 16, num_own_tokens=32, num_slower_tier_tokens=48, num_disk_tokens=20)
@@ -254,3 +257,38 @@ def test_the_text_means_what_was_counted_whatever_the_labels_are(
         assert samples["h_count", name] == len(values)
         assert samples["h_sum", name] == sum(values)
         assert samples["g", name, label] == sum(values)
+
+
+PATH = "/v1/completions"
+
+
+@pytest.mark.timeout(60)
+def test_a_request_ends_after_its_parts_though_it_was_counted_from_later_than_its_span() -> None:
+    with collector() as receiver:
+        tracing = SpanTracing(receiver.url, 1.0)
+        request = tracing.request("POST", PATH, "one", None)
+        time.sleep(0.05)  # the process waits for a core before the durations begin to count
+        arrived = time.perf_counter()
+        generation = request.generation()
+        read = time.perf_counter() - arrived
+        generation.end()
+        ended = time.perf_counter() - arrived
+        request.served(
+            served(
+                request_id="one",
+                route=PATH,
+                model=None,
+                read_seconds=read,
+                prepared_seconds=read,
+                first_token_seconds=None,
+                ended_seconds=ended,
+                prompts=(),
+            )
+        )
+        tracing.close(30.0)
+        receiver.wait(lambda: len(receiver.spans) == 3)
+        spans = {span.name: span for span in receiver.spans}
+    whole = spans.pop(f"POST {PATH}")
+    assert set(spans) == {"route", "prepare"}
+    for span in spans.values():
+        assert whole.start <= span.start <= span.end <= whole.end, span.name
