@@ -18,7 +18,6 @@ from loadtests.bench_gpu.work import (
     random_checkpoint,
     step_work,
 )
-from replicas.torch_engine import attention
 from replicas.torch_engine.model import Decoder
 
 pytestmark = pytest.mark.usefixtures("compiling")
@@ -149,29 +148,3 @@ def test_both_ways_to_cached_keys_in_one_run(capsys: pytest.CaptureFixture[str])
     check_tables(kernel)
     assert gather.startswith("Attention: gather, wanted: gather")
     assert kernel.startswith("Attention: kernel, wanted: kernel")
-
-
-def test_a_way_that_cannot_be_had_is_told_and_the_other_is_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "complaint", lambda *_: "there is no compiler")
-    assert bench_gpu.main((*SMALL, "--attention", "kernel", "gather")) == 2
-    printed = capsys.readouterr()
-    check_tables(printed.out)
-    assert printed.err == "setting attention is kernel, which cannot be had here: there is no compiler\n"
-
-
-def test_a_model_that_does_not_fit_is_told_in_one_sentence(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench_gpu, "free_bytes", lambda _: 2_000_000)
-    assert bench_gpu.main(["--shape", "8b", "--device", "cpu"]) == 2
-    expected = "8b has 16,060.5 MB of weights in bfloat16, and 2.0 MB are free: take a smaller --shape\n"
-    assert capsys.readouterr() == ("", expected)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_machine_without_a_gpu_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_gpu.main([]) == 2
-    expected = "torch finds no GPU here; --device cpu measures the processor instead\n"
-    assert capsys.readouterr() == ("", expected)

@@ -1,20 +1,16 @@
 """The page and the tables that runs are shown by."""
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
 from loadtests.reports.comparison import FIGURES, compare, in_ratio, in_units, ratio, verdict
 from loadtests.reports.html_page import page
 from loadtests.reports.markdown import markdown
-from loadtests.reports.page import main
 from loadtests.reports.report import RequestRecord, Slo
-from loadtests.reports.run_file import Run, write_run
+from loadtests.reports.run_file import Run
 from tests.loadtests.run_builder import random_run, run_info
 
 SLO = Slo(2.0)
@@ -155,50 +151,3 @@ def test_poor_runs_have_a_page_too(what: str, is_next_to_a_good_run: bool) -> No
     sets = compare(runs, SLO)
     assert "poor.json" in Checked(page(sets, SLO)).texts
     assert "poor.json" in markdown(sets)
-
-
-def test_tokens_of_another_tenant_are_an_alarm() -> None:
-    def alarms(run: Run) -> list[str | None]:
-        found = Checked(page(compare([("a", run)], SLO), SLO))
-        return [attributes.get("class") for _, attributes in found.tags if attributes.get("class") == "alarm"]
-
-    run = random_run()
-    assert alarms(run) == ["alarm"]
-    clean = tuple(replace(each, num_other_tenant_tokens=0) for each in run.records)
-    assert alarms(replace(run, records=clean)) == []
-
-
-def test_the_command_writes_both_files_and_prints_the_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, run in FEW:
-        write_run(run, tmp_path / name)
-    files = [str(tmp_path / name) for name, _ in FEW]
-    page_file, table_file = tmp_path / "report.html", tmp_path / "report.md"
-    words = [*files, "--html", str(page_file), "--markdown", str(table_file), "--slo-ttft", "1.5"]
-    done = subprocess.run(
-        [sys.executable, "-m", "loadtests.reports.page", *words], capture_output=True, text=True, check=True
-    )
-    sets = compare(FEW, Slo(1.5))
-    assert done.stdout == f"cross-user: {verdict(sets[0])}\n"
-    assert page_file.read_text(encoding="utf-8") == page(sets, Slo(1.5))
-    assert table_file.read_text(encoding="utf-8") == markdown(sets)
-    assert main([str(tmp_path / "none.json")]) == 1
-    assert "none.json cannot be read" in capsys.readouterr().err
-    assert main([files[0], "--html", str(tmp_path / "no" / "page.html")]) == 1
-    assert "cannot be written" in capsys.readouterr().err
-
-
-def test_the_best_of_those_that_did_not_fail_is_marked() -> None:
-    quick = replace(SILENT, num_cached_tokens=90)
-    slow = replace(SILENT, ttft_seconds=0.15)
-    runs = [
-        ("dead.json", Run(run_info(policy="dead"), (quick, FAILED, FAILED), (), None)),
-        ("slow.json", Run(run_info(policy="slow"), (slow,) * 3, (), None)),
-        ("ours.json", Run(run_info(policy="kvasir"), (SILENT,) * 3, (), None)),
-    ]
-    shown = page(compare(runs, SLO), SLO)
-    (row,) = re.findall(r'<tr><th scope="row">TTFT p50</th>.*?</tr>', shown)
-    cells = re.findall(r"<td.*?</td>", row)
-    assert ['class="best"' in cell for cell in cells] == [False, False, True]
-    assert "dead failed: 2 of 3 requests were not answered. kvasir is ahead of slow on " in shown

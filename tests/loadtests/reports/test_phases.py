@@ -11,7 +11,7 @@ from loadtests.reports.markdown import markdown
 from loadtests.reports.phases import AFTERMATH_SECONDS, phases_of
 from loadtests.reports.report import RequestRecord, Slo
 from loadtests.reports.run_file import Run
-from tests.loadtests.run_builder import random_run, run_info
+from tests.loadtests.run_builder import run_info
 
 SLO = Slo()
 
@@ -56,23 +56,6 @@ def test_each_request_is_of_the_phase_in_which_it_was_to_be_sent() -> None:
     assert [each.report.token_hit_rate for each in phases] == [0.2, 0.5, 0.8]
 
 
-def test_a_second_kill_has_a_time_just_after_it_too() -> None:
-    run = run_of(record(10.0), record(31.0), record(60.0), record(101.0), kills=(30.0, 100.0))
-    assert [(each.name, each.report.num_requests) for each in phases_of(run, SLO)] == [
-        ("before", 1),
-        ("just after", 2),
-        ("later", 1),
-    ]
-
-
-def test_without_a_kill_there_are_no_phases() -> None:
-    run = random_run()
-    assert phases_of(run, SLO) == ()
-    (run_set,) = compare([("run", run)], SLO)
-    assert phase_rows(run_set) == [] and phase_table(run_set) is None
-    assert "Before and after the kills" not in page([run_set], SLO)
-
-
 def test_the_report_says_from_which_tier_the_hits_of_each_phase_came() -> None:
     tiered = run_of(
         record(10.0, cached=60, host=20, disk=10),
@@ -97,11 +80,6 @@ def test_the_report_says_from_which_tier_the_hits_of_each_phase_came() -> None:
     assert said is not None and "in host memory" in said
     shown = [line.split() for line in table(run_set).splitlines()]
     assert ["Hit", "on", "disk", "–", "30.0", "%"] in [line[:6] for line in shown]
-
-
-def test_tiers_are_left_out_of_the_table_where_all_kv_is_on_devices() -> None:
-    (run_set,) = compare([("run", run_of(record(10.0, cached=25)))], SLO)
-    assert "Hit on disk" not in table(run_set)
 
 
 @pytest.mark.parametrize("field", ["num_host_tokens", "num_disk_tokens"])

@@ -51,14 +51,6 @@ def test_an_ecdf_says_how_many_samples_were_at_most_that(seed: int) -> None:
     assert [y for _, y in ecdf(alike, room)][-1] == 1.0, "samples in one place count all"
 
 
-def test_a_line_goes_through_its_points() -> None:
-    room = frame()
-    drawing = ET.fromstring(line_plot(room, [Line("v0", ((0.0, 0.0), (5.0, 10.0), (10.0, 5.0)), "a")]))
-    (line,) = coordinates(drawing, "v0")
-    left, right, top, bottom = room.left, room.width - room.right, room.top, room.height - room.bottom
-    assert line == [(left, bottom), ((left + right) / 2, top), (right, (top + bottom) / 2)]
-
-
 def test_layers_lie_on_top_of_each_other() -> None:
     room = frame()
     layers = [
@@ -76,17 +68,6 @@ def test_layers_lie_on_top_of_each_other() -> None:
     ]
     assert cross[:3:-1] == own[:4]
     assert coordinates(drawing, "none") == []
-
-
-def test_the_warm_up_is_shaded_to_its_end_and_no_further_than_the_plot() -> None:
-    for until, share in ((0.0, None), (5.0, 0.5), (50.0, 1.0)):
-        room = frame(shaded_until=until)
-        shades = [
-            each for each in ET.fromstring(line_plot(room, [])).iter("rect") if each.get("class") == "warmup"
-        ]
-        widths = [float(each.get("width", "")) for each in shades]
-        inner = room.width - room.left - room.right
-        assert widths == ([] if share is None else [inner * share])
 
 
 def test_names_are_text() -> None:

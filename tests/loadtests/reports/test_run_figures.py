@@ -9,7 +9,7 @@ from loadtests.reports.run_figures import (
     figures_of,
     over_time,
 )
-from loadtests.reports.run_file import EngineTotals, Run
+from loadtests.reports.run_file import Run
 from loadtests.reports.table import render
 from tests.loadtests.run_builder import random_run, run_info, totals_of
 
@@ -144,31 +144,3 @@ def test_what_became_of_images_is_told_of_all_whose_usage_is_known_warm_up_inclu
     assert replace(images, num_encoded_tokens=900).cached_share == 0.0  # some were preempted
     for records, known in (((record(),), totals), ((early,), None)):
         assert figures_of(Run(run_info(), records, (), known), SLO).report.images is None
-
-
-def test_a_difference_is_said_to_the_token_and_with_what_explains_it() -> None:
-    whole = record(num_cross_user_tokens=10)
-    lost = record(num_cached_tokens=None, error="timed out")
-    totals = totals_of((whole,))
-    more = EngineTotals(totals.num_prompt_tokens + 100, totals.num_cached_tokens + 48, 10)
-    less = EngineTotals(totals.num_prompt_tokens - 1, totals.num_cached_tokens, 10)
-
-    def said(records: tuple[RequestRecord, ...], totals: EngineTotals) -> str:
-        found = figures_of(Run(run_info(), records, (), totals), SLO).reconciliation
-        assert found is not None
-        return found.verdict
-
-    explained = said((whole, lost), more)
-    assert "+100 prompt tokens, +48 cached tokens, because" in explained
-    assert explained.endswith("used: 1 timed out.")
-    too_much = replace(more, num_prompt_tokens=totals.num_prompt_tokens + 101)
-    assert said((whole, lost), too_much).endswith("1 timed out, and had 100 prompt tokens.")
-    assert "the records do not explain it" in said((whole,), more)
-    assert "-1 prompt tokens" in said((whole, lost), less)
-    assert "explains no lower counter" in said((whole, lost), less)
-
-
-def test_a_run_of_nothing_has_figures() -> None:
-    figures = figures_of(Run(run_info(), (), (), None), SLO)
-    assert (figures.bins, figures.ttft_seconds, figures.loads.of_replicas) == ((), (), {})
-    assert figures.reconciliation is None

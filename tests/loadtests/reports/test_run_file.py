@@ -135,15 +135,6 @@ def test_a_bad_file_is_one_sentence_with_its_name(tmp_path: Path, what: str) -> 
     assert "\n" not in str(caught.value)
 
 
-def test_files_that_are_not_there_and_places_that_cannot_be_written_are_said(tmp_path: Path) -> None:
-    with pytest.raises(RunFileError, match="cannot be read: No such file"):
-        read_run(tmp_path / "run.json")
-    with pytest.raises(RunFileError, match="cannot be read: Is a directory"):
-        read_run(tmp_path)
-    with pytest.raises(RunFileError, match="cannot be written: No such file"):
-        write_run(EMPTY, tmp_path / "missing" / "run.json")
-
-
 def test_a_commit_tells_of_edits_and_nothing_is_known_outside_of_git(tmp_path: Path) -> None:
     source = tmp_path / "source.py"
     source.write_text("1\n")

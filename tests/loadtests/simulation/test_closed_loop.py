@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 
-from cluster.errors import ClusterError
 from loadtests.reports.report import RequestRecord
 from loadtests.simulation.closed_loop import ClosedLoop, LoopResult
 from loadtests.simulation.fleet import RETRY
@@ -19,7 +18,7 @@ from loadtests.workloads.sessions import Session, SessionFile, SessionTurn
 from replicas.simulated_engine.hardware import CostModel
 from router.queue.held import QueueRules
 from router.routing.policies import POLICIES
-from tests.loadtests.simulation.builders import NO_DELAYS, PLAIN, new_fleet, plain_shape
+from tests.loadtests.simulation.builders import NO_DELAYS, PLAIN, new_fleet
 
 BLOCK = 10
 
@@ -178,30 +177,6 @@ def test_a_loop_on_one_replica_is_a_line_that_is_searched_by_hand(seed: int) -> 
     assert set(found.ready_at()) == set(expected)
 
 
-def test_a_turn_waits_for_the_answer_the_subagents_and_the_pause_and_a_lane_for_its_session() -> None:
-    file = loop_file(
-        session("a", turn(0), turn(0, 1, think=2.0), turn(0, 1, 2, think=1.0), after=1.0),
-        session("a.0", turn(50), after=0.5, parent=("a", 0)),
-        session("a.1", turn(60, out=103), after=0.0, parent=("a", 0)),
-        session("a.2", turn(70, out=1003), after=1.0, parent=("a", 2)),
-        session("b", turn(90), after=3.0),
-        session("c", turn(95), lane=1, after=500.0),
-    )
-    shape = plain_shape(10_000, decodes_beside=True)
-    found = watch(file, FleetOptions(shape, num_replicas=4, policy="round_robin", delays=NO_DELAYS))
-    ready, ended = found.ready_at(), found.ended_at()
-    assert ready["a"][0] == 1.0
-    assert ready["a.0"] == [pytest.approx(ended["a"][0] + 0.5)] and ready["a.1"] == [ended["a"][0]]
-    assert ended["a.1"][0] > ended["a.0"][0] + 5
-    assert ready["a"][1] == pytest.approx(ended["a.1"][0] + 2.0)
-    assert ready["a"][2] == pytest.approx(ended["a"][1] + 1.0)
-    # What the last answer begins runs by itself, and the lane goes on.
-    assert ready["a.2"] == [pytest.approx(ended["a"][2] + 1.0)]
-    assert ready["b"] == [pytest.approx(ended["a"][2] + 3.0)]
-    assert ended["b"][0] < ended["a.2"][0]
-    assert ready["c"] == [500.0]
-
-
 def test_a_turn_names_its_program_and_how_its_answer_ends() -> None:
     file = loop_file(
         session("a", turn(0), turn(0, 1), turn(0, 1, 2, ends=True)),
@@ -295,16 +270,6 @@ def test_a_refused_turn_is_sent_again_ever_later_and_waits_from_when_it_was_read
     (_, record, _) = found.answered[1]
     assert record.arrival_seconds == times[0]
     assert record.ttft_seconds is not None and first + record.ttft_seconds > 390
-
-
-def test_a_loop_that_can_never_end_says_so() -> None:
-    options = replace(one_at_a_time(), kills=(Kill(0, 0.1),))
-    with pytest.raises(
-        ClusterError, match="turn 0 of session a was refused 1000 times, at last for: no replica"
-    ):
-        watch(loop_file(session("a", turn(0, out=100))), options)
-    with pytest.raises(ClusterError, match="a turn has 23 tokens; the cache of a replica holds 20"):
-        run_sessions(loop_file(session("a", turn(0, 1))), one_at_a_time(2), 1)
 
 
 @pytest.mark.parametrize(

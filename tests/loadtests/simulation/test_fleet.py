@@ -139,12 +139,6 @@ def test_a_router_knows_a_load_when_its_delay_is_over(interval: float, now: floa
     assert stranger.table.load(fleet.hosts[0].replica_id).num_requests == num_requests
 
 
-def test_the_network_counts_twice_in_the_time_to_the_first_token() -> None:
-    workload = Workload("far", 10, (request(0.0, [1, 2, 3]),))
-    record = serve(workload, plain_fleet(delays=dataclasses.replace(NO_DELAYS, network=0.25))).records[0]
-    assert record.ttft_seconds == pytest.approx(0.8 + 0.5)
-
-
 PAUSE = RETRY.first_wait_seconds
 """A request that has lost its replica comes back within so long."""
 
@@ -172,14 +166,6 @@ def test_a_request_that_is_lost_after_its_first_token_goes_on_elsewhere_from_whe
     assert record.e2e_seconds == pytest.approx(1.35 + 0.36 + 0.5 + 13 * 0.1 + PAUSE / 2, abs=PAUSE / 2)
 
 
-def test_with_nobody_left_a_request_waits_a_while_and_then_fails() -> None:
-    options = dataclasses.replace(plain_fleet(1), kills=(Kill(0, at=0.5),))
-    result = serve(Workload("one", 10, (request(0.0, [1, 2, 3]),)), options)
-    assert result.records[0].error == "no replica"
-    (record,) = result.records
-    assert record.e2e_seconds < 5.0
-
-
 @pytest.mark.parametrize(("away", "error"), [(0.1, None), (14.0, None), (16.0, "no replica")])
 def test_a_replica_that_is_coming_back_is_waited_for_as_long_as_the_router_does(
     away: float, error: str | None
@@ -205,26 +191,12 @@ def test_a_request_may_lose_many_replicas_that_it_got_somewhere_with_and_few_wit
     assert record.error == "attempts"
 
 
-def test_a_replica_that_came_back_has_nothing_cached() -> None:
-    workload = Workload("again", 10, (request(0.0, [1, 2, 3]), request(10.0, [1, 2, 4])))
-    options = dataclasses.replace(plain_fleet(1), kills=(Kill(0, at=5.0, back_after=1.0),))
-    record = serve(workload, options).records[1]
-    assert (record.num_cached_tokens, record.predicted_tokens) == (0, 0)
-
-
 def test_while_redis_is_away_nobody_hears_of_changes_and_afterwards_everybody_does() -> None:
     requests = tuple(request(at, [1, 2, 3 + number]) for number, at in enumerate((0.0, 5.0, 10.5)))
     options = dataclasses.replace(plain_fleet(1), outages=(Outage(0.0, 10.0),))
     records = serve(Workload("outage", 10, requests), options).records
     assert [record.num_cached_tokens for record in records] == [0, 20, 20]
     assert [record.predicted_tokens for record in records] == [0, 0, 20]
-
-
-def test_a_router_that_missed_a_change_reads_that_replicas_set_again() -> None:
-    workload = random_workload(4, num_requests=300, qps=15.0)
-    careful = dataclasses.replace(FLEET, drop_share=0.0)
-    assert serve(workload, careful).num_rereads == 0
-    assert serve(workload, dataclasses.replace(FLEET, drop_share=0.2)).num_rereads > 0
 
 
 def test_announcements_keep_twins_together_that_come_to_different_routers() -> None:
@@ -259,12 +231,6 @@ def test_a_load_counts_each_request_once_whoever_sent_it(counts_arrivals: bool) 
     fleet.serve(prepare(workload))
     arrivals = seen[: len(workload.requests)]
     assert [counted for counted, _ in arrivals] == [num_open - 1 for _, num_open in arrivals]
-
-
-def test_a_prompt_that_no_cache_can_hold_fails_alone() -> None:
-    workload = Workload("long", 10, (request(0.0, range(60)), request(1.0, [1, 2])))
-    records = serve(workload, plain_fleet()).records
-    assert [record.error for record in records] == ["too long", None]
 
 
 def test_copies_are_counted_over_the_fleet() -> None:

@@ -12,8 +12,6 @@ from loadtests.simulation.options import FleetOptions, Kill
 from loadtests.simulation.request import prepare
 from loadtests.simulation.shape import TierShape
 from loadtests.workloads import ImageSpan, Workload
-from replicas.protocol.blocks import ImageTokens
-from router.routing.load import LoadBook
 from tests.loadtests.simulation.builders import (
     NO_DELAYS,
     new_fleet,
@@ -50,11 +48,6 @@ def test_an_image_takes_its_encoding_besides_and_nothing_where_it_is_cached(deco
     assert [record.num_image_tokens for record in result.records] == [10, 10]
 
 
-def test_a_fleet_of_texts_has_no_figures_of_images() -> None:
-    result = serve(random_workload(1, num_requests=20), FleetOptions(small_shape(), num_replicas=2))
-    assert result.images is None
-
-
 def test_what_a_dead_replica_had_is_encoded_and_taken_again() -> None:
     workload = Workload("shown", 10, (SHOWN, replace(SHOWN, arrival_seconds=5.0, user="bob")))
     kill = Kill(0, at=3.0, back_after=1.0)
@@ -71,23 +64,6 @@ def test_images_of_prompts_that_were_never_computed_do_not_count_as_cached() -> 
     assert [record.error for record in result.records] == [None, "too long"]
     assert result.images is not None
     assert (result.images.num_in_prompts, result.images.cached_share) == (1, 0.0)
-
-
-def test_routers_know_of_each_prompt_where_its_images_stand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that a replica does not have whole are reserved there as still to be encoded."""
-    reserved: list[int] = []
-    reserve = LoadBook.reserve
-
-    def noted(self: LoadBook, *args: object, num_image_tokens: int = 0, **more: object) -> object:
-        reserved.append(num_image_tokens)
-        return reserve(self, *args, num_image_tokens=num_image_tokens, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(LoadBook, "reserve", noted)
-    workload = Workload("shown", 10, (SHOWN, replace(SHOWN, arrival_seconds=5.0, user="bob")))
-    (first, _) = prepare(workload)
-    assert first.media == (ImageTokens(first.media[0].content_hash, 2, 10),)
-    serve(workload, one_replica())
-    assert reserved == [10, 0]
 
 
 TIERS = TierShape(1000, host_bytes=2e6, disk_bytes=1e7, chunk_tokens=64, pull_bytes_per_second=1e9)

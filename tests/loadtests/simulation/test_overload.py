@@ -16,7 +16,6 @@ from loadtests.workloads.tenants import FLOODER
 from replicas.scheduling.speed_meter import SpeedMeter
 from replicas.simulated_engine.hardware import HARDWARE
 from router.queue.held import QueueRules
-from router.queue.holding import BURST_SECONDS
 
 RULES = QueueRules()
 SHAPE = ReplicaShape(HARDWARE["h100-8b"].cost, 2000, 16, 2048, 32)
@@ -134,14 +133,6 @@ def test_one_that_floods_an_idle_fleet_is_served_whole() -> None:
         for result in (held, sent)
     ]
     assert ends[0] < 1.1 * ends[1]
-
-
-def test_without_deadlines_nobody_waits_for_longer_than_the_rules_say() -> None:
-    rules = dataclasses.replace(RULES, longest_seconds=2.0)
-    _, result = serve(workload(300.0, seconds=6.0), queue=rules)
-    refused = [record for record in result.records if record.error is not None]
-    assert refused and {record.error for record in refused} == {"overloaded"}
-    assert max(record.e2e_seconds or 0.0 for record in refused) <= BURST_SECONDS + 1e-6
 
 
 def test_a_fair_part_is_no_more_than_was_asked_for() -> None:

@@ -138,15 +138,19 @@ def png_of(content: str) -> bytes:
     return probe_png(28 * IMAGE_TOKENS, 28, int(content).to_bytes(3, "big"))
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_it_serves_every_request_at_the_time_and_with_the_hits_of_the_simulated_engine(seed: int) -> None:
-    workload = random_workload(seed)
-    expected, _ = serve_with_the_engine(workload, small_shape())
-    found, replica = serve_virtually(workload, small_shape())
+def served_alike(workload: Workload, shape: ReplicaShape) -> tuple[Timeline, VirtualReplica, int]:
+    expected, num_preempted = serve_with_the_engine(workload, shape)
+    found, replica = serve_virtually(workload, shape)
     assert found.keys() == expected.keys()
     for number, (first, last, num_cached) in expected.items():
         assert found[number] == (pytest.approx(first), pytest.approx(last), num_cached), number
     assert replica.pool.num_used == 0
+    return found, replica, num_preempted
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_it_serves_every_request_at_the_time_and_with_the_hits_of_the_simulated_engine(seed: int) -> None:
+    served_alike(random_workload(seed), small_shape())
 
 
 @pytest.mark.parametrize("retention", [0, 16, 48])
@@ -154,12 +158,7 @@ def test_it_serves_every_request_at_the_time_and_with_the_hits_of_the_simulated_
 def test_so_it_does_where_layers_keep_different_kv(groups: str, retention: int) -> None:
     shape = small_shape(160, groups=parse_groups(groups), retention=retention)
     workload = random_workload(retention)
-    expected, _ = serve_with_the_engine(workload, shape)
-    found, replica = serve_virtually(workload, shape)
-    assert found.keys() == expected.keys()
-    for number, (first, last, num_cached) in expected.items():
-        assert found[number] == (pytest.approx(first), pytest.approx(last), num_cached), number
-    assert replica.pool.num_used == 0
+    found, _, _ = served_alike(workload, shape)
     assert sum(num_cached for _, _, num_cached in found.values()) > 0
 
 
@@ -168,11 +167,7 @@ def test_so_it_does_with_images_whose_encoding_takes_time(seed: int) -> None:
     workload = with_images(random_workload(seed, num_requests=120))
     shape = small_shape()
     shape = replace(shape, cost=replace(shape.cost, encode=2e-3))
-    expected, _ = serve_with_the_engine(workload, shape)
-    found, replica = serve_virtually(workload, shape)
-    assert found.keys() == expected.keys()
-    for number, (first, last, num_cached) in expected.items():
-        assert found[number] == (pytest.approx(first), pytest.approx(last), num_cached), number
+    _, replica, _ = served_alike(workload, shape)
     num_in_prompts = sum(request.num_image_tokens for request in workload.requests)
     assert 0 < replica.num_encoded_tokens < num_in_prompts
     assert replica.report(0.0).load.num_pending_image_tokens == 0
@@ -196,38 +191,8 @@ def test_images_of_requests_that_wait_are_told_as_still_to_be_encoded() -> None:
 def test_so_it_does_when_blocks_run_out_and_requests_are_preempted() -> None:
     workload = random_workload(3, num_requests=60, qps=60.0)
     shape = small_shape(num_blocks=40)
-    expected, num_preempted = serve_with_the_engine(workload, shape)
-    found, replica = serve_virtually(workload, shape)
+    _, replica, num_preempted = served_alike(workload, shape)
     assert num_preempted and replica.num_preemptions
-    for number, (first, last, num_cached) in expected.items():
-        assert found[number] == (pytest.approx(first), pytest.approx(last), num_cached), number
-
-
-def test_so_it_does_when_a_preempted_request_fits_again_in_the_next_step() -> None:
-    """Two equal prompts share blocks, so the second needs one block of the two that it gave back."""
-    twins = [request(at, [1, 2], output=25, user=user) for at, user in ((0.0, "ann"), (0.1, "bob"))]
-    workload, shape = Workload("twins", 10, tuple(twins)), plain_shape(num_blocks=6)
-    expected, num_preempted = serve_with_the_engine(workload, shape)
-    found, replica = serve_virtually(workload, shape)
-    assert num_preempted and replica.num_preemptions
-    for number, (first, last, num_cached) in expected.items():
-        assert found[number] == (pytest.approx(first), pytest.approx(last), num_cached), number
-
-
-def test_two_prompts_and_their_answers_take_what_a_sum_by_hand_says() -> None:
-    """The first: 20 tokens, 0.2 + 0.5 s, then two steps of 0.1 s. The second arrives in the first of those.
-
-    It waits for its end at 0.8 s, finds one block of two cached, and takes 0.1 + 0.5 s with the first one's
-    last token on the way.
-    """
-    workload = Workload(
-        "by hand", 10, (request(0.0, [1, 2], output=3), request(0.75, [1, 3], output=2, user="bob"))
-    )
-    found, _ = serve_virtually(workload, plain_shape(num_blocks=8))
-    assert found == {
-        0: (pytest.approx(0.7), pytest.approx(1.4), 0),
-        1: (pytest.approx(1.4), pytest.approx(1.5), 10),
-    }
 
 
 def test_decoding_beside_costs_a_prompt_nothing() -> None:
@@ -236,12 +201,6 @@ def test_decoding_beside_costs_a_prompt_nothing() -> None:
     shape = plain_shape(num_blocks=8, decodes_beside=True)
     found, _ = serve_virtually(workload, shape)
     assert found[1] == (pytest.approx(1.4), pytest.approx(1.4), 10)
-
-
-def test_the_last_token_of_a_cached_prompt_is_computed_again() -> None:
-    workload = Workload("twice", 10, (request(0.0, [1, 2]), request(5.0, [1, 2])))
-    found, _ = serve_virtually(workload, plain_shape(num_blocks=8))
-    assert found[1] == (pytest.approx(5.6), pytest.approx(5.6), 10)
 
 
 def test_an_answer_that_would_not_fit_ends_where_the_cache_is_full() -> None:

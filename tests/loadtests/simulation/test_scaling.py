@@ -3,9 +3,7 @@
 import dataclasses
 import itertools
 
-import pytest
-
-from loadtests.simulation.options import Autoscale, FleetOptions, parse_autoscale
+from loadtests.simulation.options import Autoscale, FleetOptions
 from loadtests.simulation.request import prepare
 from loadtests.simulation.scaling import BETWEEN_DRAINS_SECONDS, DOWN_SECONDS, Autoscaler
 from loadtests.workloads import Workload
@@ -54,17 +52,3 @@ def test_replicas_come_for_a_load_and_go_after_it() -> None:
     num_failed = [sum(record.error is not None for record in each.records) for each in (result, few)]
     assert num_failed[0] < num_failed[1]
     assert few.mean_replicas is None
-
-
-def test_the_words_of_the_command_line_are_read() -> None:
-    assert parse_autoscale("2:8:16000") == Autoscale(2, 8, 16000.0, 60.0)
-    assert parse_autoscale("1:3:5e3:120") == Autoscale(1, 3, 5000.0, 120.0)
-    for text, words in (
-        ("2:8", "autoscaling reads MIN:MAX:TOKENS"),
-        ("a:8:1", "autoscaling reads"),
-        ("3:2:1", "not 3 to 2"),
-        ("1:2:3:4:5", "autoscaling reads"),
-        *((text, "above 0 tokens") for text in ("1:2:0", "1:2:nan", "1:2:1:inf")),
-    ):
-        with pytest.raises(ValueError, match=words):
-            parse_autoscale(text)

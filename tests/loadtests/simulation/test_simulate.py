@@ -8,7 +8,6 @@ import pytest
 
 from cluster.cli import main
 from loadtests.simulation.command import TIMED_HARDWARE, _job, add_arguments
-from loadtests.simulation.options import DRAIN_SECONDS, Kill, Outage, parse_kill, parse_outage
 from loadtests.workloads import multi_turn, with_block_tokens
 from replicas.config import ReplicaConfig
 from replicas.engine_process.build import build_engine
@@ -63,26 +62,6 @@ def test_goodput_within_both_limits_heeds_the_time_between_tokens(tmp_path: Path
     assert by_ttft == same == both > 0 and none == 0
 
 
-def test_hits_over_time_follow_the_table_and_say_when_they_were_back(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["simulate", *SMALL, "--window", "5", "--kill", "1@3:1:new"]) == 0
-    text = capsys.readouterr().out
-    assert "kvasir, hits over time" in text and "not lost" in text
-    assert "within 2 points of the ideal:" in text and "within 2 points of what was not lost:" in text
-
-
-def test_a_trace_is_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [
-        {"timestamp": 100 * number, "input_length": 1000, "output_length": 5, "hash_ids": [7, 8 + number]}
-        for number in range(10)
-    ]
-    trace = tmp_path / "small.jsonl"
-    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert main(["simulate", str(trace), "--capacity", "10240"]) == 0
-    assert "10 requests" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("hardware", TIMED_HARDWARE)
 def test_without_settings_a_replica_is_what_the_simulated_engine_is(hardware: str) -> None:
     parser = argparse.ArgumentParser()
@@ -97,41 +76,6 @@ def test_without_settings_a_replica_is_what_the_simulated_engine_is(hardware: st
     assert engine.card.num_blocks == shape.num_blocks
     assert engine.card.max_batched_tokens == shape.max_batched_tokens
     assert engine.card.max_running == shape.max_running
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["nothing"], "nothing is neither a file nor a generator; there are b2b, "),
-        (["b2b", "--policy", "chance"], "there is no policy chance; there are "),
-        (
-            ["b2b", "--set", "colour=3"],
-            "--set: colour=3 is not NAME=VALUE of one of b2b's parameters: qps, ",
-        ),
-        (["b2b", "--set", "qps=fast"], "--set: qps takes a number above 0 and up to 1,000,000, not fast"),
-        (["b2b", "--capacity", "100"], "a cache of 100 tokens holds no block of 240"),
-        (["b2b", "--sweep", "replicas"], "--sweep and --values need each other"),
-        (["b2b", "--window", "1e-6"], "--window 1e-06 would make more than 10000 windows"),
-        (["b2b", "--kill", "8@1"], "there is no replica 8 to kill; they count from 0"),
-        (["b2b", "--kill", "first"], "a kill reads REPLICA@SECONDS, "),
-        (["b2b", "--redis-down", "5-3"], "an outage ends after it starts, not from 5 to 3"),
-    ],
-)
-def test_what_makes_no_sense_gets_a_sentence(
-    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["simulate", *words]) == 2
-    assert capsys.readouterr().err.startswith(f"kvasir: {sentence}")
-
-
-def test_accidents_are_read_as_they_are_written() -> None:
-    assert parse_kill("2@30") == Kill(2, 30.0)
-    assert parse_kill("0@1.5:10") == Kill(0, 1.5, 10.0)
-    assert parse_kill("0@9:5:new") == Kill(0, 9.0, 5.0, keeps_disk=False)
-    assert parse_kill("0@9:5:drained") == Kill(0, 9.0, 5.0, keeps_disk=False, drain_seconds=DRAIN_SECONDS)
-    with pytest.raises(ValueError, match="a kill reads"):
-        parse_kill("0@9:5:soon")
-    assert parse_outage("10-20.5") == Outage(10.0, 20.5)
 
 
 def figures_of(words: list[str], tmp_path: Path) -> dict[str, float]:
@@ -160,25 +104,6 @@ def test_perfect_knowledge_does_not_depend_on_what_routers_hear(groups: list[str
     perfect = figures_of([*words, "--policy", "perfect"], tmp_path)
     assert perfect["prediction_exact"] == 1 > deaf["prediction_exact"]
     assert perfect["token_hit_rate"] > deaf["token_hit_rate"]
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["--policy", "perfect", "--ram", "1GB"], "without --ram"),
-        (["--retention", "16"], "need --groups"),
-        (["--route-by-reach"], "need --groups"),
-        (["--groups", "ful:16"], "cache groups are"),
-        (["--groups", "gpt-oss", "--retention", "17"], "multiple of 16"),
-        (["--groups", "gpt-oss", "--ram", "1GB"], "below the device"),
-        (["--groups", "full:17"], "neither divide"),
-    ],
-)
-def test_groups_that_make_no_sense_are_refused(
-    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["simulate", *SMALL, *words]) != 0
-    assert problem in capsys.readouterr().err
 
 
 def test_a_workload_in_blocks_of_another_size_has_the_same_prompts() -> None:
@@ -221,30 +146,3 @@ def test_a_file_of_sessions_is_served_in_a_closed_loop(
     assert first.split()[:2] == ["session", "mean"]
     for result in json.loads(figures.read_text())["results"]:
         assert result["figures"]["session_mean"] > 9 and result["figures"]["slowdown_mean"] >= 0.9
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["--qps", "2", "--speed", "3"], "goes without --qps, --speed"),
-        (["--sweep", "replicas", "--values", "1,2"], "goes without --sweep, --values"),
-        (["--window", "5", "--warm-up", "0", "--autoscale", "1:2:30"], "--warm-up, --window, --autoscale"),
-        (["--tenants", "2", "--limit", "5", "--without-keys", "--groups", "gpt-oss"], "--limit, --tenants"),
-        (["--capacity", "100"], "holds no block of 512"),
-        (["--capacity", "600"], "a turn has 605 tokens; the cache of a replica holds 512"),
-    ],
-)
-def test_what_a_closed_loop_has_no_use_for_is_refused(
-    words: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "few.jsonl"
-    turn = {"in": 600, "out": 5, "think": 0, "blocks": [[0, 1]]}
-    head = {"format": "kvasir-sessions", "version": 1, "block_tokens": 512}
-    session = {"id": "a", "lane": 0, "after": 0, "agent": "main", "turns": [turn]}
-    file.write_text(json.dumps(head) + "\n" + json.dumps(session) + "\n")
-    assert main(["simulate", str(file), *words]) == 2
-    assert complaint in capsys.readouterr().err
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text(json.dumps(head) + "\n{}\n")
-    assert main(["simulate", str(broken)]) == 2
-    assert f"{broken}: line 2 of the sessions" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 
 from loadtests.storm.clients import StormClients, read_events
 from loadtests.storm.faults import Freezer
-from loadtests.storm.verdict import ROUTER_KILL, Failure, Fault, StormRequest, judge, ttfts
+from loadtests.storm.verdict import ROUTER_KILL, Failure, Fault, StormRequest, judge
 from tests.loadtests.scripted_server import DONE, HEAD, chunk, scripted_server
 
 REFERENCES = ["one two three", "four five six"]
@@ -80,12 +80,6 @@ def test_a_cluster_that_does_not_recover_and_what_is_left_behind_break_the_storm
     assert judge([], REFERENCES, [fault("redis-kill", 1.0, None)]).is_broken
     assert judge([], REFERENCES, [], ["router: router_in_flight is 1"]).is_broken
     assert judge([], REFERENCES, [], hung_bodies=["/tokenize spaces"]).is_broken
-
-
-def test_first_tokens_outside_of_faults_are_those_of_answers_that_touch_none() -> None:
-    early, during, late = request(), request(sent=19.0, ended=21.0), request(sent=25.0, ended=26.0)
-    assert ttfts([early, during, late], [fault("replica-kill", 15.0, 20.0)]) == [early.ttft, late.ttft]
-    assert ttfts([early, during, late], [fault("replica-kill", 15.0, None)]) == [early.ttft]
 
 
 def event(text: str) -> bytes:

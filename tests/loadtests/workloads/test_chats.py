@@ -8,14 +8,12 @@ from loadtests.workloads import (
     TraceRequest,
     Workload,
     agent,
-    b2b,
     chat,
     cross_user,
     ideal_hits,
     mixed,
     no_reuse,
     rag,
-    shrink,
 )
 from loadtests.workloads.chat_bodies import ChatBodies
 
@@ -75,17 +73,6 @@ def test_requests_share_prefix_ids_just_if_they_share_tenant_and_words(name: str
                 assert num_ids * workload.block_tokens <= common(prompts[number], prompts[earlier])
 
 
-def test_tenants_with_one_text_have_the_same_words_and_other_salts() -> None:
-    workload = cross_user(seed=1, num_tenants=2, tenants_per_text=2, prompts_per_tenant=1)
-    systems: dict[str, set[str]] = {}
-    for body in bodies_of(workload):
-        systems.setdefault(body["cache_salt"], set()).add(body["messages"][0]["content"])
-    assert len(systems) == 2
-    first, second = systems.values()
-    assert first == second
-    assert len(first) == 1
-
-
 def test_a_later_turn_of_a_chat_repeats_the_earlier_ones() -> None:
     for workload in (chat(seed=2), agent(seed=2)):
         last: dict[str, list[str]] = {}
@@ -131,31 +118,10 @@ def test_an_agents_body_has_tools_and_every_result_answers_a_call() -> None:
     assert num_results > 20
 
 
-def test_another_seed_gives_other_words_and_the_same_one_the_same() -> None:
-    workload = chat(seed=1)
-    assert bodies_of(workload, seed=1) == bodies_of(workload, seed=1)
-    assert bodies_of(workload, seed=1) != bodies_of(workload, seed=2)
-
-
 def test_a_standard_body_has_no_fields_but_openais() -> None:
     (body, *_) = bodies_of(cross_user(seed=1), is_standard=True)
     assert not {"cache_salt", "ignore_eos"} & set(body)
     assert body["safety_identifier"]
-
-
-def test_where_only_prefixes_are_known_a_prompt_is_one_message() -> None:
-    workload = shrink(b2b(seed=1, num_requests=6, num_groups=2), 0.05)
-    for request, body in zip(workload.requests, bodies_of(workload), strict=True):
-        (message,) = body["messages"]
-        assert message["role"] == "user"
-        assert len(message["content"].split()) == request.num_input_tokens
-        assert "cache_salt" not in body
-
-
-def test_a_shrunk_chat_is_shorter_in_its_messages_too() -> None:
-    workload = cross_user(seed=1)
-    for request, smaller in zip(workload.requests, shrink(workload, 0.25).requests, strict=True):
-        assert sum(message.num_tokens for message in smaller.messages) < request.num_input_tokens / 3
 
 
 def test_a_mixed_workload_has_all_kinds_at_about_its_rate() -> None:

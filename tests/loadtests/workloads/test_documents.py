@@ -3,13 +3,10 @@ import json
 from collections import Counter, defaultdict
 from typing import Any
 
-import pytest
-
-from loadtests.workloads import TraceRequest, Workload, documents, ideal_hits, rag, shrink
+from loadtests.workloads import TraceRequest, Workload, documents, ideal_hits, rag
 from loadtests.workloads.chat_bodies import ChatBodies
 from loadtests.workloads.pages import page_png
 from replicas.protocol.images import read_size
-from router.config import RouterConfig
 
 URL = "data:image/png;base64,"
 
@@ -98,28 +95,3 @@ def test_tenants_send_the_same_files_and_share_no_id() -> None:
     (first, first_ids), (second, second_ids) = of_tenants.values()
     assert first == second
     assert not first_ids & second_ids
-
-
-def test_what_a_page_comes_to_can_be_told() -> None:
-    few, many = (documents(seed=6, page_tokens=number, fewest_pages=8) for number in (10, 500))
-    assert len(few.requests) == len(many.requests)
-    for one, other in zip(few.requests, many.requests, strict=True):
-        assert [each.content for each in one.images] == [each.content for each in other.images]
-        num_pages = sum(image.num_tokens == 10 for image in one.images)
-        assert other.num_input_tokens == one.num_input_tokens + num_pages * 490
-    assert any(image.num_tokens == 500 for request in many.requests for image in request.images)
-
-
-def test_a_body_is_within_what_a_router_takes_and_so_are_its_images() -> None:
-    workload = documents(seed=7, fewest_pages=20, most_pages=20, qps=0.2)
-    bodies = bodies_of(workload)
-    assert {len(urls_of(body)) for body in bodies} == {20}
-    assert max(len(json.dumps(body)) for body in bodies) < RouterConfig.max_body_bytes / 4
-    for fewest, most in ((1, 21), (5, 4)):
-        with pytest.raises(ValueError, match="20 images at most"):
-            documents(seed=7, fewest_pages=fewest, most_pages=most)
-
-
-def test_prompts_with_images_are_not_scaled() -> None:
-    with pytest.raises(ValueError, match="images cannot be scaled"):
-        shrink(documents(seed=8), 0.5)

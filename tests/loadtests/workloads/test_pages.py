@@ -4,7 +4,7 @@ import pytest
 from PIL import Image
 
 from loadtests.workloads import PageSize
-from loadtests.workloads.pages import CACHED_PAGES, MOST_PAGE_BYTES, PAGE_SIZES, Pages, page_png
+from loadtests.workloads.pages import MOST_PAGE_BYTES, PAGE_SIZES, page_png
 from replicas.protocol.images import read_size
 
 
@@ -33,13 +33,3 @@ def test_a_page_is_the_same_file_wherever_it_is_made_and_no_other_is() -> None:
     assert len(set(files)) == 4
     assert len({len(file) for file in files}) > 1
     assert page_png(1, "one", size) == files[0]
-
-
-def test_pages_that_are_kept_are_bounded_and_one_that_is_not_is_made_again() -> None:
-    pages, size = Pages(3), PageSize(16, 16)
-    first = pages.url("0", size)
-    for number in range(1, CACHED_PAGES + 50):
-        pages.url(str(number), size)
-    assert len(pages._urls) == CACHED_PAGES
-    assert pages.url("0", size) == first
-    assert len(pages._urls) == CACHED_PAGES

@@ -1,8 +1,6 @@
 import json
 from collections.abc import Sequence
 
-import pytest
-
 from loadtests.workloads import TraceRequest
 from loadtests.workloads.prompts import Prompts
 
@@ -30,20 +28,6 @@ def test_equal_ids_give_equal_tokens_and_different_ids_different_ones() -> None:
     assert prompt(Prompts("toy", 16, 2, ALPHABET), request(1, 2, 3)) != first
 
 
-def test_a_prompt_has_as_many_tokens_as_the_trace_says() -> None:
-    prompts = Prompts("toy", 16, 1, ALPHABET)
-    assert len(prompt(prompts, request(1, 2, 3, num_input_tokens=33))) == 33
-    assert len(prompt(prompts, request(1, num_input_tokens=1))) == 1
-
-
-def test_words_stand_for_tokens_where_the_server_takes_no_ids() -> None:
-    prompts = Prompts("toy", 16, 1, ["cache", "block", "token"])
-    text = json.loads(prompts.body(request(1, 2, num_input_tokens=20)))["prompt"]
-    words = text.split(" ")
-    assert len(words) == 20
-    assert set(words) == {"cache", "block", "token"}
-
-
 def test_the_body_asks_for_the_traces_answer_with_usage() -> None:
     body = json.loads(Prompts("toy", 16, 1, ALPHABET).body(request(1, key="k")))
     assert body.pop("prompt")
@@ -57,13 +41,3 @@ def test_the_body_asks_for_the_traces_answer_with_usage() -> None:
         "prompt_cache_key": "k",
     }
     assert "prompt_cache_key" not in json.loads(Prompts("toy", 16, 1, ALPHABET).body(request(1)))
-
-
-def test_memory_for_blocks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loadtests.workloads.prompts.CACHED_BLOCKS", 10)
-    prompts = Prompts("toy", 16, 1, ALPHABET)
-    first = prompt(prompts, request(0))
-    for number in range(100):
-        prompts.body(request(number))
-    assert len(prompts._blocks) == 10
-    assert prompt(prompts, request(0)) == first

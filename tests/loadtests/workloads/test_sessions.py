@@ -72,22 +72,6 @@ def test_what_cannot_be_is_named_by_its_line(lines: list[object], complaint: str
         parse_sessions("t", encoded(*lines))
 
 
-def test_a_file_of_sessions_is_told_from_a_trace_by_its_first_line(tmp_path: Path) -> None:
-    contents = {
-        "trace.jsonl": b'{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [0]}\n',
-        "other.jsonl": b'{"format": "another", "version": 1, "block_tokens": 512}\n',
-        "empty.jsonl.gz": b"",
-        "plain.jsonl.gz": b'{"format": "kvasir-sessions"}\n',
-        "binary.jsonl": bytes(range(256)),
-        "long.jsonl": b'{"a": "' + b"x" * 1_000_000,
-    }
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-        assert not is_session_file(tmp_path / name), name
-    with pytest.raises(OSError, match="none"):
-        is_session_file(tmp_path / "none.jsonl")
-
-
 def test_the_recorded_sessions_are_whole() -> None:
     paths = sorted(DATA.glob("*.jsonl.gz"))
     assert len(paths) == 9

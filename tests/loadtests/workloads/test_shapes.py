@@ -49,23 +49,3 @@ def test_a_burst_is_dense_where_it_is_high() -> None:
     assert high / low == pytest.approx(10, rel=0.2)
     assert arrivals == sorted(arrivals)
     assert arrivals[-1] < 40.0
-
-
-def test_steps_rise_and_a_day_begins_at_night() -> None:
-    steps = make_shape("steps", 40.0, low=1.0, high=4.0, period_seconds=10.0)
-    assert [steps.rate_at(at) for at in (5, 15, 25, 35)] == [1.0, 2.0, 3.0, 4.0]
-    day = make_shape("day", 40.0, low=0.0, high=2.0)
-    assert day.rate_at(0) == 0.0
-    assert day.rate_at(20) == pytest.approx(2.0)
-    assert day.rate_at(40) == pytest.approx(0.0)
-
-
-def test_a_constant_shape_changes_nothing() -> None:
-    workload = cross_user(seed=1, duration_seconds=20.0)
-    assert bend(workload, make_shape("constant", 20.0)) == workload
-
-
-@pytest.mark.parametrize(("low", "high", "period"), [(-1.0, 1.0, 5.0), (0.0, 0.0, 5.0), (1.0, 1.0, 0.0)])
-def test_a_shape_that_makes_no_sense_is_refused(low: float, high: float, period: float) -> None:
-    with pytest.raises(ValueError, match="shape"):
-        make_shape("ramp", 10.0, low=low, high=high, period_seconds=period)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.load.options import LoadOptions, OptionsError
-from loadtests.workloads import ImageSpan, read_trace, shrink, with_tenants
+from loadtests.workloads import ImageSpan, read_trace
 from loadtests.workloads.traces import ids_with_images, parse_trace
 
 
@@ -40,11 +39,6 @@ def test_arrivals_on_the_grid_are_spread_over_it_in_the_order_of_the_file() -> N
     assert parse_trace("t", lines, seed=4).requests != requests
 
 
-def test_arrivals_off_the_grid_stay_where_they_are() -> None:
-    requests = parse_trace("t", [line(3000, 100, [1]), line(4500, 100, [2])], seed=3).requests
-    assert [request.arrival_seconds for request in requests] == [3.0, 4.5]
-
-
 def test_a_request_that_extends_all_full_blocks_of_another_continues_its_session() -> None:
     lines = [
         line(1, 1100, [0, 1, 2]),
@@ -55,11 +49,6 @@ def test_a_request_that_extends_all_full_blocks_of_another_continues_its_session
     requests = parse_trace("t", lines, seed=0).requests
     assert [request.session for request in requests] == ["s0", "s0", "s2", "s0"]
     assert [request.user for request in requests] == ["s0", "s0", "s2", "s0"]
-
-
-def test_a_short_request_is_continued_by_nobody() -> None:
-    lines = [line(1, 600, [0, 1]), line(2, 1700, [0, 2, 3, 4])]
-    assert [request.session for request in parse_trace("t", lines, seed=0).requests] == ["s0", "s1"]
 
 
 def test_a_session_that_the_trace_names_is_taken() -> None:
@@ -135,22 +124,3 @@ def test_images_that_cannot_be_are_told_with_their_line(images: object, sentence
     lines = [line(1, 100, [1]), line(2, 100, [2], images=images)]
     with pytest.raises(ValueError, match=f"^line 2 of the trace {sentence}"):
         parse_trace("t", lines, seed=0)
-
-
-def test_a_trace_with_images_is_neither_shrunk_nor_sent(tmp_path: Path) -> None:
-    file = tmp_path / "pictures.jsonl"
-    file.write_text(line(1, 100, [1], images=[{"hash": "a", "start": 0, "tokens": 9}]))
-    with pytest.raises(OptionsError, match="names images and does not have them"):
-        LoadOptions("trace", "m", 1, 10.0, trace=str(file)).make_workload(None)
-    with pytest.raises(ValueError, match="images cannot be scaled"):
-        shrink(read_trace(file, seed=0), 0.5)
-
-
-def test_dealt_to_tenants_the_same_image_is_another_in_each() -> None:
-    lines = [
-        line(number, 100, [1], images=[{"hash": "a", "start": 0, "tokens": 9}], session=str(number))
-        for number in range(4)
-    ]
-    requests = with_tenants(parse_trace("t", lines, seed=0), 2).requests
-    names = [request.images[0].content for request in requests]
-    assert names[0] == names[2] != names[1] == names[3]
