@@ -18,7 +18,7 @@ from cluster.config import (
     base_name,
     pool_of_id,
 )
-from cluster.fleet_file import changed, model_name, parse_fleet, settings_from
+from cluster.fleet_file import model_name, parse_fleet
 from replicas.config import ReplicaConfig
 from replicas.process.settings import SettingsError
 from replicas.protocol.bounds import checked_id
@@ -26,46 +26,10 @@ from replicas.protocol.status import ReplicaId
 from tests.cluster.finding import finding
 
 
-def test_replicas_are_named_after_their_pool() -> None:
-    spec = FleetSpec((PoolSpec(2), PoolSpec(1, name="large-ones")))
-    assert spec.pools[1].replica_id(7) == "large-ones-7"
-    assert spec.pool_of(ReplicaId("large-ones-7")) is spec.pools[1]
-    assert spec.pool_of(ReplicaId("small-7")) is None
-
-
-def test_the_replicas_of_a_pool_differ_in_their_id_only() -> None:
-    pool = PoolSpec(2, replica=ReplicaConfig(model_name="m", block_size=32))
-    first, second = (pool.config_of(replica_id) for replica_id in map(pool.replica_id, range(2)))
-    assert (first.replica_id, second.replica_id) == ("replica-0", "replica-1")
-    assert first.block_size == second.block_size == 32
-    assert first.kv_folder is second.kv_folder is None
-
-
 def test_each_replica_has_a_folder_of_its_own_for_kv() -> None:
     pool = PoolSpec(2, replica=ReplicaConfig(kv_folder="/srv/kv"))
     folders = [pool.config_of(pool.replica_id(number)).kv_folder for number in range(2)]
     assert folders == ["/srv/kv/replica-0", "/srv/kv/replica-1"]
-
-
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda: PoolSpec(-1), "cannot have -1 replicas"),
-        (lambda: PoolSpec(1, name="a b"), "cannot be named 'a b'"),
-        (lambda: PoolSpec(1, name=""), "cannot be named ''"),
-        (lambda: PoolSpec(1, num_cpus=-0.1), "a negative number of CPUs"),
-        (lambda: PoolSpec(1, num_gpus=1.5), "only whole ones"),
-        (lambda: PoolSpec(1, num_threads=0), "at least one thread"),
-        (lambda: FleetSpec((PoolSpec(1), PoolSpec(2))), "two pools have the same name"),
-        (lambda: FleetSpec((PoolSpec(1),), drain_seconds=-1), "cannot be negative"),
-        (lambda: BackoffSpec(initial_seconds=0), "initial_seconds"),
-        (lambda: BackoffSpec(initial_seconds=2, max_seconds=1), "initial_seconds"),
-        (lambda: BackoffSpec(healthy_seconds=-1), "cannot be negative"),
-    ],
-)
-def test_a_spec_that_makes_no_sense_is_refused_with_a_sentence(make, sentence) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(SettingsError, match=sentence):
-        make()
 
 
 def test_a_replica_on_several_gpus_asks_for_one_machine_or_for_a_bundle_each() -> None:
@@ -225,12 +189,6 @@ def test_the_example_is_a_fleet_of_two_models_in_three_pools() -> None:
     assert spec.pools[1].autoscaling == AutoscaleSpec(1, 4, 16, 20_000)
 
 
-def test_what_is_left_out_has_its_default() -> None:
-    (only,) = parse_fleet(text(pool())).pools
-    replica = ReplicaConfig(model="/models/small", redis_url=REDIS, drain_seconds=30)
-    assert only == PoolSpec(1, "small", replica, drain_seconds=30, is_on_node_address=True)
-
-
 def test_a_pool_whose_server_names_its_model_is_no_pool_of_the_toy_model() -> None:
     by_server = pool(name="b", engines={"urls": ["http://a:1"]}, settings={"engine": "openai"})
     parse_fleet(text(pool(settings={"model": "/models/toy_model"}), by_server))
@@ -241,13 +199,6 @@ def test_all_pools_have_the_fleets_secret_file_and_none_without_one() -> None:
     assert [each.replica.secret_file for each in spec.pools] == ["/etc/kvasir/secret"] * 2
     assert spec.secret_file == "/etc/kvasir/secret"
     assert parse_fleet(text(pool())).secret_file is None
-
-
-def test_a_host_that_is_set_stays() -> None:
-    settings = {"model": "toy", "host": "10.0.0.1", "model_aliases": ["gpt-4o", "a,b"]}
-    (only,) = parse_fleet(text(pool(settings=settings))).pools
-    assert only.replica.model_aliases == ("gpt-4o", "a,b")
-    assert (only.replica.host, only.is_on_node_address, only.replica.model) == ("10.0.0.1", False, None)
 
 
 @pytest.mark.parametrize(
@@ -305,34 +256,6 @@ def test_what_makes_no_sense_is_refused_with_one_sentence(content: str, sentence
         parse_fleet(content)
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def test_a_changed_setting_makes_another_revision_and_the_number_of_replicas_does_not() -> None:
-    (old,) = parse_fleet(text(pool())).pools
-    (more,) = parse_fleet(text(pool(replicas=7, surge=3))).pools
-    assert more.revision == old.revision
-    new = changed(old, settings_from(["max-running=9"]))
-    assert new.replica.max_running == 9
-    assert new.revision != old.revision
-    assert changed(new, {"max_running": "256"}).revision == old.revision, "and the way back is known"
-
-
-def test_without_a_setting_all_replicas_are_made_anew() -> None:
-    (old,) = parse_fleet(text(pool())).pools
-    assert changed(old, {}).revision not in (old.revision, changed(changed(old, {}), {}).revision)
-
-
-@pytest.mark.parametrize(
-    ("pairs", "sentence"),
-    [
-        (["max_running"], "--set takes NAME=VALUE"),
-        (["replica_id=x"], "pool small cannot set replica_id"),
-    ],
-)
-def test_a_setting_that_makes_no_sense_is_refused(pairs: list[str], sentence: str) -> None:
-    (old,) = parse_fleet(text(pool())).pools
-    with pytest.raises(SettingsError, match=sentence):
-        changed(old, settings_from(pairs))
 
 
 def test_a_pool_may_find_servers_that_run_already() -> None:

@@ -168,8 +168,3 @@ def test_what_cannot_be_shown_whole_is_not_shown_in_part(
         assert sentence in complaint and complaint.count("\n") == 1
 
 
-def test_a_cluster_that_does_not_run_is_said_to_be_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["where", "hello", "--run-dir", str(tmp_path)]) != 0
-    assert "no cluster runs" in capsys.readouterr().err

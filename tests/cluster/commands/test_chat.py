@@ -11,8 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.commands.chat import Chat, Turn, converse, first_model
-from cluster.errors import ClusterError
+from cluster.commands.chat import Chat, converse
 
 Reply = Callable[[dict[str, Any]], Iterator[dict[str, Any] | str]]
 
@@ -99,21 +98,6 @@ def test_an_answer_is_followed_by_the_line_that_says_what_it_cost(chat: Chat) ->
     assert line.endswith(" tokens/s")
 
 
-def test_tokens_of_others_and_of_lower_tiers_are_shown_with_the_cached_ones(
-    chat: Chat, router: Router
-) -> None:
-    router.reply = lambda body: answer("Hello", cross_user_cached_tokens=32, host_cached_tokens=16)
-    converse(chat, io.StringIO("Hi\n"))
-    assert " · cached 48 (32 by others, 16 from host memory), computed 2 · " in shown(chat)
-    assert Turn(replica="replica-1").line() == "replica-1"
-
-
-def test_commands_reset_the_conversation_end_it_and_explain_each_other(chat: Chat, router: Router) -> None:
-    converse(chat, io.StringIO("/system Be brief\nHi\n/reset\nAgain\n/what\n/quit\nHi\n"))
-    assert [message["content"] for message in router.bodies[1]["messages"]] == ["Be brief", "Again"]
-    assert len(router.bodies) == 2 and "/reset" in shown(chat)
-
-
 def test_history_system_message_user_and_limit_go_along(chat: Chat, router: Router) -> None:
     chat.user, chat.max_tokens = "ada", 5
     converse(chat, io.StringIO("/system Be brief\nHi\n\nAgain\n"))
@@ -143,15 +127,6 @@ def test_an_error_in_the_middle_of_an_answer_is_shown(chat: Chat, router: Router
     converse(chat, io.StringIO("Hi\n"))
     assert "the replica died" in shown(chat)
     assert chat.messages == []
-
-
-def test_a_router_that_is_not_there_is_no_traceback() -> None:
-    with httpx.Client(base_url="http://127.0.0.1:9", trust_env=False) as client:
-        chat = Chat(client, "m", io.StringIO())
-        converse(chat, io.StringIO("Hi\n"))
-        assert "refused" in shown(chat)
-        with pytest.raises(ClusterError, match="does not list its models"):
-            first_model(client)
 
 
 @pytest.mark.timeout(60)  # a busy machine takes its time to start a process

@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.cli import main
 from cluster.commands.down import take_down
 from cluster.commands.ray_token import METHOD, refuse_open
 from cluster.errors import ClusterError
@@ -48,11 +47,6 @@ def test_a_cluster_that_gives_its_directory_back_ends_by_itself(tmp_path: Path) 
         assert process.stdout.readline() == "claimed\n"
         assert take_down(directory) == f"The cluster in {directory.path} is stopped."
         assert (process.stdout.read(), process.wait(30)) == ("ended\n", 0)
-
-
-def test_nothing_to_stop_is_said_and_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["down", "--run-dir", str(tmp_path)]) == 0
-    assert tuple(capsys.readouterr()) == (f"No cluster runs in {tmp_path}.\n", "")
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import ray
 
-from cluster import cli
 from cluster.commands import fleet, follow
 from cluster.commands.follow import Look
 from cluster.config import FleetSpec, PoolSpec
@@ -86,25 +85,6 @@ def test_a_second_signal_ends_it_in_the_middle_of_a_look(tmp_path: Path) -> None
         return READY
 
     assert follow.follow(look, None, lambda text: None) == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["--ready-file", "ready"], "--ready-file needs --follow"),
-        (["--follow", "--no-wait"], "not allowed with argument"),
-        (["--follow", "--dry-run"], "not allowed with argument"),
-    ],
-)
-def test_words_that_do_not_go_together_are_refused(
-    capsys: pytest.CaptureFixture[str], words: list[str], complaint: str
-) -> None:
-    try:
-        code = cli.main(["fleet", "apply", "deploy/fleet.yaml", *words])
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 0
-    assert code == 2
-    assert complaint in capsys.readouterr().err
 
 
 def test_a_file_that_was_refused_is_tried_again_when_it_has_changed_or_a_while_later(

@@ -15,10 +15,9 @@ from cluster.commands.key_arguments import read_moment
 from router.caller import Caller, Limits, Right
 from router.errors import KeyFault
 from router.features.api_keys import key_document
-from router.features.api_keys.key_document import read_document, write_json
+from router.features.api_keys.key_document import read_document
 from router.features.api_keys.key_record import KeyDocument, keyring_of
 from tests.redis_server import RedisServer
-from tests.router.features.api_keys.documents import document_of
 
 NOW = datetime.now(UTC).timestamp()
 
@@ -115,15 +114,6 @@ def test_commands_at_once_lose_nothing(file: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-def test_json_stays_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file.write_bytes(write_json(document_of(1, 2)))
-    keys(capsys, "create", "--file", str(file), "--tenant", "acme")
-    assert len(json.loads(file.read_text())["keys"]) == 3
-    other = file.with_suffix(".json")
-    keys(capsys, "create", "--file", str(other), "--tenant", "acme")
-    assert len(json.loads(other.read_text())["keys"]) == 1
-
-
 def test_what_a_symlink_leads_to_is_changed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = file.parent / "real.yaml"
     keys(capsys, "create", "--file", str(target), "--tenant", "acme")
@@ -193,13 +183,6 @@ def test_a_wrong_file_is_not_written_over(file: Path, capsys: pytest.CaptureFixt
     file.write_text("keys: [")
     assert f"{file} is wrong: line 2" in complaint(capsys, "create", "--file", str(file), "--tenant", "a")
     assert file.read_text() == "keys: ["
-
-
-def test_without_a_cluster_the_file_has_to_be_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["keys", "list", "--run-dir", str(tmp_path)]) == 1
-    assert "say with --file which keys are meant" in capsys.readouterr().err
 
 
 def test_moments() -> None:

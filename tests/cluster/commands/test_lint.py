@@ -42,11 +42,6 @@ def test_a_broken_prefix_is_a_row_with_its_path_and_ends_in_1(
     assert "s of computation" in printed
 
 
-def test_what_is_tolerated_is_shown_and_ends_in_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lint", _log(tmp_path / "log", BROKEN.before, BROKEN.after), "--tolerate", "60"]) == 0
-    assert BROKEN.path in capsys.readouterr().out
-
-
 def test_json_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lint", _log(tmp_path / "log", BROKEN.before, BROKEN.after), "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
@@ -76,14 +71,6 @@ def test_a_line_that_is_no_request_is_named_and_ends_in_2(
     captured = capsys.readouterr()
     assert captured.err == "line 3: it is not JSON\n"
     assert BROKEN.path in captured.out  # the rest is looked at nevertheless
-
-
-def test_of_many_bad_lines_some_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lint", _log(tmp_path / "log", *[b"7"] * 50)]) == 2
-    complaints = capsys.readouterr().err.splitlines()
-    assert complaints == [f"line {n}: it is not a JSON object" for n in range(1, 11)] + [
-        "and more such lines"
-    ]
 
 
 def test_what_a_router_would_refuse_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,16 +110,6 @@ def test_a_line_of_ten_megabytes_is_a_request_and_one_beyond_the_bound_is_named(
     assert captured.err.startswith("line 2: it is longer than 1 MiB")
     assert "2→" not in captured.out
     assert "1→3" in captured.out
-
-
-def test_without_a_request_there_is_nothing_to_say(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["lint", _log(tmp_path / "log")]) == 2
-    assert capsys.readouterr().out == "The log has no prompt, so nothing was checked.\n"
-    assert main(["lint", str(tmp_path / "none")]) == 2
-    assert main(["lint", _log(tmp_path / "log"), "--model", str(tmp_path)]) == 2
-    assert "tokenizer" in capsys.readouterr().err
 
 
 async def test_what_a_router_has_recorded_names_the_word_that_was_changed(

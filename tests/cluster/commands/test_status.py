@@ -1,8 +1,6 @@
 import json
-import re
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import pytest
 import redis
 
 from cluster.commands import status
-from cluster.commands.status import as_plain, program_lines, render
+from cluster.commands.status import as_plain, render
 from cluster.local.local_cluster import summary
 from cluster.local.run_directory import ClusterState, ReplicaEntry, RunDirectory
 from cluster.registry import Registry, read_registry
@@ -65,35 +63,6 @@ def test_a_replica_is_shown_as_its_process_and_its_lease_say(
     assert "DISK" not in table
 
 
-def test_without_redis_the_table_says_so_and_one_that_still_starts_is_marked() -> None:
-    table = render(state(READY, ready=False), read_registry("redis://127.0.0.1:9/0"))
-    assert row(table, "replica-0")[:4] == ["replica-0", "ready", "e1", "77"]
-    assert "NOT REACHABLE" in table and "(still starting)" in table
-
-
-def test_tiers_below_the_device_are_shown_where_a_replica_has_any() -> None:
-    registry = {
-        ReplicaId(name): replace(record(name, "e1"), load=load)
-        for name, load in {
-            "a": LoadSnapshot(
-                num_host_bytes=3 << 19, max_host_bytes=1 << 28, num_disk_bytes=700, max_disk_bytes=2 << 30
-            ),
-            "b": LoadSnapshot(max_host_bytes=1 << 40),
-            "c": LOAD,
-        }.items()
-    }
-    entries = [ReplicaEntry(name, "ready", 7, "h:9", "e1") for name in "abcd"]
-    table = render(state(*entries), Registry(registry))
-    cells = [re.split(r" {2,}", line)[-2:] for line in table.splitlines()[:5]]
-    assert cells == [
-        ["HOST MEMORY", "DISK"],
-        ["1.5 MiB/256 MiB", "700 B/2.0 GiB"],
-        ["0 B/1.0 TiB", "-"],
-        ["-", "-"],
-        ["-", "-"],
-    ]
-
-
 def test_json_says_what_the_table_says() -> None:
     registry = Registry({ReplicaId("replica-0"): LEASE}, refused=("replica x: bad",))
     shown = json.loads(json.dumps(as_plain(replace(state(READY), redis_url="redis://:pass@r/0"), registry)))
@@ -124,54 +93,6 @@ def test_the_password_of_redis_is_not_shown() -> None:
     assert "redis://:***@r/0" in render(running, Registry({}))
     said = summary(running, "toy", RunDirectory(Path("run")), ReplicaConfig())
     assert "secret" not in said + render(running, Registry({}))
-
-
-@pytest.mark.parametrize(("keys_file", "chat"), [(None, "chat"), ("keys.yaml", "chat --api-key KEY")])
-def test_what_to_try_names_the_run_directory_and_the_port(keys_file: str | None, chat: str) -> None:
-    running = replace(state(), router_url="http://127.0.0.1:8123", keys_file=keys_file)
-    said = summary(running, "toy", RunDirectory(Path("/tmp/my run")), ReplicaConfig())
-    assert f"  ./kvasir {chat} --run-dir '/tmp/my run'\n" in said
-    assert "curl http://127.0.0.1:8123/v1/" in said
-
-
-def program(session: str, **more: object) -> dict[str, object]:
-    told: dict[str, object] = {
-        **{"tenant": "red", "model": "toy", "source": "codex", "session": session, "agent": None},
-        "salt": None,
-        **{"state": "paused", "home": "replica-0", "tokens": 12_345, "turns": 7},
-        **{"attained_seconds": 8.25, "waits_seconds": None},
-    }
-    return told | more
-
-
-def told(
-    programs: Sequence[object], tenants: Sequence[object], num_programs: int | None = None
-) -> dict[str, object]:
-    number = len(programs) if num_programs is None else num_programs
-    return {"programs": programs, "tenants": tenants, "num_programs": number}
-
-
-def test_programs_are_told_by_tenant_and_each_once_however_many_routers_know_it() -> None:
-    waits = program("s-2", state="waiting", waits_seconds=12.3, home=None, tenant="green", agent="a")
-    red, green = ({"tenant": name, "active": 1, "paused": 1, "waiting": 0} for name in ("red", "green"))
-    late = green | {"active": 0, "paused": 0, "waiting": 1}
-    answers = [
-        told([program("s-1", turns=6, home="replica-1"), waits], [red | {"active": 0}, late]),
-        told([program("s-1"), program("s" * 40, state="active")], [red]),
-    ]
-    lines = program_lines(answers)
-    assert lines[1:3] == [
-        "programs of green: 0 paused, 0 active, 1 waiting",
-        "programs of red: 1 paused, 1 active, 0 waiting",
-    ]
-    rows = [line.split() for line in lines[4:]]
-    assert rows[0] == ["codex", "s-2", "a", "waiting", "12", "s", "-", "12,345", "7", "8.2", "s"]
-    assert rows[2] == ["codex", "s-1", "-", "paused", "replica-0", "12,345", "7", "8.2", "s"]
-    assert rows[1][1] == "s" * 23 + "…" and len(rows) == 3
-    assert program_lines([told([], [])]) == program_lines([]) == []
-    many = told([program(f"s-{n}") for n in range(25)], [red | {"paused": 150}], num_programs=150)
-    assert program_lines([many])[1] == "programs of red: 150 paused, 1 active, 0 waiting"
-    assert program_lines([many])[-1] == "and 130 more"
 
 
 def test_a_router_that_hangs_or_answers_nonsense_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from cluster.commands.usage import add_arguments, usage
-from cluster.errors import ClusterError
 from router.features.usage.store import UsageStore
 from tests.router.features.api_keys.some_keys import ACME, BETA, OPERATOR, some_keys
 from tests.router.http_server import HttpServer, http_server
@@ -52,25 +51,7 @@ async def test_a_line_per_tenant_and_one_for_all(server: HttpServer) -> None:
     assert acme[header.index("SHARE")].endswith("%")
 
 
-async def test_a_tenant_sees_its_own_by_key_and_model(server: HttpServer) -> None:
-    header, row = (
-        line.split() for line in (await printed(server, BETA, "--by=key", "--by=model")).splitlines()
-    )
-    assert (header[:3], row[:4]) == (["TENANT", "KEY", "MODEL"], ["beta", "2" * 12, "tiny", "2"])
-
-
 async def test_json_is_the_routers_answer(server: HttpServer) -> None:
     found = json.loads(await printed(server, OPERATOR, "--json", "--since=7d", "--tenant=acme"))
     assert found["total"]["requests"] == 1
     assert found["end"] - found["start"] in (7 * 86_400, 7 * 86_400 + 3600)
-
-
-async def test_a_time_without_use_and_what_goes_wrong_are_sentences(server: HttpServer) -> None:
-    assert await printed(server, ACME, "--tenant=acme", "--since=1h") != ""
-    with pytest.raises(
-        ClusterError, match=r"401: .*[^.]; set KVASIR_API_KEY to an API key, or give --api-key$"
-    ):
-        await printed(server, None)
-    with pytest.raises(ClusterError, match=r"400.*start"):
-        await printed(server, ACME, "--since=yesterday")
-    assert await printed(server, OPERATOR, "--tenant=nobody") == "Nothing was used in that time."

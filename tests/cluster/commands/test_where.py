@@ -49,21 +49,6 @@ def test_a_prompt_is_found_in_whatever_tier_its_blocks_lie(redis_url: str) -> No
     assert "4 of 5 (1 in host memory, 2 on disk)" in text and "384 tokens" in text
 
 
-def test_what_no_engine_has_reported_is_said_to_be_predicted(redis_url: str) -> None:
-    register(redis_url, dict.fromkeys(HASHES[:2], Tier.DEVICE), is_predicted=True)
-    [holding] = find(redis_url, MODEL, ENTRIES)
-    assert holding.is_predicted and "2 of 5 (predicted)" in render([holding], 5, has_depth=True)
-
-
-def test_without_tiers_nothing_is_said_of_them(redis_url: str) -> None:
-    register(redis_url, dict.fromkeys(HASHES[:2], Tier.DEVICE))
-    [holding] = find(redis_url, None, ENTRIES)
-    assert (holding.num_entries, holding.num_tokens) == (2, 256)
-    assert "2 of 5" in render([holding], 5, has_depth=True) and "(" not in render(
-        [holding], 5, has_depth=True
-    )
-
-
 def test_of_a_sparse_model_the_deepest_point_is_found_behind_holes(redis_url: str) -> None:
     every_block = [IndexEntry(16 * number, BlockHash(bytes([100 + number]) * 16)) for number in range(1, 30)]
     kept = dict.fromkeys([HASHES[0], HASHES[1], HASHES[3]], Tier.DEVICE)
@@ -75,9 +60,3 @@ def test_of_a_sparse_model_the_deepest_point_is_found_behind_holes(redis_url: st
     header, row = render([shallow], 5, has_depth=True).splitlines()
     assert header.split()[-4:] == ["RESUMES", "AT", "HELD", "TO"]
     assert row.split()[-4:] == ["64", "tokens", "256", "tokens"]
-
-
-def test_a_hash_may_be_a_resume_point_that_is_no_entry(redis_url: str) -> None:
-    register(redis_url, {}, [HASHES[0]])
-    asked = [IndexEntry(0, HASHES[0])]
-    assert "0 of 1 (a resume point)" in render(find(redis_url, None, asked, asked), 1, has_depth=False)

@@ -24,12 +24,6 @@ def pool(state: FleetState, name: str) -> PoolSpec:
     return found
 
 
-def test_a_new_size_is_no_rollout() -> None:
-    state = scaled(STATE, "a", 2, MACHINES)
-    assert pool(state, "a").num_replicas == 2
-    assert state.previous == {}
-
-
 def test_more_than_the_cluster_holds_is_refused_and_less_never_is() -> None:
     with pytest.raises(SettingsError, match="cannot hold 4 replicas of pool a"):
         scaled(STATE, "a", 4, MACHINES)
@@ -41,13 +35,6 @@ def test_a_size_outside_of_the_autoscaling_bounds_is_refused() -> None:
     state = applied(STATE, FleetSpec((replace(A, autoscaling=AutoscaleSpec(1, 2, 8)), B)), MACHINES)
     with pytest.raises(SettingsError, match="its autoscaling keeps 1 to 2"):
         scaled(state, "a", 3, MACHINES)
-
-
-def test_an_unknown_pool_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(SettingsError, match="there is no pool c; there is a, b"):
-        scaled(STATE, "c", 1, MACHINES)
-    with pytest.raises(SettingsError, match="there is no pool c"):
-        rolled(STATE, "c", {}, MACHINES)
 
 
 def test_a_rollout_remembers_where_it_came_from_until_it_is_done() -> None:
@@ -64,11 +51,6 @@ def test_a_rollout_that_fails_leaves_the_pool_as_it_was_but_for_its_size() -> No
     assert pool(state, "a") == replace(A, num_replicas=2)
     assert (state.previous, state.failures) == ({}, {"a": "it did not start"})
     assert rolled(state, "a", {"max_running": "8"}, MACHINES).failures == {}
-
-
-def test_a_rollout_to_what_there_is_already_is_refused() -> None:
-    with pytest.raises(SettingsError, match="pool a has these settings already"):
-        rolled(STATE, "a", {"max_running": "256"}, MACHINES)
 
 
 def test_a_rollout_without_room_is_refused_and_its_failure_kept() -> None:
@@ -90,12 +72,6 @@ def test_an_apply_of_the_same_file_does_not_undo_a_restart_and_undoes_a_setting(
     assert pool(applied(restarted, STATE.spec, MACHINES), "a").revision == pool(restarted, "a").revision
     changed = rolled(STATE, "a", {"max_running": "9"}, MACHINES)
     assert pool(applied(changed, STATE.spec, MACHINES), "a").revision == A.revision
-
-
-def test_a_pool_that_goes_takes_its_rollout_along() -> None:
-    state = rolled(STATE, "a", {}, MACHINES)
-    spec = FleetSpec((B,))
-    assert applied(state, spec, MACHINES) == FleetState(spec, applied_revision=spec.revision)
 
 
 def test_what_was_applied_last_is_remembered_whatever_happens_to_the_fleet_since() -> None:
@@ -164,10 +140,6 @@ def test_misfit(pools: list[PoolSpec], sentence: str | None) -> None:
     assert found is None if sentence is None else found is not None and sentence in found
 
 
-def test_a_cluster_that_grows_by_itself_is_never_too_small() -> None:
-    assert misfit(FleetSpec((gpu(99, 1),), is_growing=True), ROOM) is None
-
-
 def test_a_rollout_needs_room_for_one_more_unless_an_old_one_leaves_first() -> None:
     full = gpu(4, 1)
     assert misfit(FleetSpec((full,)), ROOM, rolling=["gpu"]) == (
@@ -176,13 +148,6 @@ def test_a_rollout_needs_room_for_one_more_unless_an_old_one_leaves_first() -> N
     )
     assert misfit(FleetSpec((replace(full, surge=0),)), ROOM, rolling=["gpu"]) is None
     assert misfit(FleetSpec((replace(full, num_replicas=3),)), ROOM, rolling=["gpu"]) is None
-
-
-def test_the_sentence_speaks_of_the_pool_that_has_grown() -> None:
-    spec = FleetSpec((PoolSpec(16, "grown"), PoolSpec(1, "other")))
-    assert (misfit(spec, ROOM, grown=["grown"]) or "").startswith(
-        "the cluster cannot hold 16 replicas of pool grown"
-    )
 
 
 LARGE_MACHINES = [{"CPU": 64.0, "GPU": 8.0, "slot": 9.0}]

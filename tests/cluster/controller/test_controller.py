@@ -2,14 +2,12 @@
 
 import asyncio
 import logging
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ray.exceptions import RayError
 
 from cluster.config import FleetSpec
 from cluster.controller import actors
@@ -50,23 +48,6 @@ async def seen(fleet: FleetController, condition: Callable[[FleetView], bool]) -
         while not condition(view):
             view = await fleet.view(view.version)
     return view
-
-
-@pytest.mark.parametrize("error", [RayError("gone"), RuntimeError("gone"), KeyError("gone")])
-async def test_a_look_that_fails_is_told_and_followed_by_the_next(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def fail() -> list[dict[str, float]]:
-        raise error
-
-    monkeypatch.setattr(actors, "machines", fail)
-    async with running(SPEC) as fleet:
-        view = await seen(fleet, lambda view: view.complaints != ())
-        assert view.complaints[0].startswith("the look at machines failed: ")
-        assert "gone" in view.complaints[0]
-        monkeypatch.setattr(actors, "machines", list)
-        view = await seen(fleet, lambda view: view.complaints == ())
-        assert "machines: all is well again" in view.notes
 
 
 async def test_every_look_survives_whatever_it_meets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,19 +92,6 @@ async def test_what_the_plan_meets_ends_the_controller(monkeypatch: pytest.Monke
     with pytest.raises(ExceptionGroup) as caught:
         await FleetController(SPEC).run()
     assert caught.group_contains(LookupError)
-
-
-async def test_a_metrics_port_that_is_taken_does_not_end_the_controller(free_port: int) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", free_port))
-        listener.listen()
-        async with running(replace(SPEC, metrics_port=free_port)) as fleet:
-            view = await seen(fleet, lambda view: view.complaints != ())
-            assert view.metrics_address is None
-            assert f"serves no metrics on 127.0.0.1:{free_port}" in view.complaints[0]
-            listener.close()
-            view = await seen(fleet, lambda view: view.complaints == ())
-            assert view.metrics_address == f"127.0.0.1:{free_port}"
 
 
 async def test_what_is_applied_holds_for_the_controller_that_runs(free_port: int) -> None:

@@ -23,7 +23,6 @@ from cluster.controller.replica_life import (
     ReplicaStarted,
     after_action,
     asked_for,
-    count_early_deaths,
     found,
 )
 from replicas.protocol.status import ReplicaId, ReplicaState
@@ -110,29 +109,11 @@ def test_an_end_that_was_not_asked_for_is_a_death(
     assert (after.num_early_deaths, after.cause, after.has_refused) == (num_early_deaths, cause, False)
 
 
-def test_a_replica_that_served_long_enough_starts_counting_again() -> None:
-    assert count_early_deaths(5, 30.0, BACKOFF) == 1
-    assert count_early_deaths(5, 29.9, BACKOFF) == 6
-    assert count_early_deaths(0, None, BACKOFF) == 1
-
-
 def test_a_successor_takes_the_deaths_with_it_and_nothing_else() -> None:
     before = replace(life(STOPPED, deaths=3), machine="m", has_refused=True, is_dismissed=True)
     after, orders = asked_for(NAME, "new", NOW, before)
     assert orders == (Order.LAUNCH,)
     assert after == replace(asked(), since=NOW, num_early_deaths=3, revision="new")
-
-
-def test_only_what_has_ended_has_a_successor() -> None:
-    with pytest.raises(AssertionError, match="runs once"):
-        asked_for(NAME, "new", NOW, life(READY))
-
-
-def test_one_that_is_found_says_itself_what_it_is() -> None:
-    one, orders = found(NAME, NOW)
-    assert (one.state, one.revision, orders) == (STARTING, None, (Order.START,))
-    after, _ = one.after(STARTED, NOW, BACKOFF)
-    assert (after.revision, after.machine) == ("abc", "m")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import pytest
 from redis.asyncio import Redis
 
 from cluster.config import FleetSpec
-from cluster.errors import StartFailed
 from cluster.local import fleet_watch, redis_server
 from cluster.local.fleet_watch import FleetWatch
 from cluster.local.local_cluster import _shared_settings
@@ -73,17 +72,6 @@ async def test_a_service_that_does_not_listen_is_killed(tmp_path: Path) -> None:
     service = await started(tmp_path, STUBBORN)
     await service.stop(0.05)
     assert await service.wait() == -signal.SIGKILL
-
-
-async def test_stopping_twice_or_before_the_start_does_nothing(tmp_path: Path, sleeper: Service) -> None:
-    await Service("never started", ["true"], tmp_path / "log", {}).stop(1)
-    await sleeper.stop(10)
-    await sleeper.stop(10)
-
-
-async def test_a_command_that_is_not_there_is_said_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(StartFailed, match=r"cannot start it: .*no-such-program"):
-        await Service("it", ["/no-such-program"], tmp_path / "log", {}).start()
 
 
 async def test_a_service_complains_with_the_end_of_its_log(tmp_path: Path) -> None:
@@ -188,14 +176,6 @@ def test_without_the_package_the_machines_own_redis_is_taken(
     assert redis_binary({"PATH": str(tmp_path)}) == str(own)
 
 
-def test_without_any_redis_one_sentence_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(redis_server.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(StartFailed, match="set REDIS_URL, or install"):
-        redis_binary({"PATH": str(tmp_path)})
-
-
 async def test_a_watch_that_is_cancelled_has_left_ray_before_ray_is_shut_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -230,7 +210,3 @@ def test_how_replicas_log_and_where_they_send_traces_holds_for_the_router_too() 
     )
     assert (router.log_format, router.log_level) == ("json", "debug")
     assert (router.otlp_endpoint, router.trace_sample_ratio) == ("http://collector:4318", 0.25)
-
-
-def test_what_is_not_set_is_left_to_the_routers_own_environment() -> None:
-    assert _shared_settings(ReplicaConfig()) == []

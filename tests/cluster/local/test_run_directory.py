@@ -114,23 +114,12 @@ def test_logs_of_the_previous_cluster_go_and_those_of_the_last_one_stay(director
     assert not directory.secret_file.exists()
 
 
-def test_ray_gets_a_short_directory_of_its_own(tmp_path: Path) -> None:
-    first, second = (RunDirectory(tmp_path / ("x" * 200) / name) for name in "ab")
-    assert first.ray_directory != second.ray_directory
-    assert len(str(first.ray_directory)) < 40
-
-
 def test_in_a_checkout_the_run_directory_is_at_its_root(tmp_path: Path) -> None:
     (tmp_path / "kvasir").touch()
     (tmp_path / "pyproject.toml").touch()
     inner = tmp_path / "a/b"
     inner.mkdir(parents=True)
     assert default_run_directory(inner, {}) == tmp_path / ".kvasir"
-
-
-def test_elsewhere_the_run_directory_is_in_the_users_state(tmp_path: Path) -> None:
-    assert default_run_directory(tmp_path, {"XDG_STATE_HOME": "/s"}) == Path("/s/kvasir")
-    assert default_run_directory(tmp_path, {}) == Path.home() / ".local/state/kvasir"
 
 
 def test_only_this_user_reads_the_state_for_the_url_of_redis_may_have_a_password(
@@ -171,37 +160,6 @@ def test_a_secret_that_was_not_written_whole_is_made_anew(directory: RunDirector
     assert len(bytes.fromhex(begun_and_ended(directory))) == 32
 
 
-def test_a_command_names_the_directory_unless_it_is_the_one_of_the_checkout(tmp_path: Path) -> None:
-    assert RunDirectory(tmp_path / ".kvasir").command("chat") == f"./kvasir chat --run-dir {tmp_path}/.kvasir"
-    for name in ("kvasir", "pyproject.toml"):
-        (tmp_path / name).touch()
-    assert RunDirectory(tmp_path / ".kvasir").command("chat") == "./kvasir chat"
-    assert RunDirectory(tmp_path / "a b").command("chat") == f"./kvasir chat --run-dir '{tmp_path}/a b'"
-
-
-SCRAPED = ClusterState(
-    pid=1,
-    redis_url="redis://127.0.0.1:1/0",
-    redis_pid=2,
-    ray_address="127.0.0.10:5",
-    router_url="http://127.0.0.1:8000",
-    router_pid=3,
-    block_size=16,
-    ready=True,
-)
-
-
-def test_a_router_alone_is_a_target() -> None:
-    assert scrape_targets(SCRAPED) == [
-        {"targets": ["127.0.0.1:8000"], "labels": {"job": "kvasir-router", "router": "127.0.0.1:8000"}}
-    ]
-
-
-def test_several_routers_are_a_target_each_and_their_common_port_is_none() -> None:
-    state = replace(SCRAPED, router_admins=("127.0.0.1:9101", "127.0.0.1:9102"))
-    assert [group["targets"] for group in scrape_targets(state)] == [["127.0.0.1:9101"], ["127.0.0.1:9102"]]
-
-
 def test_replicas_and_controller_are_targets_for_as_long_as_they_serve_metrics() -> None:
     entries = (
         ReplicaEntry("small-pool-0", "ready", 5, "127.0.0.1:9", "e1", "127.0.0.1:19"),
@@ -209,8 +167,8 @@ def test_replicas_and_controller_are_targets_for_as_long_as_they_serve_metrics()
         ReplicaEntry("small-pool-2", "stopped", 5, "127.0.0.1:11", "e1", "127.0.0.1:21"),
         ReplicaEntry("small-pool-3", "starting", None, None, None),
     )
-    _, controller, *replicas = scrape_targets(
-        replace(SCRAPED, replicas=entries, controller_metrics="127.0.0.1:7")
+    _, _, controller, *replicas = scrape_targets(
+        replace(STATE, replicas=entries, controller_metrics="127.0.0.1:7")
     )
     assert controller == {"targets": ["127.0.0.1:7"], "labels": {"job": "kvasir-controller"}}
     assert [group["targets"] for group in replicas] == [["127.0.0.1:19"], ["127.0.0.1:20"]]
