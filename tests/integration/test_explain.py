@@ -166,5 +166,3 @@ def test_what_cannot_be_shown_whole_is_not_shown_in_part(
         assert main([*arguments, *places]) != 0
         complaint = capsys.readouterr().err
         assert sentence in complaint and complaint.count("\n") == 1
-
-
