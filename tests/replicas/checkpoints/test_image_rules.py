@@ -78,6 +78,8 @@ def test_tiles_are_those_that_the_real_processor_cuts(original: Path) -> None:
 @settings(max_examples=examples(300))
 @example(1820, 365, (364, 5))
 @example(425, 848, (424, 2))
+@example(300, 151, (112, 2))
+@example(300, 152, (112, 2))
 @given(
     st.integers(2, 5700),
     st.integers(2, 5700),
@@ -103,6 +105,8 @@ def test_grids_are_those_that_transformers_counts(width: int, height: int, shape
 
 
 @settings(max_examples=examples(300))
+@example(42, 42, (14, 3136, 1_003_520))
+@example(70, 70, (14, 3136, 1_003_520))
 @given(
     st.integers(2, 5700),
     st.integers(2, 5700),

@@ -46,57 +46,6 @@ def size(width: int, height: int) -> ImageSize:
 sizes = st.builds(size, st.integers(2, 5000), st.integers(2, 5000))
 
 
-@pytest.mark.parametrize(
-    ("rule", "width", "height", "num_tokens"),
-    [
-        (QWEN2, 2, 2, 4),
-        (QWEN2, 300, 200, 77),
-        (QWEN2, 200, 300, 77),
-        (QWEN2, 42, 42, 4),  # 1.5 cells, rounded to the even number
-        (QWEN2, 70, 70, 4),  # 2.5 cells: to the even number too
-        (QWEN2, 1920, 1080, 1222),
-        (QWEN2, 400, 2, 29),
-        (QWEN3, 2, 2, 64),
-        (QWEN3, 1920, 1080, 2040),
-        (QWEN3, 5000, 5000, 16_384),
-    ],
-)
-def test_cells_as_the_processors_of_qwen_count_them(
-    rule: CellRule, width: int, height: int, num_tokens: int
-) -> None:
-    assert rule.num_tokens(size(width, height)) == num_tokens
-    assert rule.tokens_of(size(width, height)) == (IMAGE,) * num_tokens
-
-
-@pytest.mark.parametrize(
-    ("width", "height", "grid"),
-    [
-        (300, 200, (2, 2)),
-        (300, 150, (1, 2)),
-        (150, 300, (2, 1)),
-        (300, 151, (1, 2)),  # 112.7 pixels high, of which 112 count
-        (300, 152, (2, 2)),  # 113.5 pixels high
-        (2, 400, (2, 1)),
-        (2, 2, (2, 2)),
-    ],
-)
-def test_tiles_as_the_processor_of_idefics3_cuts_them(width: int, height: int, grid: tuple[int, int]) -> None:
-    assert TINY.grid(size(width, height)) == grid
-
-
-@pytest.mark.parametrize(
-    ("width", "height", "tile", "grid"), [(1820, 365, 364, (1, 5)), (425, 848, 424, (2, 1))]
-)
-def test_a_side_is_rounded_as_the_processor_rounds_it(
-    width: int, height: int, tile: int, grid: tuple[int, int]
-) -> None:
-    """The shorter side is one pixel more than a tile, and by the processor's division a hair less."""
-    per_side = max(width, height) // tile
-    row = (((1,),) * per_side,) * per_side
-    rule = replace(TINY, tile_side=tile, longest_side=per_side * tile, before_tile=row)
-    assert rule.grid(size(width, height)) == grid
-
-
 def test_an_image_in_tiles_is_its_pieces_with_the_whole_at_the_end() -> None:
     tile = (IMAGE, IMAGE, IMAGE)
     assert TINY.tokens_of(size(300, 300)) == (

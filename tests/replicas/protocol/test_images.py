@@ -108,14 +108,6 @@ def test_the_size_is_what_pillow_shows(
     assert size.orientation == (orientation if can_turn else 1)
 
 
-@pytest.mark.parametrize(("name", "options"), FORMATS)
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_every_orientation_of_every_format(name: str, options: dict[str, Any], orientation: int) -> None:
-    size = read_counted(encoded(30, 20, name, options, orientation))
-    turned = name != "GIF" and orientation >= 5
-    assert (size.width, size.height) == ((20, 30) if turned else (30, 20))
-
-
 @pytest.mark.parametrize("byte_order", ["<", ">"])
 @pytest.mark.parametrize("kind", [3, 4])
 def test_an_orientation_in_either_byte_order_after_the_pixels(byte_order: str, kind: int) -> None:
