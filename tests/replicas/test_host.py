@@ -227,11 +227,6 @@ async def test_a_taken_port_is_one_clear_sentence(redis_url: str, free_port: int
             await second.start()
 
 
-async def test_an_address_that_is_no_redis_is_one_clear_sentence() -> None:
-    with pytest.raises(StartupError, match="redis_url"):
-        await ReplicaHost(config("http://nowhere")).start()
-
-
 async def test_stop_before_start_is_harmless_and_start_then_ends_at_once(redis_url: str) -> None:
     host = ReplicaHost(config(redis_url))
     await host.stop()

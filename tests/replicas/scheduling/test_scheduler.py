@@ -2,8 +2,9 @@
 
 from typing import Any
 
+import pytest
+
 from replicas.protocol.frames import FinishReason, PromptUsage, UserTag
-from replicas.scheduling.scheduler import Scheduler
 from tests.replicas.builders import EOS, FakeModel, engine_request, scheduler, tokens_of
 from tests.replicas.scheduling.stepping import add, key, model, plan, stored, usage
 
@@ -236,80 +237,74 @@ class TestPreemption:
         assert [delta.usage for delta in deltas if delta.key == key(2)] == [PromptUsage(22, 0, 20)]
 
 
-class TestStopping:
-    def finish(self, sampled: list[int], **fields: Any) -> tuple[list[int], FinishReason | None]:
-        one = model(context_length=fields.pop("context_length", 4096))
-        one.scheduler.add(engine_request(fields.pop("token_ids", [5, 6, 7]), **fields))
-        for token_id in sampled:
-            assert one.scheduler.has_work()
-            one.step(token_ids={key(1): token_id})
-        return tokens_of(one.deltas, 1), one.deltas[-1].finish_reason
-
-    def test_eos_ends_the_answer_and_is_part_of_it(self) -> None:
-        assert self.finish([9, EOS], max_tokens=9) == ([9, EOS], FinishReason.STOP)
-
-    def test_eos_as_the_last_allowed_token_is_a_stop(self) -> None:
-        assert self.finish([9, EOS], max_tokens=2) == ([9, EOS], FinishReason.STOP)
-
-    def test_eos_can_be_ignored(self) -> None:
-        assert self.finish([EOS, EOS], max_tokens=2, ignore_eos=True) == ([EOS, EOS], FinishReason.LENGTH)
-
-    def test_a_stop_token_stops_even_where_eos_is_ignored(self) -> None:
-        stop: dict[str, Any] = {"stop_token_ids": (9,), "ignore_eos": True}
-        assert self.finish([EOS, 9], max_tokens=5, **stop) == ([EOS, 9], FinishReason.STOP)
-
-    def test_nothing_stops_before_min_tokens(self) -> None:
-        sampling: dict[str, Any] = {"max_tokens": 9, "min_tokens": 3, "stop_token_ids": (9,)}
-        assert self.finish([EOS, 9, EOS], **sampling) == ([EOS, 9, EOS], FinishReason.STOP)
-        assert self.finish([EOS, 9], **sampling) == ([EOS, 9], None)
-
-    def test_the_context_length_ends_the_answer(self) -> None:
-        assert self.finish([9, 9], max_tokens=50, context_length=5) == ([9, 9], FinishReason.LENGTH)
-
-    def test_the_size_of_the_whole_cache_ends_the_answer(self) -> None:
-        tiny = model(num_blocks=3, block_size=4)
-        tiny.scheduler.add(engine_request([5] * 6, max_tokens=50))
-        deltas = tiny.run()
-        assert len(deltas) == 3 and deltas[-1].finish_reason is FinishReason.LENGTH
-
-    def test_resumed_output_counts_as_output(self) -> None:
-        resumed: dict[str, Any] = {"token_ids": [5, 6, 7, 8, 9], "num_output_tokens": 2}
-        assert self.finish([9], max_tokens=3, **resumed) == ([9], FinishReason.LENGTH)
-        assert self.finish([EOS], max_tokens=9, min_tokens=4, **resumed) == ([EOS], None)
-        assert self.finish([EOS], max_tokens=9, min_tokens=3, **resumed) == ([EOS], FinishReason.STOP)
-
-    def test_resumed_output_is_no_part_of_the_prompt(self) -> None:
-        elsewhere = model()
-        prompt = list(range(100, 110))
-        elsewhere.scheduler.add(engine_request(prompt, serial=1, max_tokens=12))
-        all_tokens = tokens_of(elsewhere.run(), 1)
-        for num_output_tokens in (1, 5, 11):
-            here = model()
-            submitted = prompt + all_tokens[:num_output_tokens]
-            fields: dict[str, Any] = {"num_output_tokens": num_output_tokens, "max_tokens": 12}
-            here.scheduler.add(engine_request(submitted, serial=1, **fields))
-            assert usage(here.step()) == PromptUsage(10, 0, 8)
-            assert tokens_of(here.run(), 1) == all_tokens[num_output_tokens:]
-            here.scheduler.add(engine_request(submitted, serial=2, **fields))
-            num_hit = (len(submitted) - 1) // 4 * 4
-            assert usage(here.step()) == PromptUsage(10, min(num_hit, 10), 0)
+IGNORING: dict[str, Any] = {"ignore_eos": True}
+LATE: dict[str, Any] = {"max_tokens": 9, "min_tokens": 3, "stop_token_ids": (9,)}
+RESUMED: dict[str, Any] = {"token_ids": [5, 6, 7, 8, 9], "num_output_tokens": 2}
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
-class TestAbort:
-    def check_empty(self, scheduler: Scheduler) -> None:
-        load = scheduler.load()
-        assert (load.num_running, load.num_waiting, load.num_used_blocks) == (0, 0, 0)
-        assert (load.num_pending_tokens, load.num_context_tokens) == (0, 0)
-        assert not scheduler.has_work()
+@pytest.mark.parametrize(
+    ("sampled", "fields", "finish"),
+    [
+        ([9, EOS], {"max_tokens": 9}, STOP),
+        ([9, EOS], {"max_tokens": 2}, STOP),
+        ([EOS, EOS], {"max_tokens": 2, **IGNORING}, LENGTH),
+        ([EOS, 9], {"max_tokens": 5, "stop_token_ids": (9,), **IGNORING}, STOP),
+        ([EOS, 9, EOS], LATE, STOP),
+        ([EOS, 9], LATE, None),
+        ([9, 9], {"max_tokens": 50, "context_length": 5}, LENGTH),
+        ([9], {"max_tokens": 3, **RESUMED}, LENGTH),
+        ([EOS], {"max_tokens": 9, "min_tokens": 4, **RESUMED}, None),
+        ([EOS], {"max_tokens": 9, "min_tokens": 3, **RESUMED}, STOP),
+    ],
+)
+def test_an_answer_ends_with_its_last_token(
+    sampled: list[int], fields: dict[str, Any], finish: FinishReason | None
+) -> None:
+    asked = {"token_ids": [5, 6, 7], **fields}
+    one = model(context_length=asked.pop("context_length", 4096))
+    one.scheduler.add(engine_request(asked.pop("token_ids"), **asked))
+    for token_id in sampled:
+        assert one.scheduler.has_work()
+        one.step(token_ids={key(1): token_id})
+    assert (tokens_of(one.deltas, 1), one.deltas[-1].finish_reason) == (sampled, finish)
 
-    def test_aborting_between_schedule_and_finish_leaves_no_delta(self) -> None:
-        one = scheduler()
-        one.add(engine_request([5, 6, 7, 8, 9]))
-        chunks = one.schedule()
-        one.abort(key(1))
-        frame = one.finish_step(chunks, {})
-        assert frame.deltas == [] and len(stored(frame)) == 1
-        self.check_empty(one)
+
+def test_the_size_of_the_whole_cache_ends_the_answer() -> None:
+    tiny = model(num_blocks=3, block_size=4)
+    tiny.scheduler.add(engine_request([5] * 6, max_tokens=50))
+    deltas = tiny.run()
+    assert len(deltas) == 3 and deltas[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_resumed_output_is_no_part_of_the_prompt() -> None:
+    elsewhere = model()
+    prompt = list(range(100, 110))
+    elsewhere.scheduler.add(engine_request(prompt, serial=1, max_tokens=12))
+    all_tokens = tokens_of(elsewhere.run(), 1)
+    for num_output_tokens in (1, 5, 11):
+        here = model()
+        submitted = prompt + all_tokens[:num_output_tokens]
+        fields: dict[str, Any] = {"num_output_tokens": num_output_tokens, "max_tokens": 12}
+        here.scheduler.add(engine_request(submitted, serial=1, **fields))
+        assert usage(here.step()) == PromptUsage(10, 0, 8)
+        assert tokens_of(here.run(), 1) == all_tokens[num_output_tokens:]
+        here.scheduler.add(engine_request(submitted, serial=2, **fields))
+        num_hit = (len(submitted) - 1) // 4 * 4
+        assert usage(here.step()) == PromptUsage(10, min(num_hit, 10), 0)
+
+
+def test_aborting_between_schedule_and_finish_leaves_no_delta() -> None:
+    one = scheduler()
+    one.add(engine_request([5, 6, 7, 8, 9]))
+    chunks = one.schedule()
+    one.abort(key(1))
+    frame = one.finish_step(chunks, {})
+    assert frame.deltas == [] and len(stored(frame)) == 1
+    load = one.load()
+    assert (load.num_running, load.num_waiting, load.num_used_blocks) == (0, 0, 0)
+    assert (load.num_pending_tokens, load.num_context_tokens) == (0, 0)
+    assert not one.has_work()
 
 
 ANN, BOB = UserTag(b"ann"), UserTag(b"bob")

@@ -1,4 +1,4 @@
-"""The simulated engine: the engine contract, its prices, its tokens."""
+"""The simulated engine: its prices and its tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from replicas.config import ReplicaConfig
-from replicas.engine import Engine, RequestRefused, expand
+from replicas.engine import Engine, expand
 from replicas.engine_process.build import build_engine
-from replicas.protocol.blocks import BlockHash, pack_token_ids
-from replicas.protocol.events import AllBlocksCleared
-from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, SamplingParams, StepFrame, Submit
+from replicas.protocol.blocks import pack_token_ids
+from replicas.protocol.frames import PromptUsage, SamplingParams, StepFrame, Submit
 from replicas.protocol.status import ModelCard
 from replicas.scheduling.request import Chunk
 from replicas.simulated_engine.engine import SimulatedEngine
@@ -71,27 +70,6 @@ def answer(engine: Engine, **fields: Any) -> list[int]:
     return tokens_of([delta for frame in run(engine) for delta in frame.deltas], 1)
 
 
-def test_it_keeps_the_engine_contract() -> None:
-    served: Engine = engine()
-    assert served.card is CARD
-    assert not served.has_work() and served.step().deltas == []
-    served.add(engine_request(range(100, 140), max_tokens=3))
-    frames = run(served)
-    assert [len(frame.deltas) for frame in frames] == [1, 1, 1]
-    assert frames[0].deltas[0].usage == PromptUsage(40, 0, 32)
-    assert frames[-1].deltas[0].finish_reason is FinishReason.LENGTH
-    assert frames[-1].load.num_used_blocks == 0 and frames[-1].load.num_cached_blocks == 2
-    with pytest.raises(RequestRefused):
-        served.add(engine_request([1000], serial=2))
-    served.add(engine_request(range(100, 140)))
-    served.step()
-    assert not served.reset_prefix_cache()
-    served.abort(RequestKey(1, 0))
-    assert served.reset_prefix_cache() and served.has_work()
-    assert served.step().events == [AllBlocksCleared()]
-    served.close()
-
-
 def test_choices_of_one_submit_share_the_prompt_and_differ_in_their_answers() -> None:
     served = engine()
     submit = Submit(
@@ -144,14 +122,6 @@ def test_answers_of_a_simulated_replica_are_text_without_special_tokens() -> Non
     assert "<|" not in text
     assert "\ufffd" not in text
     assert text.replace("\n", "").isprintable()
-
-
-def test_logprobs_come_with_the_tokens_if_they_are_asked_for() -> None:
-    served = engine()
-    served.add(engine_request([5] * 20, max_tokens=1, num_logprobs=2))
-    [delta] = served.step().deltas
-    assert delta.logprobs is not None and delta.logprobs[0].token_id == delta.token_ids[0]
-    assert delta.logprobs[0].top == ((delta.token_ids[0], 0.0),)
 
 
 def chunk(start: int, num_tokens: int, *, num_prompt_tokens: int, samples: bool = True) -> Chunk:
@@ -219,10 +189,3 @@ def test_a_hit_is_cheaper_than_a_miss() -> None:
 def test_every_hardware_has_a_price_list() -> None:
     assert set(HARDWARE) == {"h100-8b", "h100x4-70b", "instant"}
     assert FREE.step_seconds([chunk(0, 10, num_prompt_tokens=10)]) == 0.0
-
-
-def test_separate_roots_never_share() -> None:
-    served = engine()
-    for serial, root in ((1, ROOT), (2, BlockHash(b"x" * 16))):
-        served.add(engine_request(range(100, 150), serial=serial, root=root, max_tokens=1))
-    assert [delta.usage for delta in served.step().deltas] == [PromptUsage(50, 0, 48)] * 2

@@ -83,15 +83,6 @@ def test_logprobs_equal_the_log_softmax_of_transformers(checkpoint: Path, driver
         assert [token_id for token_id, _ in logprobs.top] == expected[row].topk(4).indices.tolist()
 
 
-def test_an_aborted_request_leaves_no_trace(checkpoint: Path, driver: Driver) -> None:
-    kept, gone = driver.add(prompt_of(40), greedy(10)), driver.add(prompt_of(41), greedy(10))
-    driver.step()
-    driver.engine.abort(gone)
-    outcome = driver.finish()[kept]
-    assert outcome.token_ids == Reference(checkpoint).generate(prompt_of(40), 10)
-    assert driver.engine.step().load.num_used_blocks == 0
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_random_traffic_with_aborts_and_preemptions_yields_the_tokens_of_transformers(
     checkpoint: Path, seed: int
