@@ -9,6 +9,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,13 +56,19 @@ def config(server: StandIn, **settings: Any) -> ReplicaConfig:
     return ReplicaConfig(engine="remote", **{**defaults, **settings})
 
 
-@pytest.fixture
-def driven(server: StandIn) -> Iterator[Driven]:
-    engine = RemoteEngine(config(server))
+@contextmanager
+def running(server: StandIn, **settings: Any) -> Iterator[Driven]:
+    engine = RemoteEngine(config(server, **settings))
     prove_hashes(engine, random.Random(1))
     engine.begin(lambda: None)
     yield Driven(engine)
     engine.close()
+
+
+@pytest.fixture
+def driven(server: StandIn) -> Iterator[Driven]:
+    with running(server) as driven:
+        yield driven
 
 
 def test_the_card_is_what_the_server_says(driven: Driven) -> None:
@@ -172,14 +179,11 @@ def test_a_warm_server_is_known_from_its_replay(server: StandIn) -> None:
     first.engine.begin(lambda: None)
     first.finish(first.add(PROMPT, max_tokens=1))
     first.engine.close()
-    second = RemoteEngine(config(server))
-    prove_hashes(second, random.Random(2))
-    second.begin(lambda: None)
-    driven = Driven(second)
-    driven.step_until(lambda: bool(driven.events))
-    stored = [event for event in driven.events if isinstance(event, BlockStored)]
-    assert [each for event in stored for each in event.block_hashes] == hash_blocks(ROOT, PROMPT, BLOCK_SIZE)
-    second.close()
+    with running(server) as driven:
+        driven.step_until(lambda: bool(driven.events))
+        stored = [event for event in driven.events if isinstance(event, BlockStored)]
+        named = [each for event in stored for each in event.block_hashes]
+        assert named == hash_blocks(ROOT, PROMPT, BLOCK_SIZE)
 
 
 def test_others_at_the_server_count_as_load(driven: Driven) -> None:
@@ -353,13 +357,9 @@ def test_tokens_behind_a_block_in_its_hash_are_not_followed_either(
 
 def test_a_server_of_groups_passes_the_proof(server: StandIn) -> None:
     server.publish(GROUP)
-    engine = RemoteEngine(config(server))
-    prove_hashes(engine, random.Random(1))
-    engine.begin(lambda: None)
-    driven = Driven(engine)
-    driven.step()
-    assert driven.frame.load.is_predicted and driven.events == []
-    engine.close()
+    with running(server) as driven:
+        driven.step()
+        assert driven.frame.load.is_predicted and driven.events == []
 
 
 def test_a_server_that_is_busy_with_others_passes_the_proof(
@@ -368,9 +368,8 @@ def test_a_server_that_is_busy_with_others_passes_the_proof(
     monkeypatch.setattr(remote_engine.server, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(proof, "MAX_PROBE_STEPS", 100)
     server.fault = "slow"
-    engine = RemoteEngine(config(server))
-    prove_hashes(engine, random.Random(1))
-    engine.close()
+    with running(server):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -429,14 +428,10 @@ def test_events_that_never_come_are_predicted(
     monkeypatch.setattr(remote_engine.engine, "EVENT_SECONDS", 0.5)
     server.store(PROMPT[::-1], ROOT.hex(), None)
     server.is_mute = True
-    engine = RemoteEngine(config(server))
-    prove_hashes(engine, random.Random(1))
-    engine.begin(lambda: None)
-    driven = Driven(engine)
-    driven.finish(driven.add(PROMPT, max_tokens=1))
-    assert driven.balance.held.total() == 3 and driven.frame.load.is_predicted
-    assert f"none came of the probe prompt from tcp://127.0.0.1:{server.event_port}" in caplog.text
-    engine.close()
+    with running(server) as driven:
+        driven.finish(driven.add(PROMPT, max_tokens=1))
+        assert driven.balance.held.total() == 3 and driven.frame.load.is_predicted
+        assert f"none came of the probe prompt from tcp://127.0.0.1:{server.event_port}" in caplog.text
 
 
 def test_the_key_goes_with_every_request(server: StandIn, tmp_path: Path) -> None:
@@ -484,12 +479,9 @@ def test_a_server_too_old_to_name_its_event_sources_is_said_to_be(
 def silent(server: StandIn, caplog: pytest.LogCaptureFixture) -> Iterator[Driven]:
     """An engine of a server without cache events."""
     server.has_events = False
-    engine = RemoteEngine(config(server))
-    assert "predicted" in caplog.text and "--kv-events-config" in caplog.text
-    prove_hashes(engine, random.Random(1))
-    engine.begin(lambda: None)
-    yield Driven(engine)
-    engine.close()
+    with running(server) as driven:
+        assert "predicted" in caplog.text and "--kv-events-config" in caplog.text
+        yield driven
 
 
 def test_without_events_what_was_sent_and_came_back_is_believed_to_be_held(silent: Driven) -> None:
@@ -529,20 +521,16 @@ def test_what_a_model_with_windows_did_not_keep_is_not_taken_for_evicted(
         (model / "config.json").write_text(json.dumps(sparse))
     else:
         server.publish(GROUP)
-    engine = RemoteEngine(config(server, model=str(model)))
-    prove_hashes(engine, random.Random(1))
-    engine.begin(lambda: None)
-    driven = Driven(engine)
     usages = []
     other = [*PROMPT[: 2 * BLOCK_SIZE], *range(300, 300 + BLOCK_SIZE)]
-    for prompt, num_cached in ((PROMPT, 0), (other, 0), (other, 2 * BLOCK_SIZE)):
-        server.says_cached = lambda _, num_cached=num_cached: num_cached
-        usage = driven.finish(driven.add(prompt, max_tokens=1)).usage
-        assert usage is not None
-        usages.append((usage.num_cached_tokens, usage.num_unresumable_tokens))
+    with running(server, model=str(model)) as driven:
+        for prompt, num_cached in ((PROMPT, 0), (other, 0), (other, 2 * BLOCK_SIZE)):
+            server.says_cached = lambda _, num_cached=num_cached: num_cached
+            usage = driven.finish(driven.add(prompt, max_tokens=1)).usage
+            assert usage is not None
+            usages.append((usage.num_cached_tokens, usage.num_unresumable_tokens))
     assert usages == [(0, 0), (0, 2 * BLOCK_SIZE), (2 * BLOCK_SIZE, 0)], "a last token is always computed"
     assert driven.balance.held.total() == 4, "what other prompts hold is believed as before"
-    engine.close()
 
 
 def test_a_longer_hit_than_believed_is_of_no_known_user(silent: Driven) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from replicas.engine import RequestRefused
 from replicas.errors import StartupError
-from replicas.proof import prove_hashes
 from replicas.protocol.blocks import hash_blocks
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored
 from replicas.protocol.frames import FinishReason, RefusalCode, UserTag
@@ -26,7 +25,7 @@ from tests.replicas.builders import ROOT, engine_request
 from tests.replicas.remote_engine.driven import Driven
 from tests.replicas.remote_engine.sglang_stand_in import NUM_TOKENS, SglangStandIn
 from tests.replicas.remote_engine.stand_in import token_of
-from tests.replicas.remote_engine.test_engine import config
+from tests.replicas.remote_engine.test_engine import config, running
 
 MODEL = ServerModel("served", "/models/toy", 512, ())
 INFO = {
@@ -53,11 +52,8 @@ def dialect(rank: int | None = None, **info: object) -> SglangDialect:
 
 @pytest.fixture
 def driven(sglang: SglangStandIn) -> Iterator[Driven]:
-    engine = RemoteEngine(config(sglang))
-    prove_hashes(engine, random.Random(1))
-    engine.begin(lambda: None)
-    yield Driven(engine)
-    engine.close()
+    with running(sglang) as driven:
+        yield driven
 
 
 def test_its_description_becomes_the_facts() -> None:
@@ -197,14 +193,9 @@ def test_pages_of_a_draft_model_are_complained_of(sglang: SglangStandIn) -> None
     raw = msgspec.msgpack.encode(
         {"type": "BlockStored", "block_hashes": [1], "token_ids": [[1, 2]], "block_size": 1}
     )
-    engine = RemoteEngine(config(sglang))
     sglang.publish_raw(b"\x93\xcb" + bytes(8) + b"\x91" + raw + b"\x00")
-    prove_hashes(engine, random.Random(1))
-    engine.begin(lambda: None)
-    driven = Driven(engine)
-    driven.step()
-    assert driven.frame.load.is_predicted
-    engine.close()
+    with running(sglang) as driven:
+        driven.step_until(lambda: driven.frame.load.is_predicted)
 
 
 def test_a_prompt_is_served_and_found_again(driven: Driven, sglang: SglangStandIn) -> None:
@@ -281,14 +272,10 @@ def test_load_and_another_start_are_noticed(driven: Driven, sglang: SglangStandI
 @pytest.mark.parametrize("sglang", [16], indirect=True)
 def test_without_events_it_is_predicted(sglang: SglangStandIn, caplog: pytest.LogCaptureFixture) -> None:
     sglang.has_events = False
-    engine = RemoteEngine(config(sglang))
-    assert "start SGLang with --kv-events-config" in caplog.text
-    prove_hashes(engine, random.Random(1))
-    engine.begin(lambda: None)
-    driven = Driven(engine)
-    driven.finish(driven.add(list(range(100, 150)), max_tokens=1))
-    assert driven.balance.held.total() == 3 and driven.frame.load.is_predicted
-    engine.close()
+    with running(sglang) as driven:
+        assert "start SGLang with --kv-events-config" in caplog.text
+        driven.finish(driven.add(list(range(100, 150)), max_tokens=1))
+        assert driven.balance.held.total() == 3 and driven.frame.load.is_predicted
 
 
 @pytest.mark.parametrize("told", ["model", "openai"])

@@ -19,7 +19,7 @@ from replicas.protocol.status import Epoch, ReplicaId
 from replicas.protocol.wire import DescribeRequest, Nothing
 from replicas.serving import caller_check
 from tests.replicas.served_engine import Harness, serving
-from tests.replicas.whole_replica import config
+from tests.replicas.whole_replica import config, running
 
 SECRET, OLD_SECRET, FOREIGN_SECRET = b"s" * 32, b"o" * 32, b"f" * 32
 KEY, OLD_KEY, FOREIGN_KEY = (derive(secret, Purpose.CALLS) for secret in (SECRET, OLD_SECRET, FOREIGN_SECRET))
@@ -193,23 +193,18 @@ async def test_a_whole_replica_demands_tokens_of_the_secret_in_its_file(
 ) -> None:
     (tmp_path / "secret").write_text(SECRET.hex())
     host = ReplicaHost(config(redis_url, secret_file=str(tmp_path / "secret")))
-    await host.start()
-    async with grpc.aio.insecure_channel(host.address) as channel:
+    async with running(host), grpc.aio.insecure_channel(host.address) as channel:
         for method in METHODS:
             assert await call(channel, method, []) is grpc.StatusCode.UNAUTHENTICATED
         router = Caller(KEY, Role.ROUTER, Audience(ReplicaId("r0"), host.epoch))
         assert await call(channel, "Serve", shown(router, "Serve", bytes(16))) is grpc.StatusCode.OK
-    await host.stop()
 
 
 async def test_a_replica_without_a_secret_serves_whoever_comes_and_says_so(
     redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = ReplicaHost(config(redis_url))
-    with caplog.at_level(logging.WARNING):
-        await host.start()
-    assert "no cluster secret" in caplog.text
-    async with grpc.aio.insecure_channel(host.address) as channel:
+    async with running(host), grpc.aio.insecure_channel(host.address) as channel:
+        assert "no cluster secret" in caplog.text
         assert await call(channel, "Serve", []) is grpc.StatusCode.OK
         assert await call(channel, "Serve", [(METADATA_KEY, "anything")]) is grpc.StatusCode.OK
-    await host.stop()

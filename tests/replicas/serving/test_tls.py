@@ -1,12 +1,11 @@
 """A whole replica with TLS: whom it serves, how its health is asked, and what it does not start with."""
 
 import asyncio
-import contextlib
 import os
 import socket
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from replicas.protocol.wire import DescribeRequest
 from tests.certificates import REPLICA_NAME, Authority, Pair, copied, self_signed
 from tests.replicas.router_client import RouterClient, submit
 from tests.replicas.scripted_engine import ScriptedEngine
-from tests.replicas.whole_replica import config, scripted
+from tests.replicas.whole_replica import config, running, scripted
 
 REPOSITORY = Path(__file__).parents[3]
 CHECK = REPOSITORY / "deploy" / "images" / "check_replica.py"
@@ -42,15 +41,6 @@ def channel_to(host: ReplicaHost, ca: Authority, pair: Pair | None) -> grpc.aio.
     credentials = grpc.ssl_channel_credentials(Path(ca.certificate).read_bytes(), *files)
     options = [("grpc.ssl_target_name_override", REPLICA_NAME)]
     return grpc.aio.secure_channel(host.address, credentials, options=options)
-
-
-@contextlib.asynccontextmanager
-async def running(host: ReplicaHost) -> AsyncIterator[None]:
-    await host.start()
-    try:
-        yield
-    finally:
-        await host.stop()
 
 
 async def is_served(channel: grpc.aio.Channel) -> bool:
@@ -203,7 +193,6 @@ async def test_a_health_check_without_tls_asks_the_port(redis_url: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"tls_certificate": "a"}, "settings tls_certificate and tls_key go together"),
         ({"tls_key": "a"}, "settings tls_certificate and tls_key go together"),
         ({"tls_client_ca": "a"}, "setting tls_client_ca needs tls_certificate and tls_key"),
     ],
