@@ -1,4 +1,7 @@
-"""Images in bodies of every dialect: which are taken, and which are refused with which words."""
+"""Images in bodies of every dialect: which are taken, and which are refused with which words.
+
+And usage in every dialect: tokens of images, and what an engine does not say, which is left out and never 0.
+"""
 
 import base64
 import json
@@ -6,6 +9,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import pytest
 
 from replicas.media.probes import probe_png
@@ -16,10 +20,12 @@ from replicas.protocol.images import media_digest
 from replicas.protocol.media import MAX_IMAGES, MAX_MEDIA_BYTES
 from router.api.answer_usage import AnswerUsage
 from router.api.anthropic.body import read_message
+from router.api.anthropic.caching import usage_of as anthropic_usage
 from router.api.chat_request import ChatRequest
-from router.api.gemini.answers import usage_of
+from router.api.gemini.answers import usage_of as gemini_usage
 from router.api.gemini.body import read_gemini
 from router.api.openai.chat_body import read_chat
+from router.api.openai.usage import usage_of as openai_usage
 from router.api.responses.body import read_response
 from router.errors import InvalidRequest
 from router.prompt.images import SentImage, Shown, show
@@ -142,7 +148,7 @@ def test_geminis_usage_tells_tokens_of_images_from_those_of_text(
 ) -> None:
     spans = (ImageTokens(b"", 10, 20), ImageTokens(b"", 32, 3))
     usage = AnswerUsage([PromptUsage(60, num_cached, 0)], [()], 5, media=[spans])
-    written = usage_of(usage)
+    written = gemini_usage(usage)
     told = [
         [(each.modality, each.token_count) for each in each_field]
         for each_field in (written.prompt_tokens_details, written.cache_tokens_details)
@@ -333,3 +339,33 @@ def test_an_image_that_the_model_does_not_take_is_said_by_its_path() -> None:
     tiles = TileRule(9, 8, 4, 1, (((1,), (2,)), ((3,), (4,))), (5,), (6,), (7,))
     with pytest.raises(InvalidRequest):
         show([9], [sent(b"\1\2\3", 1, 1)], written_rule(tiles), "messages")
+
+
+UNSAID = PromptUsage(40, None, 0)
+SAID = PromptUsage(60, 32, 16)
+
+
+@pytest.mark.parametrize("prompts", [[UNSAID], [SAID, UNSAID]])
+def test_openai_leaves_it_out_and_so_for_several_prompts(prompts: list[PromptUsage]) -> None:
+    usage = AnswerUsage(prompts, [()] * len(prompts), 5)
+    assert msgspec.to_builtins(openai_usage(usage)) == {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": 5,
+        "total_tokens": usage.num_prompt_tokens + 5,
+        "prompt_tokens_details": {},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+def test_anthropic_has_null() -> None:
+    found: dict[str, Any] = msgspec.to_builtins(anthropic_usage(UNSAID, (), 16, 0))
+    assert found.pop("input_tokens") == 40 and found.pop("output_tokens") == 0
+    assert found == dict.fromkeys(
+        ("cache_creation_input_tokens", "cache_read_input_tokens", "cache_creation")
+    )
+
+
+def test_gemini_leaves_it_out() -> None:
+    found = msgspec.to_builtins(gemini_usage(AnswerUsage([UNSAID], [()], 5)))
+    assert found["promptTokenCount"] == 40
+    assert not {"cachedContentTokenCount", "cacheTokensDetails"} & found.keys()

@@ -71,15 +71,10 @@ FOUND: dict[str, dict[str, Any]] = {
         "a file": {"type": "input_file", "file_data": "data:application/pdf;base64,AAAA"},
     },
     "messages": {
-        "image": {
-            "type": "image",
-            "source": {"type": "base64", "media_type": "image/png", "data": coded(PNG)},
+        **{
+            what: {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+            for what, data in {"image": coded(PNG), "strip": coded(STRIP), "broken": "A"}.items()
         },
-        "strip": {
-            "type": "image",
-            "source": {"type": "base64", "media_type": "image/png", "data": coded(STRIP)},
-        },
-        "broken": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A"}},
         "address": {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}},
         "a document": {
             "type": "document",
@@ -115,10 +110,8 @@ def asked(dialect: str, *found: Any, says_it: str = "tool") -> dict[str, Any]:
         call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
         return {"input": [{"role": "user", "content": "Look."}, *([call] if a_tool else []), said]}
     if dialect == "messages":
-        call = {
-            "role": "assistant",
-            "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}],
-        }
+        use = {"type": "tool_use", "id": "c", "name": "look", "input": {}}
+        call = {"role": "assistant", "content": [use]}
         content = [{"type": "tool_result", "tool_use_id": "c", "content": [*found]}] if a_tool else [*found]
         turns = [*([call] if a_tool else []), {"role": role, "content": content}]
         return {"max_tokens": 9, "messages": [{"role": "user", "content": "Look."}, *turns]}
