@@ -33,17 +33,9 @@ BLOCKS = 128 * NUM_CHUNKS // 16
 TOKENS = 128 * NUM_CHUNKS
 
 
-async def lease(there: Peer, number: int, seconds: int = 600, **other: Any) -> tuple[list[int], PromptUsage]:
+async def lease(there: Peer, number: int, seconds: int = 600) -> tuple[list[int], PromptUsage]:
     """A prompt that is to be kept there, all of it."""
-    there.num_asked += 1
-    asked = submit(there.num_asked, prompt(number), max_tokens=6)
-    greedy = replace(asked.sampling, temperature=0.0)
-    await there.client.send(
-        replace(asked, leases=(PrefixLease(BLOCKS, seconds),), sampling=greedy, bucket=b"b" * 16, **other)
-    )
-    ((_, deltas),) = (await there.client.finish((there.num_asked, 0))).items()
-    (usage,) = [delta.usage for delta in deltas if delta.usage is not None]
-    return [token for delta in deltas for token in delta.token_ids], usage
+    return await there.ask(number, leases=(PrefixLease(BLOCKS, seconds),), bucket=b"b" * 16)
 
 
 async def drained(there: Peer) -> float:

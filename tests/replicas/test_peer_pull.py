@@ -83,11 +83,13 @@ class Peer:
         hint = PullHint(record.replica_id, record.epoch, record.address, 128 * NUM_CHUNKS)
         return replace(hint, **other)
 
-    async def ask(self, number: int, pull: PullHint | None = None) -> tuple[list[int], PromptUsage]:
+    async def ask(
+        self, number: int, pull: PullHint | None = None, **other: Any
+    ) -> tuple[list[int], PromptUsage]:
         self.num_asked += 1
         asked = submit(self.num_asked, prompt(number), max_tokens=6)
-        asked = replace(asked, pull=pull, sampling=replace(asked.sampling, temperature=0.0))
-        await self.client.send(asked)
+        greedy = replace(asked.sampling, temperature=0.0)
+        await self.client.send(replace(asked, pull=pull, sampling=greedy, **other))
         ((_, deltas),) = (await self.client.finish((self.num_asked, 0))).items()
         (usage,) = [delta.usage for delta in deltas if delta.usage is not None]
         return [token for delta in deltas for token in delta.token_ids], usage
@@ -306,7 +308,7 @@ class Running:
 
 
 @asynccontextmanager
-async def process(redis_url: str, number: int) -> AsyncIterator[Running]:
+async def process(redis_url: str, number: int, **settings: Any) -> AsyncIterator[Running]:
     replica_id = ReplicaId(f"r{number}")
     flags = {
         **TIERS,
@@ -315,6 +317,7 @@ async def process(redis_url: str, number: int) -> AsyncIterator[Running]:
         "pull_bytes_per_second": 1e9,
         "lease_seconds": 2,
         "heartbeat_seconds": 0.2,
+        **settings,
     }
     started = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "replicas"),
