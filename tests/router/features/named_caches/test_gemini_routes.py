@@ -22,7 +22,7 @@ from router.features.named_caches.gemini_body import (
     with_cached_content,
 )
 from router.features.named_caches.named_caches import NamedCaches
-from tests.router.api.test_gemini import TOOLS, field_of
+from tests.router.api.test_gemini import TOOLS
 from tests.router.features.named_caches.test_routes import SECRET, keeps
 from tests.router.http_server import HttpServer, http_server
 from tests.router.thinking_model import MODEL, catalog
@@ -32,6 +32,15 @@ GENERATE = f"/v1beta/models/{MODEL}:generateContent"
 DOCUMENT = {"role": "user", "parts": [{"text": "The quick brown fox jumps, and Århus sleeps. " * 3}]}
 QUESTION = {"role": "user", "parts": [{"text": "Why?"}]}
 SYSTEM = {"parts": [{"text": "Be brief."}]}
+
+
+def field_of(answer: httpx.Response) -> str | None:
+    """Return the field that a refusal in Gemini's shape names."""
+    error = answer.json()["error"]
+    assert (error["code"], answer.headers["content-type"]) == (answer.status_code, "application/json")
+    violations = [each for detail in error.get("details", ()) for each in detail.get("fieldViolations", ())]
+    assert all(each["description"] == error["message"] for each in violations)
+    return str(violations[0]["field"]) if violations else None
 
 
 @pytest.fixture
