@@ -35,7 +35,7 @@ class Sender:
         self.records: dict[int, RequestRecord] = {}
         self.num_sent = 0
         self._timeout_seconds = timeout_seconds
-        self._connections = _Connections(target)
+        self._connections = _IdleConnections(target)
         self._path = target.path
 
     async def post(
@@ -91,7 +91,7 @@ class Replay(Sender):
         self.records[number] = record_of(request, answer, error, began=began, due=due)
 
 
-class _Connections:
+class _IdleConnections:
     """Idle connections, the youngest first. One that was not left in peace is never used again."""
 
     def __init__(self, target: Endpoint) -> None:

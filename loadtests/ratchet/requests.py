@@ -150,7 +150,7 @@ class _Members(Membership):
         return self.own
 
 
-class _Router(Router):
+class _DrivenRouter(Router):
     """Its replica is in this process."""
 
     def _follow_members(self, secret: ClusterSecret | None) -> Membership:
@@ -195,7 +195,7 @@ class _Transport(asyncio.Transport):
 class _Driver:
     """Connections to the router, all of which send at once and wait for all answers."""
 
-    def __init__(self, router: _Router) -> None:
+    def __init__(self, router: _DrivenRouter) -> None:
         self._router = router
         config = uvicorn.Config(
             router.apps.main,
@@ -249,7 +249,7 @@ async def _serve() -> None:
         build(ReplicaConfig, {"engine": "simulated", "model_name": MODEL, "num_blocks": 65536})
     )
     config = build(RouterConfig, {"secret": "00" * 32})
-    router = _Router(config, rng=random.Random(0), clock=CLOCK.read)
+    router = _DrivenRouter(config, rng=random.Random(0), clock=CLOCK.read)
     await router.begin(engine.card, bundle)
     driver = _Driver(router)
     spare_long_lived_objects()

@@ -106,7 +106,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
+class _RunTable:
     """Dataclasses of one kind: their field names once, and a row of values for each."""
 
     columns: tuple[str, ...]
@@ -118,8 +118,8 @@ class _Kept:
     """A run in the file's form."""
 
     info: RunInfo
-    records: _Table
-    samples: _Table
+    records: _RunTable
+    samples: _RunTable
     engine_totals: EngineTotals | None
 
 
@@ -192,7 +192,7 @@ def _columns(kind: type[Any], values: tuple[Any, ...]) -> dict[str, object]:
     return {"columns": fields, "rows": [[getattr(value, name) for name in fields] for value in values]}
 
 
-def _rows(kind: type[Row], content: _Table) -> tuple[Row, ...]:
+def _rows(kind: type[Row], content: _RunTable) -> tuple[Row, ...]:
     names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if unknown := set(content.columns) - names:
         raise ValueError(f"{kind.__name__} has no field {min(unknown)}")

@@ -58,12 +58,12 @@ class LoopResult:
 
 
 @dataclass(slots=True, eq=False)
-class _Program:
+class _VirtualProgram:
     """A session while it runs. `number` is that of its next turn, or of the one that is being answered."""
 
     session: Session
     name: ProgramName
-    parent: "_Program | None"
+    parent: "_VirtualProgram | None"
     began_at: float
     number: int = 0
     ready_at: float = 0.0
@@ -97,7 +97,7 @@ class ClosedLoop:
             else:
                 self._children[session.parent, session.parent_turn].append(session)
         self._lanes = {lane: iter(sessions) for lane, sessions in lanes.items()}
-        self._sent: dict[int, _Program] = {}
+        self._sent: dict[int, _VirtualProgram] = {}
         self._num_sent = 0
         self._seen: set[int] = set()
         self._hashes: dict[int, BlockHash] = {}
@@ -122,12 +122,12 @@ class ClosedLoop:
             name = ProgramName("simulated", "session", session.id)
             self._begin_later(session, name, None)
 
-    def _begin_later(self, session: Session, name: ProgramName, parent: _Program | None) -> None:
+    def _begin_later(self, session: Session, name: ProgramName, parent: _VirtualProgram | None) -> None:
         begins_at = self._fleet.now + session.after_seconds
-        program = _Program(session, name, parent, begins_at)
+        program = _VirtualProgram(session, name, parent, begins_at)
         self._fleet.at(begins_at, lambda: self._be_ready(program))
 
-    def _be_ready(self, program: _Program) -> None:
+    def _be_ready(self, program: _VirtualProgram) -> None:
         turn = program.session.turns[program.number]
         num_seen_tokens = turn.num_leading_blocks(self._seen) * self._file.block_tokens
         program.num_repeatable_tokens = min(num_seen_tokens, turn.num_input_tokens - 1)
@@ -136,7 +136,7 @@ class ClosedLoop:
         program.num_refusals = 0
         self._send(program)
 
-    def _send(self, program: _Program) -> None:
+    def _send(self, program: _VirtualProgram) -> None:
         session = program.session
         turn, *later = session.turns[program.number : program.number + 2]
         is_whole = turn.num_input_tokens % self._file.block_tokens == 0
@@ -182,7 +182,7 @@ class ClosedLoop:
             )
             self._begin_later(session, name, program)
 
-    def _send_again(self, program: _Program, error: str) -> None:
+    def _send_again(self, program: _VirtualProgram, error: str) -> None:
         if program.num_refusals == MOST_REFUSALS:
             raise ClusterError(
                 f"turn {program.number} of session {program.session.id} was refused {MOST_REFUSALS} times,"
@@ -194,11 +194,11 @@ class ClosedLoop:
         seconds *= 1 - BACKOFF_JITTER * self._rng.random()
         self._fleet.at(self._fleet.now + seconds, lambda: self._send(program))
 
-    def _pause(self, program: _Program) -> None:
+    def _pause(self, program: _VirtualProgram) -> None:
         seconds = program.session.turns[program.number].think_seconds
         self._fleet.at(self._fleet.now + seconds, lambda: self._be_ready(program))
 
-    def _end(self, program: _Program) -> None:
+    def _end(self, program: _VirtualProgram) -> None:
         self.result.sessions.append(ServedSession(program.session, program.began_at, self._fleet.now))
         parent = program.parent
         if parent is None:

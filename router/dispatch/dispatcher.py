@@ -59,7 +59,7 @@ class _OpenAttempts:
     is_dead: bool = False
 
 
-class _Prompts:
+class _WeighedPrompts:
     """A set of prompts, without a hash of all their tokens."""
 
     def __init__(self, prompts: Iterable[PromptOf]) -> None:
@@ -205,10 +205,10 @@ class Dispatcher:
             now,
         )
 
-    def _surviving_prompts(self) -> "_Prompts":
+    def _surviving_prompts(self) -> "_WeighedPrompts":
         """Return the prompts that a living replica has just computed: no replica dies of them."""
         living = (there for there in self._open.values() if not there.is_dead)
-        return _Prompts(
+        return _WeighedPrompts(
             attempt.prompt for there in living for attempt in there.attempts if attempt.has_survived
         )
 

@@ -96,7 +96,7 @@ def blamed(presences: Sequence[Presence], max_step_tokens: int) -> list[int]:
     return found
 
 
-class _Record(NamedTuple):
+class _SuspectRecord(NamedTuple):
     deaths: tuple[int, ...]
     strikes: int
     expires: float
@@ -112,7 +112,7 @@ class Suspects:
         self._key = key
         self._seconds = seconds
         self._max_remembered = max_remembered
-        self._records: OrderedDict[PromptDigest, _Record] = OrderedDict()
+        self._records: OrderedDict[PromptDigest, _SuspectRecord] = OrderedDict()
         self._on_trial: Counter[PromptDigest] = Counter()
         self._places: Counter[ReplicaId] = Counter()
         self.num_condemned = 0
@@ -167,7 +167,7 @@ class Suspects:
                 record = self._records[digest]
                 deaths, strikes = (*record.deaths, *deaths), record.strikes + strikes
             is_condemned = self._is_enough(deaths, strikes)
-            self._records[digest] = _Record(deaths, strikes, now + self._seconds, is_condemned)
+            self._records[digest] = _SuspectRecord(deaths, strikes, now + self._seconds, is_condemned)
             self._records.move_to_end(digest)
             if is_condemned:
                 self.num_condemned += 1

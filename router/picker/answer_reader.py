@@ -24,12 +24,12 @@ class _Inner(msgspec.Struct):
     usage: object = None
 
 
-class _Answer(_Inner):
+class _AnswerFacts(_Inner):
     message: _Inner | None = None
     response: _Inner | None = None
 
 
-_decoder = msgspec.json.Decoder(_Answer)
+_decoder = msgspec.json.Decoder(_AnswerFacts)
 
 
 class AnswerFacts(NamedTuple):

@@ -35,12 +35,12 @@ FORMS: Mapping[str, _Form] = {
 }
 
 
-class _Tool(msgspec.Struct):
+class _ToolType(msgspec.Struct):
     type: str | None = None
 
 
 _tools_decoder = msgspec.json.Decoder(list[msgspec.Raw] | None)
-_tool_decoder = msgspec.json.Decoder(_Tool)
+_tool_decoder = msgspec.json.Decoder(_ToolType)
 
 
 class SentBody:
