@@ -9,7 +9,7 @@ Record both with the same version of this package: it owns what is asked. The ot
 environment of its own. `--only GROUP` records the groups whose names begin so. What earlier groups leave in
 caches is then missing, so record both sides with it.
 
-Recorded are some 5,000 requests and their whole answers, at a router with keys and at one without, over
+Recorded are some 7,000 requests and their whole answers, at a router with keys and at one without, over
 sockets, with real replicas of simulated engines and a real Redis. Beside them: the kinds of writes to Redis,
 and what lies there in the end, opened; what the processes counted; where the requests of generated traces go;
 figures of fleets in virtual time; the names of metrics, settings and commands.

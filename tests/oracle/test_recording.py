@@ -1,4 +1,4 @@
-"""What some 4,500 requests in every dialect are answered with is what was recorded.
+"""What thousands of requests in every dialect are answered with is what was recorded.
 
 A change that means to alter answers records them anew: `python -m tests.oracle write`. To see both texts of
 an answer, record the commit before and this one, and compare (docs/develop.md).
