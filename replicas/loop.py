@@ -98,9 +98,7 @@ class EngineLoop:
         self._on_frame = on_frame
         self._on_death = on_death
         self._clock = clock
-        self._inbox: queue.SimpleQueue[
-            _AddOrder | _AbortOrder | _StoreOrder | _MediaOrder | _Wake | _Stop
-        ] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         self._door = threading.Lock()  # guards _ended against the inbox: nothing is put in afterwards
         self._ended = False
         self._may_close = threading.Event()

@@ -129,7 +129,7 @@ def _run_open_loop(arguments: argparse.Namespace, url: str, say: Callable[[str],
             " takes it, and `kvasir loadtest documents` sends images"
         )
     with _client(url, arguments.api_key) as client:
-        cluster = _Targets(client, arguments.model)
+        cluster = _Before(client, arguments.model)
         num_all = len(workload.requests)
         workload = without_longer_than(workload, cluster.context_length)
         _say_left_out(num_all - len(workload.requests), num_all, cluster, say)
@@ -158,7 +158,7 @@ def _run_closed_loop(
     except ValueError as error:
         raise ReplayError(f"{arguments.workload}: {error}") from error
     with _client(url, arguments.api_key) as client:
-        cluster = _Targets(client, arguments.model)
+        cluster = _Before(client, arguments.model)
         num_all = num_turns(programs)
         programs = within(programs, cluster.context_length)
         num_sent = num_turns(programs)
@@ -189,7 +189,7 @@ def _run_closed_loop(
 
 
 def _say_left_out(
-    num_left_out: int, num_all: int, cluster: "_Targets", say: Callable[[str], None], *, rest: str = ""
+    num_left_out: int, num_all: int, cluster: "_Before", say: Callable[[str], None], *, rest: str = ""
 ) -> None:
     if num_left_out:
         length = cluster.context_length
@@ -205,7 +205,7 @@ class _ReplayFacts:
     block_size: int
 
 
-def _facts(arguments: argparse.Namespace, cluster: "_Targets", num_requests: int) -> _ReplayFacts:
+def _facts(arguments: argparse.Namespace, cluster: "_Before", num_requests: int) -> _ReplayFacts:
     """Raises ReplayError without a request to send."""
     if not num_requests:
         raise ReplayError("nothing is left to send; --scale-tokens makes prompts smaller")
@@ -348,7 +348,7 @@ def _run(replay: Replay | ClosedLoop, total: int) -> bool:
     return False
 
 
-class _Targets:
+class _Before:
     """The cluster's state before the run."""
 
     def __init__(self, client: httpx.Client, model: str | None) -> None:

@@ -74,16 +74,19 @@ def decode(manager: KVCacheManager, request: Request, token_id: int) -> bool:
     return True
 
 
+LIMITS: dict[str, Any] = {
+    "max_batched_tokens": 64,
+    "max_running": 16,
+    "max_waiting": 64,
+    "context_length": 4096,
+    "vocab_size": 1000,
+    "eos_token_ids": (EOS,),
+}
+"""A scheduler's, where a test names no others."""
+
+
 def scheduler(num_blocks: int = 65, block_size: int = 4, **limits: Any) -> Scheduler:
-    settings: dict[str, Any] = {
-        "max_batched_tokens": 64,
-        "max_running": 16,
-        "max_waiting": 64,
-        "context_length": 4096,
-        "vocab_size": 1000,
-        "eos_token_ids": (EOS,),
-    }
-    return Scheduler(KVCacheManager(num_blocks, block_size), **(settings | limits))
+    return Scheduler(KVCacheManager(num_blocks, block_size), **(LIMITS | limits))
 
 
 def next_token(request: Request) -> int:

@@ -12,7 +12,7 @@ from replicas.protocol.frames import PromptUsage, RequestKey, StepFrame
 from replicas.scheduling.kvcache_manager import KVCacheManager
 from replicas.scheduling.lower_tiers import LowerTiers
 from replicas.scheduling.scheduler import Scheduler
-from tests.replicas.builders import EOS, EventBalance, FakeModel, engine_request, scheduler
+from tests.replicas.builders import LIMITS, EventBalance, FakeModel, engine_request, scheduler
 
 
 def key(serial: int) -> RequestKey:
@@ -131,15 +131,7 @@ class TieredModel(FakeModel):
             clock=lambda: float(self.num_steps),
             token_seconds=lambda: 1.0,
         )
-        settings: dict[str, Any] = {
-            "max_batched_tokens": 64,
-            "max_running": 16,
-            "max_waiting": 64,
-            "context_length": 4096,
-            "vocab_size": 1000,
-            "eos_token_ids": (EOS,),
-        }
-        super().__init__(Scheduler(manager, **(settings | limits), lower_tiers=self.tiers))
+        super().__init__(Scheduler(manager, **(LIMITS | limits), lower_tiers=self.tiers))
         self.slots = self.copier.device
         self.host_events = EventBalance(Tier.HOST)
 
