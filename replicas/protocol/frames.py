@@ -51,6 +51,8 @@ MAX_ERROR_BYTES = 16 * 2**10
 """Longest error of a server that is passed on whole."""
 MAX_RETRY_AFTER_SECONDS = 1e7
 MAX_UNSAID = 16
+MAX_HANDOVER_BYTES = 256 * 2**10
+"""Block ids of a million tokens."""
 MAX_LISTED = 1 << 20
 """Entries of any list in a submit, and tokens in a delta."""
 
@@ -156,6 +158,9 @@ class Submit(Struct, frozen=True, omit_defaults=True):
     - `tenant`: a digest of the request's tenant, empty without keys. The shares are that tenant's, of the
       room for leases and of each tier below the device; 0 is unbounded.
     - `pull`: a peer with more of the prompt, if reading it there should be sooner than computing it.
+    - `split_id`: the prompt is computed here for another replica, which takes its KV and answers; the one
+      token that is sampled here is of no use. Unique in the cluster; 0 is an ordinary request.
+    - `handover`: what the server of the first part of a split has said to the server of the second.
     - `request_id`: the client's request, for logs. `trace_parent`, `trace_state`: as W3C's headers. These
       three change nothing.
     - `body`: the client's, of the form `body_form`, for a replica whose card `takes_bodies`; its answer is
@@ -188,6 +193,8 @@ class Submit(Struct, frozen=True, omit_defaults=True):
     lease_share: Share = 0.0
     store_share: Share = 0.0
     pull: PullHint | None = None
+    split_id: Uint64 = 0
+    handover: Annotated[bytes, Meta(max_length=MAX_HANDOVER_BYTES)] = b""
     published: PublishedBeginning | None = None
     request_id: str = ""
     trace_parent: str = ""
@@ -246,6 +253,10 @@ class PromptUsage(Struct, frozen=True, omit_defaults=True):
     evicted after their lease ended; `num_unresumable_tokens`, the first of all, were held by some layers, but
     no resume point lay behind them.
 
+    `num_split_tokens` were pulled from the replica that computed the prompt for this request; only a router
+    sets it, for its client. They are neither cached nor computed twice. `handover` is what the server of a
+    split's first part says to the server of the second.
+
     `answer_id` is the id that a server has given an answer which it wrote itself; empty if there is none.
     """
 
@@ -265,6 +276,8 @@ class PromptUsage(Struct, frozen=True, omit_defaults=True):
     num_expired_tokens: Uint32 = 0
     num_unresumable_tokens: Uint32 = 0
     answer_id: str = ""
+    num_split_tokens: Uint32 = 0
+    handover: Annotated[bytes, Meta(max_length=MAX_HANDOVER_BYTES)] = b""
 
     @property
     def num_device_tokens(self) -> int:

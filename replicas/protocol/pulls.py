@@ -9,7 +9,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
-from replicas.protocol.bounds import MAX_ID_CHARACTERS, Uint32, checked_address, checked_id
+from replicas.protocol.bounds import MAX_ID_CHARACTERS, Uint32, Uint64, checked_address, checked_id
 from replicas.protocol.status import Epoch, ReplicaId
 
 MAX_PULLED_CHUNKS = 1024
@@ -27,6 +27,9 @@ TOO_MANY_PULLS = "as many pulls as may be are served already"
 class PullHint(Struct, frozen=True, array_like=True):
     """A peer that has more of a prompt than the replica that the prompt goes to, and how much of it.
 
+    With a `split_id` the peer computes the prompt now, under this id. The hint then binds: the replica waits
+    `wait_seconds` for what it lacks, and computes only what has not come by then.
+
     Raises ValueError for ids and addresses that are none.
     """
 
@@ -34,6 +37,8 @@ class PullHint(Struct, frozen=True, array_like=True):
     epoch: Epoch
     address: str
     num_tokens: Uint32
+    wait_seconds: Annotated[float, Meta(ge=0.0, le=MAX_PULL_SECONDS)] = 0.0
+    split_id: Uint64 = 0
 
     def __post_init__(self) -> None:
         checked_id(self.replica_id)
@@ -42,7 +47,10 @@ class PullHint(Struct, frozen=True, array_like=True):
 
 
 class PullRequest(Struct, frozen=True, array_like=True):
-    """These chunks, a chain's, of this layout, from this incarnation of the replica."""
+    """These chunks, a chain's, of this layout, from this incarnation of the replica.
+
+    With a `split_id` the peer waits for those that it computes under this id, until the call's deadline.
+    """
 
     epoch: Annotated[Epoch, Meta(max_length=MAX_ID_CHARACTERS)]
     layout: Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
@@ -50,13 +58,16 @@ class PullRequest(Struct, frozen=True, array_like=True):
         tuple[Annotated[BlockHash, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)], ...],
         Meta(min_length=1, max_length=MAX_PULLED_CHUNKS),
     ]
+    split_id: Uint64 = 0
 
 
 class PullPart(Struct, frozen=True, array_like=True):
     """The next bytes of the image of the chunk with this place among those that were asked for.
 
     Chunks come in the order in which they were asked for. The first that the peer does not have ends it.
+    `has_waited`: the peer had to wait for the chunk that begins here, so its time is not the link's.
     """
 
     index: Uint32
     content: Annotated[bytes, Meta(min_length=1, max_length=MAX_PART_BYTES)]
+    has_waited: bool = False

@@ -20,6 +20,24 @@ Epoch = NewType("Epoch", str)
 """One incarnation of a replica. Everything said under an earlier one is void."""
 
 
+class Role(enum.StrEnum):
+    """What a replica should do of a split, a prompt computed at one replica and decoded at another. It is a
+    preference: where no other replica can, each does all."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class SplitWay(enum.StrEnum):
+    """How a replica takes part in splits: not at all, by chunks of host memory, or by its server's
+    connector."""
+
+    NONE = ""
+    PULL = "pull"
+    NIXL = "nixl"
+
+
 Unit = Literal["tokens", "bytes"]
 """Bytes count as tokens where the server's tokenizer is not known."""
 
@@ -85,6 +103,8 @@ class ModelCard:
     `sampling_defaults` hold where a client has no word; None is neutral. A server has its own for those that
     are None in them.
 
+    `role` and `splits_by` say what part it takes in splits.
+
     `aliases` are other names that clients may ask for the model by. These and `adapters` may change while the
     replica lives, and nothing else.
     """
@@ -116,6 +136,8 @@ class ModelCard:
     routes: tuple[str, ...] = ()
     sampling_defaults: SamplingDefaults | None = None
     aliases: tuple[str, ...] = ()
+    role: Role = Role.BOTH
+    splits_by: SplitWay = SplitWay.NONE
 
     @property
     def told_context_length(self) -> int:

@@ -180,9 +180,34 @@ class Candidate(msgspec.Struct, frozen=True):
     num_reached_blocks: int = 0
 
 
+class Pair(msgspec.Struct, frozen=True):
+    """The cheapest way to compute the prompt at one replica, the prefiller, and decode it at another, and
+    what it was compared with. All costs are seconds.
+
+    The prefiller has `overlap_tokens`, and the decoder lacks `num_lacking_tokens`, whose KV is there after
+    `ready_seconds`. `alone_seconds` is the cost of the cheapest replica that does both. `prefiller` and
+    `decoder` are candidates with their own costs; the prefiller itself pulls from `pull_from`.
+    """
+
+    prefiller: Candidate
+    decoder: Candidate
+    pull_from: ReplicaId | None
+    num_lacking_tokens: int
+    ready_seconds: float
+    seconds: float
+    alone_seconds: float
+
+    @property
+    def is_cheaper(self) -> bool:
+        return self.seconds < self.alone_seconds
+
+
 class Decision(msgspec.Struct, frozen=True):
     """`pull_from` is the peer from which the replica should pull the overlap that it lacks. `holdings` is the
-    index's view of all replicas, None if it had nothing. `claim` is that of a turn's program."""
+    index's view of all replicas, None if it had nothing. `claim` is that of a turn's program.
+
+    `pair` is the cheapest split, in a fleet with roles. If it is the cheaper choice, `replica_id` is its
+    decoder, which pulls from its prefiller, and `overlap_tokens` are all that it will not compute."""
 
     replica_id: ReplicaId
     overlap_tokens: int
@@ -192,6 +217,24 @@ class Decision(msgspec.Struct, frozen=True):
     pull_from: ReplicaId | None = None
     holdings: Holdings | None = None
     claim: Claim | None = None
+    pair: Pair | None = None
+
+    @property
+    def is_split(self) -> bool:
+        return self.pair is not None and self.pair.is_cheaper
+
+    def first_part(self) -> "Decision":
+        """Return what was decided of a split's prefiller."""
+        assert self.pair is not None
+        prefiller = self.pair.prefiller
+        return msgspec.structs.replace(
+            self,
+            replica_id=prefiller.replica_id,
+            overlap_tokens=prefiller.overlap_tokens,
+            rank=prefiller.rank,
+            pull_from=self.pair.pull_from,
+            pair=None,
+        )
 
 
 def decide(

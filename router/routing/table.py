@@ -85,10 +85,18 @@ class Choice(NamedTuple):
 class RoutedRequest:
     """A decision that has been acted upon. Leaving it returns everything, whatever happened.
 
-    `announcement` is for the replica to announce when it takes the request; its hashes may be none.
+    `announcement` is for the replica to announce when it takes the request; its hashes may be none. Of a
+    split, this is the decoder's part, and `prefill` the prefiller's.
     """
 
-    __slots__ = ("_end_prediction", "_reservation", "announcement", "decision", "num_uncached_tokens")
+    __slots__ = (
+        "_end_prediction",
+        "_reservation",
+        "announcement",
+        "decision",
+        "num_uncached_tokens",
+        "prefill",
+    )
 
     def __init__(
         self,
@@ -96,9 +104,11 @@ class RoutedRequest:
         reservation: Reservation,
         announcement: Announcement,
         end_prediction: Callable[[bool], None],
+        prefill: "RoutedRequest | None" = None,
     ) -> None:
         self.decision = decision
         self.announcement = announcement
+        self.prefill = prefill
         self._reservation = reservation
         self.num_uncached_tokens = reservation.num_uncached_tokens
         self._end_prediction: Callable[[bool], None] | None = end_prediction
@@ -116,6 +126,8 @@ class RoutedRequest:
         self._finish_prediction(is_computed=True)
 
     def close(self) -> None:
+        if self.prefill is not None:
+            self.prefill.close()
         self._reservation.release()
         self._finish_prediction(is_computed=False)
 
@@ -457,6 +469,10 @@ class RoutingTable:
         block_hashes: Sequence[BlockHash],
         decision: Decision,
     ) -> RoutedRequest:
+        prefill = None
+        if decision.is_split:
+            once = msgspec.structs.replace(request, num_choices=1)
+            prefill = self._act(fleet, once, block_hashes, decision.first_part())
         index = fleet.index
         # 64 bits, and never 0, which says that there is none.
         announcement_id = 1 + (self._first_id + self._num_routed) % (2**64 - 1)
@@ -479,7 +495,7 @@ class RoutingTable:
                 index.end_prediction(announcement_id)
 
         announcement = Announcement(announcement_id, missing, points)
-        return RoutedRequest(decision, reservation, announcement, end_prediction)
+        return RoutedRequest(decision, reservation, announcement, end_prediction, prefill)
 
     def instruments(self) -> Iterator[Instrument]:
         def each(read: Callable[[ReplicaLoad], float]) -> Callable[[], Mapping[str, float]]:
