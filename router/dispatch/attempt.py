@@ -4,7 +4,7 @@ Plain records that `generation_run.py` owns and changes.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from replicas.protocol.status import ReplicaId
 from router.dispatch.retries import Tries
@@ -13,6 +13,9 @@ from router.fleet.inflight import Inflight
 from router.fleet.replica_client import ReplicaClient
 from router.observation.trace_points import Trace
 from router.routing.table import RoutedRequest
+
+if TYPE_CHECKING:
+    from router.dispatch.split import FirstPart
 
 
 class PromptOf(NamedTuple):
@@ -29,6 +32,7 @@ class Attempt:
     __slots__ = (
         "choices",
         "client",
+        "first",
         "inflight",
         "num_open",
         "prompt",
@@ -51,6 +55,7 @@ class Attempt:
         token_ids: Sequence[int],
         owner: str | None = None,
         trial: Trial | None = None,
+        first: "FirstPart | None" = None,
     ) -> None:
         self.replica_id: ReplicaId = routed.decision.replica_id
         self.routed = routed
@@ -62,6 +67,8 @@ class Attempt:
         self.trace = trace
         self.prompt = PromptOf(model, token_ids, owner)
         """The prompt without resumed output."""
+        self.first = first
+        """The first part of the split whose second part this is."""
         self.trial = trial
         """Set while its prompt is suspected and has not survived here."""
 

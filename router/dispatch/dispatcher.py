@@ -18,6 +18,7 @@ from replicas.protocol.status import ReplicaId
 from router.dispatch.attempt import Attempt, PromptOf
 from router.dispatch.generation_run import GenerationRun
 from router.dispatch.retries import RetryBudget, RetryPolicy
+from router.dispatch.split import SplitCounts
 from router.dispatch.suspects import Presence, Suspects, blamed
 from router.dispatch.waiting_room import WaitingRoom
 from router.fleet.fleet_health import NOTHING_COMING, FleetHealth
@@ -111,6 +112,7 @@ class Dispatcher:
         self.num_lost = 0
         self.num_overdue = 0
         self.num_late = 0
+        self.splits = SplitCounts()
         self._num_runs = 0
         self._open: WeakKeyDictionary[ReplicaClient, _OpenAttempts] = WeakKeyDictionary()
         table.on_change = self._changed
@@ -330,6 +332,7 @@ class Dispatcher:
             "Retries that were not made because the retry budget was used up",
             lambda: self.budget.num_refused,
         )
+        yield from self.splits.instruments()
         yield from self.suspects.instruments()
         yield from self.room.instruments(self.clock)
         yield from self.holding.instruments(self.clock)

@@ -14,7 +14,7 @@ since its cached tokens are an effect of the loss.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -24,10 +24,11 @@ from msgspec.structs import replace
 from replicas.protocol.blocks import pack_token_ids
 from replicas.protocol.frames import FinishReason, Refusal, RefusalCode, RequestKey, Submit, TokenDelta
 from replicas.protocol.pulls import PullHint
-from replicas.protocol.status import ReplicaId
+from replicas.protocol.status import ReplicaId, SplitWay
 from router.dispatch.attempt import Attempt, ChoiceProgress
 from router.dispatch.placement import Obstacle, Placement
-from router.dispatch.upload import Upload
+from router.dispatch.split import ONE_TOKEN, FirstPart, SecondPart, parts_of
+from router.dispatch.upload import Upload, send_to_all
 from router.errors import (
     ContextLengthExceeded,
     GenerationFailed,
@@ -35,7 +36,8 @@ from router.errors import (
     Overloaded,
     RouterError,
 )
-from router.fleet.inflight import Listener, Mailbox, ReplicaLost
+from router.fleet.inflight import Inflight, Listener, Mailbox, ReplicaLost
+from router.fleet.replica_client import ReplicaClient
 from router.generation import Generation
 from router.observation.trace_points import Trace
 from router.routing.decision import Decision
@@ -70,6 +72,10 @@ class GenerationRun:
         self._num_open = generation.num_choices
         self._num_unplaced = generation.num_choices
         self._attempts: list[Attempt] = []
+        self._firsts: list[FirstPart] = []
+        """First parts of splits that have not ended."""
+        self._second: SecondPart | None = None
+        """Set while it waits for its first part."""
         self._cut_off: list[TokenDelta] = []
         """Ends of choices that have all their tokens, and were lost before their end came."""
         self._mailbox = Mailbox()
@@ -161,6 +167,8 @@ class GenerationRun:
 
     def _collect(self) -> list[TokenDelta]:
         batch: list[TokenDelta] = []
+        for first in self._firsts.copy():
+            self._look_at(first)
         for attempt in self._attempts.copy():
             for delta in attempt.inflight.take():
                 index = attempt.choices[delta.key.choice]
@@ -188,6 +196,10 @@ class GenerationRun:
             self._dispatcher.taken(attempt, None if self._visible else self._refused_by)
         if delta.usage is not None and not delta.key.choice:
             self._dispatcher.measured(attempt, delta.usage)
+            if attempt.first is not None:
+                self._dispatcher.splits.answered(delta.usage)
+        if delta.usage is not None and attempt.first is not None:
+            delta = replace(delta, usage=attempt.first.joined(delta.usage))
         choice = self._choices[index]
         choice.token_ids += delta.token_ids
         charge = self._placement.charge
@@ -234,6 +246,44 @@ class GenerationRun:
             if not attempt.num_open:
                 self._release(attempt)
 
+    def _look_at(self, first: FirstPart) -> None:
+        """Process what has come of a split's first part."""
+        attempt = first.attempt
+        code = first.look()
+        if code is None and attempt.num_open:
+            return
+        self._firsts.remove(first)
+        if code is None:
+            attempt.first_token()
+            if first.usage is not None:
+                self._dispatcher.measured(attempt, first.usage)
+        else:
+            self._first_failed(first, code)
+        self._dispatcher.end(attempt)
+
+    def _first_failed(self, first: FirstPart, code: RefusalCode) -> None:
+        """A split's first part is lost, or refused: before the first token all is placed anew."""
+        attempt, lost = first.attempt, first.attempt.inflight.lost
+        self._dispatcher.splits.failed()
+        attempt.trace.failed(code.value if lost is None else "replica_lost")
+        if lost is not None:
+            self._dispatcher.num_lost += 1
+        if code is RefusalCode.ENGINE_FAILED or (lost is not None and attempt.client.lost is not None):
+            self._dispatcher.replica_died(attempt.client)
+        if code is RefusalCode.MEDIA_MISSING:
+            attempt.client.media.forget(self._generation.media)
+        if self._visible:
+            return
+        if self._second is not None and self._second.first is first:
+            second, self._second = self._second, None
+            second.routed.close()
+            self._placement.failed(attempt.replica_id, code, is_death=lost is not None)
+            for index in second.choices:
+                self._choices[index].tries.failed(is_death=lost is not None, has_survived=False)
+        for each in self._attempts.copy():
+            if each.first is first:
+                self._abandon(each, code, failed=attempt)
+
     # What goes wrong.
 
     def _fail(
@@ -275,20 +325,33 @@ class GenerationRun:
         table = self._dispatcher.table
         return table.has_ready(generation.model, adapter=generation.adapter, exclude=exclude)
 
-    def _abandon(self, attempt: Attempt, code: RefusalCode, refusal: Refusal | None = None) -> None:
+    def _abandon(
+        self,
+        attempt: Attempt,
+        code: RefusalCode,
+        refusal: Refusal | None = None,
+        failed: Attempt | None = None,
+    ) -> None:
         for index in attempt.choices:
             if self._choices[index].attempt is attempt:
-                self._unplace(attempt, self._choices[index], code, refusal)
+                self._unplace(attempt, self._choices[index], code, refusal, failed)
 
     def _unplace(
-        self, attempt: Attempt, choice: ChoiceProgress, code: RefusalCode, refusal: Refusal | None
+        self,
+        attempt: Attempt,
+        choice: ChoiceProgress,
+        code: RefusalCode,
+        refusal: Refusal | None,
+        failed: Attempt | None = None,
     ) -> None:
-        is_death = attempt.inflight.lost is not None or code is RefusalCode.ENGINE_FAILED
+        """Take a choice from where it is, because `failed`, or that itself, has failed."""
+        failed = failed or attempt
+        is_death = failed.inflight.lost is not None or code is RefusalCode.ENGINE_FAILED
         if is_death and self._generation.submit.route:
             self._visible = True  # its server may have done it: what it does is not known, so once is enough
-        self._placement.failed(attempt.replica_id, code, is_death=is_death, refusal=refusal)
-        choice.tries.failed(is_death=is_death, has_survived=attempt.has_survived)
-        attempt.trace.failed(code.value if attempt.inflight.lost is None else "replica_lost")
+        self._placement.failed(failed.replica_id, code, is_death=is_death, refusal=refusal)
+        choice.tries.failed(is_death=is_death, has_survived=failed.has_survived)
+        attempt.trace.failed(code.value if failed.inflight.lost is None else "replica_lost")
         choice.attempt = None
         self._num_unplaced += 1
         attempt.num_open -= 1
@@ -315,6 +378,12 @@ class GenerationRun:
             if not self._upload.task.done():
                 return LOOK_SECONDS
             self._end_upload(self._upload)
+        if self._second is not None:
+            if self._second.first in self._firsts:
+                self._look_at(self._second.first)
+            if self._second is not None and self._second.first in self._firsts:
+                return LOOK_SECONDS
+            self._go_second()
         seconds = placement.seconds_to_wait()
         if seconds > 0:
             return seconds
@@ -335,19 +404,22 @@ class GenerationRun:
                     raise placement.give_up(is_visible=self._visible)
                 return seconds
             if not (self._generation.media and self._begin_upload(part, routed)):
-                self._submit(part, routed)
-            if self._upload is not None:
+                self._begin(part, routed)
+            if self._upload is not None or self._second is not None:
                 return LOOK_SECONDS
         placement.done()
         return None
 
     def _begin_upload(self, part: Sequence[int], routed: RoutedRequest) -> bool:
         """Begin an upload. False if the replica is known to have all media, or is gone."""
-        media = self._generation.media
-        client = self._dispatcher.clients(routed.decision.replica_id)
-        if client is None or client.media.has(media):
+        media, lacking = self._generation.media, []
+        for each in parts_of(routed):
+            client = self._dispatcher.clients(each.decision.replica_id)
+            if client is not None and not client.media.has(media):
+                lacking.append(client.media)
+        if not lacking:
             return False
-        task = asyncio.create_task(client.media.send(self._generation.submit.root, media))
+        task = asyncio.create_task(send_to_all(lacking, self._generation.submit.root, media))
         task.add_done_callback(lambda _: self._mailbox.wake())
         self._upload = Upload(part, routed, task)
         return True
@@ -358,7 +430,7 @@ class GenerationRun:
         error = upload.error()
         part = [index for index in upload.part if self._choices[index].is_unplaced]
         if error is None and len(part) == len(upload.part) and self._may_try_at(upload.routed):
-            self._submit(part, upload.routed)
+            self._begin(part, upload.routed)
             return
         upload.routed.close()
         if error is None:
@@ -376,16 +448,52 @@ class GenerationRun:
             suspects.is_on_trial(suspected) or routed.decision.replica_id in suspects.places_taken()
         )
 
-    def _submit(self, part: Sequence[int], routed: RoutedRequest) -> None:
-        generation = self._generation
+    def _begin(self, part: Sequence[int], routed: RoutedRequest) -> None:
+        """Submit a part; of a split, both of it, or the first alone if the second needs what that says."""
+        prefill = routed.prefill
+        if prefill is None:
+            self._submit(part, routed)
+            return
+        if self._placement.suspected is not None:  # what it kills is to be known
+            routed.undivide()
+            self._submit(part, routed)
+            return
+        output = self._choices[part[0]].token_ids
+        trace = self._trace.prefill(prefill.decision)
+        sent = self._send(prefill, trace, lambda: self._first_submit_of(output, prefill, trace))
+        if sent is None:
+            routed.close()
+            return
+        routed.prefill = None  # it ends by itself
+        attempt = self._attempt_of(prefill, *sent, (0,), trace)
+        self._dispatcher.begin(attempt)
+        first = FirstPart(attempt)
+        self._firsts.append(first)
+        card = self._dispatcher.table.card(attempt.replica_id)
+        if card is not None and card.splits_by is SplitWay.NIXL:
+            self._second = SecondPart(part, routed, first)
+        else:
+            self._submit(part, routed, first)
+
+    def _go_second(self) -> None:
+        """The first part of a split has ended: submit the second, if it still has all its choices."""
+        assert self._second is not None
+        second, self._second = self._second, None
+        if all(self._choices[index].is_unplaced for index in second.choices):
+            self._submit(second.choices, second.routed, second.first)
+        else:
+            second.routed.close()
+
+    def _send(
+        self, routed: RoutedRequest, trace: Trace, submit: Callable[[], Submit]
+    ) -> tuple[ReplicaClient, Inflight] | None:
+        """Send what `submit` makes to its replica; None if that is not connected, and all is returned."""
         replica_id = routed.decision.replica_id
         client = self._dispatcher.clients(replica_id)
-        output = self._choices[part[0]].token_ids
-        trace = self._trace.attempt(routed.decision, is_resumed=bool(output))
         try:
             if client is None:
                 raise ReplicaLost(f"replica {replica_id} is not connected")
-            inflight = client.submit(self._submit_of(part, output, routed, trace), self._mailbox)
+            inflight = client.submit(submit(), self._mailbox)
         except BaseException as error:
             routed.close()
             trace.failed("not_connected")
@@ -393,13 +501,40 @@ class GenerationRun:
             if not isinstance(error, ReplicaLost):
                 raise
             self._placement.patience.excluded.add(replica_id)
-            return
+            return None
         routed.sent(inflight.submit_id)
+        return client, inflight
+
+    def _submit(self, part: Sequence[int], routed: RoutedRequest, first: FirstPart | None = None) -> None:
+        output = self._choices[part[0]].token_ids
+        trace = self._trace.attempt(routed.decision, is_resumed=bool(output))
+        sent = self._send(routed, trace, lambda: self._submit_of(part, output, routed, trace, first))
+        if sent is None:
+            return
+        replica_id = routed.decision.replica_id
         self._placement.submitted(is_visible=self._visible)
         self.decision, self.decision_seconds = routed.decision, self._placement.routing_seconds
         suspected = self._placement.suspected
         trial = None if suspected is None else self._dispatcher.suspects.begin_trial(suspected, replica_id)
-        attempt = Attempt(
+        attempt = self._attempt_of(routed, *sent, part, trace)
+        attempt.trial, attempt.first = trial, first
+        self._dispatcher.begin(attempt)
+        self._attempts.append(attempt)
+        self._num_unplaced -= len(part)
+        for index in part:
+            self._choices[index].attempt = attempt
+            self._choices[index].tries.begin()
+
+    def _attempt_of(
+        self,
+        routed: RoutedRequest,
+        client: ReplicaClient,
+        inflight: Inflight,
+        part: Sequence[int],
+        trace: Trace,
+    ) -> Attempt:
+        generation = self._generation
+        return Attempt(
             routed,
             client,
             inflight,
@@ -408,17 +543,26 @@ class GenerationRun:
             model=generation.model,
             token_ids=generation.token_ids_with_images(),
             owner=generation.caller.owner,
-            trial=trial,
         )
-        self._dispatcher.begin(attempt)
-        self._attempts.append(attempt)
-        self._num_unplaced -= len(part)
-        for index in part:
-            self._choices[index].attempt = attempt
-            self._choices[index].tries.begin()
+
+    def _first_submit_of(self, output: Sequence[int], routed: RoutedRequest, trace: Trace) -> Submit:
+        """Build the submit of a split's first part: the prompt, and the output so far, for their KV alone."""
+        whole = self._submit_of((0,), output, routed, trace)
+        return replace(
+            whole,
+            sampling=ONE_TOKEN,
+            num_output_tokens=0,
+            leases=(),
+            split_id=routed.announcement.announcement_id,
+        )
 
     def _submit_of(
-        self, part: Sequence[int], output: Sequence[int], routed: RoutedRequest, trace: Trace
+        self,
+        part: Sequence[int],
+        output: Sequence[int],
+        routed: RoutedRequest,
+        trace: Trace,
+        first: FirstPart | None = None,
     ) -> Submit:
         """Build this attempt's submit: some choices of the generation, from the prompt and the output so
         far."""
@@ -429,6 +573,12 @@ class GenerationRun:
             sampling = replace(sampling, seed=(sampling.seed + part[0]) % 2**64)
         if output:
             packed_tokens += pack_token_ids(output)
+        pull = handover = None
+        if first is not None:
+            pull = first.hint(routed, self._placement.seconds_left())
+            handover = None if first.usage is None else first.usage.handover
+        elif routed.decision.pull_from is not None:
+            pull = self._pull_hint(routed.decision)
         return replace(
             asked,
             packed_tokens=packed_tokens,
@@ -439,7 +589,8 @@ class GenerationRun:
             announced_points=routed.announcement.points,
             announcement_id=routed.announcement.announcement_id,
             num_expected_tokens=len(packed_tokens) // 4 - routed.decision.overlap_tokens,
-            pull=None if routed.decision.pull_from is None else self._pull_hint(routed.decision),
+            pull=pull,
+            handover=handover or b"",
             request_id=self._trace.request_id,
             trace_parent=trace.trace_parent,
             trace_state=trace.trace_state,
@@ -473,6 +624,12 @@ class GenerationRun:
         if self._upload is not None:
             upload, self._upload = self._upload, None
             upload.give_up()
+        if self._second is not None:
+            self._second.routed.close()
+            self._second = None
+        for first in self._firsts:
+            self._dispatcher.end(first.attempt)
+        self._firsts.clear()
         for attempt in self._attempts.copy():
             self._release(attempt)
         self._placement.close()

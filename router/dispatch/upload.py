@@ -4,12 +4,19 @@ Owns the place that is reserved there meanwhile.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import RefusalCode
-from router.fleet.image_uploads import UploadFailed
+from router.fleet.image_uploads import ImageUploads, UploadFailed
+from router.prompt.images import Media
 from router.routing.table import RoutedRequest
+
+
+async def send_to_all(places: Iterable[ImageUploads], root: BlockHash, media: Sequence[Media]) -> None:
+    """Send a prompt's images to replicas, at the same time. Raises UploadFailed."""
+    await asyncio.gather(*(place.send(root, media) for place in places))
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,10 @@ class Trace:
         """Trace an attempt at the decision's replica; `is_resumed` continues from earlier tokens."""
         return self
 
+    def prefill(self, decision: Decision) -> "Trace":
+        """Trace the first part of a split, at the decision's replica."""
+        return self
+
     def waits(self, seconds: float) -> None:
         """No replica takes it just now."""
 

@@ -149,6 +149,14 @@ class _GenerationSpans(Trace):
         span = self._tracer.start_span("attempt", child_context(self._span), SpanKind.CLIENT, attributes)
         return _AttemptSpan(self.request_id, span)
 
+    def prefill(self, decision: Decision) -> Trace:
+        attributes: Attributes = {
+            "kvasir.replica": decision.replica_id,
+            "kvasir.overlap_tokens": decision.overlap_tokens,
+        }
+        span = self._tracer.start_span("prefill", child_context(self._span), SpanKind.CLIENT, attributes)
+        return _AttemptSpan(self.request_id, span)
+
     def waits(self, seconds: float) -> None:
         self._span.add_event("wait", {"kvasir.seconds": seconds})
 

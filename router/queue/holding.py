@@ -36,7 +36,7 @@ from router.queue.room import Room
 from router.queue.shares import LEAST_SPARED, Shares
 from router.queue.standing_delay import TARGET_SECONDS, StandingDelay
 from router.queue.work import Charge, prompt_work
-from router.routing.decision import Claim
+from router.routing.decision import Claim, Decision
 from router.routing.load import ReplicaLoad
 from router.routing.table import Choice, RoutedRequest, RoutingTable
 from router.shared.instruments import Instrument, counter, gauge
@@ -150,9 +150,8 @@ class Holding:
             if not self._table.has_ready(asking.model):
                 fleet.delay.holds(now)  # the first replica that comes back is not to get all that waited
             raise
-        line = choice.decision.replica_id
-        num_uncached = asking.request.num_tokens - choice.decision.overlap_tokens
-        work = prompt_work(asking.request.num_tokens, choice.decision.overlap_tokens)
+        line, num_uncached = self._line_of(choice.decision, asking.request.num_tokens)
+        work = prompt_work(asking.request.num_tokens, choice.decision.num_found_tokens)
         if self._may_pass(fleet, asking, line, now):
             if asking.deadline is not None:
                 self._must_be_in_time(asking, asking.deadline, line, num_uncached, now)
@@ -170,6 +169,16 @@ class Holding:
             raise held.error
         return held if held.routed is None else held.routed
 
+    def _line_of(self, decision: Decision, num_tokens: int) -> tuple[ReplicaId, int]:
+        """Return the replica at which the request waits longer, of a split's two, and the tokens that are
+        computed there."""
+        there = decision.replica_id
+        if not decision.is_split or self._room.wait_seconds(there, num_tokens) > self._room.wait_seconds(
+            decision.computed_at, num_tokens
+        ):
+            return there, num_tokens - decision.overlap_tokens
+        return decision.computed_at, num_tokens - decision.num_found_tokens
+
     def _held(
         self, line: ReplicaId, asking: Asking, call: Callable[[], None], work: float, now: float
     ) -> Held:
@@ -177,8 +186,8 @@ class Holding:
 
     def charge(self, asking: Asking, routed: RoutedRequest, held: Held | None) -> Charge:
         """Return the request's charge at release; a `held` one pays what was expected when it came."""
-        num_tokens, replica_id = asking.request.num_tokens, routed.decision.replica_id
-        num_cached = routed.decision.overlap_tokens
+        num_tokens, replica_id = asking.request.num_tokens, routed.decision.computed_at
+        num_cached = routed.decision.num_found_tokens
         prompt_seconds = self._room.prompt_seconds(replica_id, asking.request, num_tokens - num_cached)
         fleet = self._fleet(asking.model)
         counters = fleet.queue.counters
@@ -434,7 +443,7 @@ class Holding:
         line = held.line
         try:
             choice = self._choose(fleet, held.asking, held.exclude, now, held)
-            there = choice.decision.replica_id
+            there, num_uncached = self._line_of(choice.decision, held.asking.request.num_tokens)
             if not self._has_room(fleet, held.asking, there, now):
                 if there == line:
                     return False
@@ -443,12 +452,10 @@ class Holding:
                     return True
                 others = [each for each in self._table.replica_ids(held.asking.model) if each != line]
                 choice = self._choose(fleet, held.asking, others, now, held)
+                there, num_uncached = self._line_of(choice.decision, held.asking.request.num_tokens)
         except (NoReplicaAvailable, UnknownModel):
             return False
-        there = choice.decision.replica_id
-        if self._is_in_vain(
-            held, there, held.asking.request.num_tokens - choice.decision.overlap_tokens, now
-        ):
+        if self._is_in_vain(held, there, num_uncached, now):
             self._refuse(fleet, held, now, caller)
             return True
         held.routed = self._act(choice, held.asking, now)

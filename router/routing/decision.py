@@ -223,6 +223,18 @@ class Decision(msgspec.Struct, frozen=True):
     def is_split(self) -> bool:
         return self.pair is not None and self.pair.is_cheaper
 
+    @property
+    def computed_at(self) -> ReplicaId:
+        """The replica that computes the prompt."""
+        return self.replica_id if self.pair is None or not self.is_split else self.pair.prefiller.replica_id
+
+    @property
+    def num_found_tokens(self) -> int:
+        """Tokens of the prompt that no replica computes."""
+        if self.pair is None or not self.is_split:
+            return self.overlap_tokens
+        return self.pair.prefiller.overlap_tokens
+
     def first_part(self) -> "Decision":
         """Return what was decided of a split's prefiller."""
         assert self.pair is not None

@@ -125,6 +125,13 @@ class RoutedRequest:
         """The prompt has been computed: its blocks are stored."""
         self._finish_prediction(is_computed=True)
 
+    def undivide(self) -> None:
+        """Let the decoder's part be the whole."""
+        if self.prefill is not None:
+            self.prefill.close()
+            self.prefill = None
+            self.decision = msgspec.structs.replace(self.decision, pair=None)
+
     def close(self) -> None:
         if self.prefill is not None:
             self.prefill.close()
