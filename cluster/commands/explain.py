@@ -6,7 +6,7 @@ Owns the question and the table. The router decides, with the code that decides 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -87,9 +87,22 @@ def render(explained: Mapping[str, Any]) -> str:
         "",
         *(f"{sentence}." for sentence in sentences if sentence),
         *_predicted(candidates),
+        *(f"Expected cost, {line}." for line in split_lines(explained.get("split"))),
         f"It would go to {decision['replica']} with {cached} tokens cached: {decision['because']}.",
     ]
     return "\n".join(lines)
+
+
+def split_lines(split: Mapping[str, Any] | None) -> Iterator[str]:
+    """Write both choices of a fleet with roles."""
+    if split is None:
+        return
+    pair = f"computed at {split['prefiller']} and decoded at {split['decoder']}"
+    apart, alone, tokens = split["split_ms"], split["alone_ms"], split["split_tokens"]
+    if split["is_split"]:
+        yield f"{pair}, with {tokens:,} tokens pulled: {apart:,.1f} ms; all at one replica: {alone:,.1f} ms"
+    else:
+        yield f"all at one replica: {alone:,.1f} ms; {pair}: {apart:,.1f} ms"
 
 
 def _predicted(candidates: Sequence[Mapping[str, Any]]) -> list[str]:

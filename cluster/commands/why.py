@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import httpx
 
-from cluster.commands.explain import IN_BYTES
+from cluster.commands.explain import IN_BYTES, split_lines
 from cluster.commands.refusals import KEY_VARIABLE, refused
 from cluster.errors import ClusterError
 from router.explain.findings import sentence_of
@@ -111,6 +111,7 @@ def program_lines(program: Mapping[str, Any], replica: str | None) -> Iterator[s
 def _prompt(prompt: Mapping[str, Any]) -> Iterator[str]:
     if prompt.get("program") is not None:
         yield from program_lines(prompt["program"], prompt["replica"])
+    yield from (f"  expected cost, {line}" for line in split_lines(prompt.get("split")))
     cached, length = prompt["cached_tokens"], prompt["prompt_tokens"]
     at = f" at {prompt['replica']}" if prompt["replica"] else ""
     if cached is None:

@@ -279,9 +279,11 @@ class Exchange:
     def _name_run(self, run: Runs) -> None:
         self._run_headers = [
             (b"x-kvasir-replica", run.replica_id.encode()),
-            (b"x-kvasir-overlap-tokens", b"%d" % run.decision.overlap_tokens),
+            (b"x-kvasir-overlap-tokens", b"%d" % run.decision.num_found_tokens),
             (b"x-kvasir-reason", str(run.decision.reason).encode()),
         ]
+        if run.decision.is_split:
+            self._run_headers.append((b"x-kvasir-computed-at", run.decision.computed_at.encode()))
         if (unit := self._request.model.card.unit) != "tokens":
             self._run_headers.append((b"x-kvasir-unit", unit.encode()))
 

@@ -63,7 +63,21 @@ class ProgramTurn(msgspec.Struct, frozen=True, array_like=True):
     """Programs that had all the room while it waited."""
 
 
+class SplitChoice(msgspec.Struct, frozen=True, array_like=True):
+    """In a fleet with roles: whether the prompt was computed at the prefiller and decoded at the decoder, or
+    all at one replica, and what each choice would have cost, in seconds."""
+
+    is_split: bool
+    prefiller: str
+    decoder: str
+    num_split_tokens: int
+    split_seconds: float
+    alone_seconds: float
+
+
 class PromptExplanation(msgspec.Struct, frozen=True, array_like=True):
+    """`replica_id` is where the prompt was computed."""
+
     num_prompt_tokens: int
     num_cached_tokens: int | None
     num_tier_tokens: tuple[int, int, int]
@@ -80,6 +94,7 @@ class PromptExplanation(msgspec.Struct, frozen=True, array_like=True):
     sentence: str | None = None
     block_size: int = 0
     program: "ProgramTurn | None" = None
+    split: SplitChoice | None = None
 
     @property
     def outcome(self) -> Outcome:
@@ -128,10 +143,26 @@ def prompt_explanation(
         spans=tuple((s.cause.value, s.start, s.end, s.replica_id, s.at) for s in found.spans),
         num_lost_tokens=sum(end - start for start, end in lost),
         lost_ms=_lost_ms(lost, usage.num_cached_tokens, facts, decision),
-        replica_id=None if decision is None else decision.replica_id,
+        replica_id=None if decision is None else decision.computed_at,
         earlier=None if nearest is None else _earlier(facts, nearest),
         block_size=facts.block_size,
         program=None if program is None else _program(program, decision),
+        split=None if decision is None else split_choice(decision, usage.num_split_tokens),
+    )
+
+
+def split_choice(decision: Decision, num_split_tokens: int) -> SplitChoice | None:
+    """Return both choices; None in a fleet without roles."""
+    pair = decision.pair
+    if pair is None:
+        return None
+    return SplitChoice(
+        decision.is_split,
+        pair.prefiller.replica_id,
+        pair.decoder.replica_id,
+        num_split_tokens,
+        pair.seconds,
+        pair.alone_seconds,
     )
 
 
@@ -257,7 +288,7 @@ def _lost_ms(
 ) -> float | None:
     """At the pace that the replica which computed the prompt has measured: for the tokens, and for images
     that nothing else would have had it encode."""
-    load = None if decision is None else _load_of_chosen(decision)
+    load = None if decision is None else _load_of_chosen(decision.of_prompt())
     if load is None or not load.prefill_seconds_per_token or num_cached is None:
         return None
     if not lost:

@@ -24,6 +24,7 @@ def findings(
     usage: PromptUsage, decision: Decision | None, misses: Misses, block_size: int
 ) -> tuple[Finding, ...]:
     """Return the findings in prompt order. A remainder at the end is left out, unless blocks are large."""
+    decision = None if decision is None else decision.of_prompt()
     if misses.cause is Cause.NOT_REPORTED:
         return (Finding(Cause.NOT_REPORTED, _not_reported(decision)),)
     if misses.cause is Cause.BELOW_A_BLOCK:

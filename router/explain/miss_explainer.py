@@ -56,6 +56,7 @@ class MissExplainer:
     ) -> Misses:
         """Call it when the usage has come: by the request's end the past has changed. `repeated` is asked if
         at least as much is missing as counts as repeated."""
+        decision = None if decision is None else decision.of_prompt()
         block_size, model, num_cached = facts.block_size, facts.namespace.model, usage.num_cached_tokens
         num_reusable, peek = facts.num_reusable_tokens, facts.peek_tokens
         if num_reusable is None:

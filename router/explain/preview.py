@@ -59,6 +59,7 @@ def preview_data(
             "overlap_tokens": decision.overlap_tokens,
         },
         "candidates": candidates_by_cost(decision, block_size),
+        "split": pair_data(decision),
         "block_hashes": [
             {"num_tokens": (position + 1) * block_size, "hash": block_hashes[position].hex()}
             for position in positions
@@ -95,6 +96,21 @@ def because(decision: Decision) -> str:
     why = _LESS_IN_LAYERS if has_less and term == "room_seconds" else _TERMS[term]
     here, there = (_milliseconds(getattr(cost, term)) for cost in (own, other))
     return f"not to {passed.replica_id}, {role}: {why} ({there}, {here} at {chosen.replica_id})"
+
+
+def pair_data(decision: Decision) -> dict[str, Any] | None:
+    """Return the cheapest split and what it was compared with; None in a fleet without roles."""
+    pair = decision.pair
+    if pair is None:
+        return None
+    return {
+        "is_split": decision.is_split,
+        "prefiller": pair.prefiller.replica_id,
+        "decoder": pair.decoder.replica_id,
+        "split_tokens": pair.num_lacking_tokens,
+        "split_ms": round(1e3 * pair.seconds, 3),
+        "alone_ms": round(1e3 * pair.alone_seconds, 3),
+    }
 
 
 def candidates_by_cost(decision: Decision, block_size: int) -> list[dict[str, Any]]:

@@ -235,15 +235,17 @@ class Decision(msgspec.Struct, frozen=True):
             return self.overlap_tokens
         return self.pair.prefiller.overlap_tokens
 
-    def first_part(self) -> "Decision":
-        """Return what was decided of a split's prefiller."""
-        assert self.pair is not None
+    def of_prompt(self) -> "Decision":
+        """Return what was decided of the replica that computes the prompt: of a split, its prefiller."""
+        if self.pair is None or not self.is_split:
+            return self
         prefiller = self.pair.prefiller
         return msgspec.structs.replace(
             self,
             replica_id=prefiller.replica_id,
             overlap_tokens=prefiller.overlap_tokens,
             rank=prefiller.rank,
+            candidates=(*self.candidates, prefiller),
             pull_from=self.pair.pull_from,
             pair=None,
         )

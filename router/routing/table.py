@@ -479,7 +479,7 @@ class RoutingTable:
         prefill = None
         if decision.is_split:
             once = msgspec.structs.replace(request, num_choices=1)
-            prefill = self._act(fleet, once, block_hashes, decision.first_part())
+            prefill = self._act(fleet, once, block_hashes, decision.of_prompt())
         index = fleet.index
         # 64 bits, and never 0, which says that there is none.
         announcement_id = 1 + (self._first_id + self._num_routed) % (2**64 - 1)

@@ -26,6 +26,7 @@ class PromptDetails(Struct):
     host_cached_tokens: Count | UnsetType = UNSET
     disk_cached_tokens: Count | UnsetType = UNSET
     pulled_cached_tokens: Count | UnsetType = UNSET
+    split_tokens: Count | UnsetType = UNSET
     cache_leases: list[LeaseOutcome] | UnsetType = UNSET
     evicted_early_tokens: Count | UnsetType = UNSET
     evicted_early_cause: str | UnsetType | None = UNSET
@@ -64,6 +65,7 @@ def prompt_details(usage: AnswerUsage) -> PromptDetails:
             total.num_host_tokens,
             total.num_disk_tokens,
             total.num_pulled_tokens,
+            total.num_split_tokens or UNSET,
         )
     tell_leases(details, usage.leases, usage.prompts)
     return details

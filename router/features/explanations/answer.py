@@ -9,7 +9,14 @@ from typing import Literal
 from msgspec import Struct
 
 from replicas.protocol.status import Unit
-from router.explain.explanation import Earlier, Explanation, Outcome, ProgramTurn, PromptExplanation
+from router.explain.explanation import (
+    Earlier,
+    Explanation,
+    Outcome,
+    ProgramTurn,
+    PromptExplanation,
+    SplitChoice,
+)
 from router.shared.answer_types import Count, TierTokens
 
 
@@ -51,6 +58,15 @@ class ExplainedProgram(Struct):
     programs_admitted: Count
 
 
+class ExplainedSplit(Struct):
+    is_split: bool
+    prefiller: str
+    decoder: str
+    split_tokens: Count
+    split_ms: float
+    alone_ms: float
+
+
 class ExplainedPrompt(Struct):
     outcome: Outcome
     cause: str
@@ -65,6 +81,7 @@ class ExplainedPrompt(Struct):
     nearest: NearestPrompt | None
     place: PlaceOfCause | None
     program: ExplainedProgram | None
+    split: ExplainedSplit | None
 
 
 class CacheExplanation(Struct, kw_only=True):
@@ -107,6 +124,18 @@ def _prompt(prompt: PromptExplanation, at: float) -> ExplainedPrompt:
         None if prompt.earlier is None else _nearest(prompt.earlier, at),
         None if prompt.path is None else _place(prompt),
         None if prompt.program is None else _program(prompt.program),
+        None if prompt.split is None else split_of(prompt.split),
+    )
+
+
+def split_of(choice: SplitChoice) -> ExplainedSplit:
+    return ExplainedSplit(
+        choice.is_split,
+        choice.prefiller,
+        choice.decoder,
+        choice.num_split_tokens,
+        round(1e3 * choice.split_seconds, 3),
+        round(1e3 * choice.alone_seconds, 3),
     )
 
 

@@ -13,7 +13,7 @@ from replicas.protocol.events import Tier
 from replicas.protocol.frames import NO_USER, LoadSnapshot, UserTag
 from replicas.protocol.status import Epoch, ReplicaId
 from router.explain.prefix_tree import Counts, PrefixNode, Root
-from router.explain.preview import because, candidates_by_cost
+from router.explain.preview import because, candidates_by_cost, pair_data
 from router.features.live_page.recent import NUM_SLOTS, SLOT_SECONDS, RecentDecision, Slot
 
 MAX_REPLICAS = 256
@@ -182,9 +182,10 @@ def decision_data(recent: RecentDecision) -> dict[str, Any]:
         "model": recent.model,
         "user": user_name(recent.user),
         "replica": None if decision is None else decision.replica_id,
+        "computed_at": None if decision is None else decision.computed_at,
         "reason": None if decision is None else decision.reason.value,
         "prompt_tokens": recent.num_prompt_tokens,
-        "expected_tokens": None if decision is None else decision.overlap_tokens,
+        "expected_tokens": None if decision is None else decision.num_found_tokens,
         "cached_tokens": None if usage is None else usage.num_cached_tokens,
         "cross_user_tokens": None if usage is None else usage.num_cross_user_tokens,
         "own_tokens": None if usage is None else usage.num_own_tokens,
@@ -218,6 +219,7 @@ def explained_data(recent: RecentDecision) -> dict[str, Any]:
         "rank": None if decision is None else decision.rank,
         "because": None if decision is None else because(decision),
         "candidates": [] if decision is None else candidates_by_cost(decision, recent.block_size),
+        "split": None if decision is None else pair_data(decision),
         "findings": [{"kind": one.cause.value, "text": one.text} for one in recent.findings()],
     }
 

@@ -87,7 +87,7 @@ function create(decision) {
     { class: "row", role: "row" },
     cell("request", button),
     cell("user", decision.user === null ? element("span", { class: "none" }, "no user") : element("span", { class: "tag" }, decision.user)),
-    cell("to cut", decision.replica ?? "–"),
+    cell("to cut", decision.replica === null ? "–" : decision.computed_at === decision.replica ? decision.replica : `${decision.computed_at} → ${decision.replica}`),
     cell("reason", decision.reason ?? "–"),
     cell("origins", origin, tiersOf(decision), imagesOf(decision)),
     number("expected", decision.expected_tokens),
@@ -158,6 +158,7 @@ function explained(decision) {
   for (const [name, value] of facts) list.append(element("div", {}, element("dt", {}, name), element("dd", {}, String(value))));
   const parts = [];
   if (decision.replica !== null) parts.push(element("p", { class: "because" }, `Sent to ${decision.replica}: ${decision.because}.`));
+  if (decision.split !== null) parts.push(element("p", {}, splitOf(decision.split)));
   const tiers = tiersOf(decision);
   if (tiers !== null) parts.push(element("p", {}, `Cached tokens: ${tiers.textContent}.`));
   const images = imagesOf(decision);
@@ -169,6 +170,13 @@ function explained(decision) {
   for (const finding of decision.findings) parts.push(element("p", {}, finding.text));
   if (decision.candidates.length) parts.push(candidates(decision));
   return [...parts, list];
+}
+
+function splitOf(split) {
+  const pair = `computed at ${split.prefiller} and decoded at ${split.decoder}`;
+  const [apart, alone] = [milliseconds(split.split_ms), milliseconds(split.alone_ms)];
+  if (split.is_split) return `The prompt was ${pair}: expected cost ${apart}, all at one replica ${alone}.`;
+  return `Expected cost ${alone} at one replica; ${pair} ${apart}.`;
 }
 
 function candidates(decision) {
