@@ -378,10 +378,10 @@ class GenerationRun:
             if not self._upload.task.done():
                 return LOOK_SECONDS
             self._end_upload(self._upload)
+        if self._second is not None and self._second.first in self._firsts:
+            self._look_at(self._second.first)
         if self._second is not None:
             if self._second.first in self._firsts:
-                self._look_at(self._second.first)
-            if self._second is not None and self._second.first in self._firsts:
                 return LOOK_SECONDS
             self._go_second()
         seconds = placement.seconds_to_wait()
