@@ -268,6 +268,17 @@ class ReplicaConfig:
         help="take cache events and replays from wherever the server says: from another host, from a Unix "
         "socket of a server elsewhere, or at an address of ours where anybody may send them; remote only",
     )
+    kv_connector: str | None = setting(
+        None,
+        help="nixl: the server was started with vLLM's NIXL connector, so a prompt may be computed at one "
+        "such server and decoded at another; none means never; remote only",
+    )
+    kv_lease_seconds: float = setting(
+        30.0,
+        help="how long the server keeps the KV of such a prompt for the other, its kv_lease_duration; what "
+        "is older than half of that is computed anew; a value above the server's own makes wrong answers",
+        above=0,
+    )
 
     simulated_hardware: str = setting(
         "h100-8b", help="cost model of the simulated engine: h100-8b, h100x4-70b or instant"
@@ -344,7 +355,9 @@ class ReplicaConfig:
         for name in ("engine_args", "adapters", "trust_code"):
             if getattr(self, name) and self.engine != "vllm":
                 raise SettingsError(f"setting {name} is for the engine vllm, not for {self.engine}")
-        of_remote = ("engine_rank", "engine_events_elsewhere")
+        if self.kv_connector not in (None, "nixl"):
+            raise SettingsError(f"setting kv_connector is nixl or none, not {self.kv_connector}")
+        of_remote = ("engine_rank", "engine_events_elsewhere", "kv_connector")
         for name in ("engine_url", "engine_key_file", "engine_model", "engine_endpoint", *of_remote):
             engines = ("remote",) if name in of_remote else SERVERS
             value = getattr(self, name)

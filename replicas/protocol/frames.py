@@ -253,9 +253,9 @@ class PromptUsage(Struct, frozen=True, omit_defaults=True):
     evicted after their lease ended; `num_unresumable_tokens`, the first of all, were held by some layers, but
     no resume point lay behind them.
 
-    `num_split_tokens` were pulled from the replica that computed the prompt for this request; only a router
-    sets it, for its client. They are neither cached nor computed twice. `handover` is what the server of a
-    split's first part says to the server of the second.
+    `num_split_tokens` were pulled from the replica that computed the prompt for this request; a router sets
+    it, for its client, and the replica of a server that was handed the prompt over. They are neither cached
+    nor computed twice. `handover` is what the server of a split's first part says to that of the second.
 
     `answer_id` is the id that a server has given an answer which it wrote itself; empty if there is none.
     """

@@ -32,11 +32,13 @@ class Delta(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One event of an answer. `num_cached_tokens` is whatever the server says."""
+    """One event of an answer. `num_cached_tokens` is whatever the server says. `handover` is what it says to
+    the server of a split's second part."""
 
     deltas: Sequence[Delta] = ()
     num_cached_tokens: object = None
     refusal: Refusal | None = None
+    handover: bytes = b""
 
 
 Reader = Callable[[bytes], Chunk]
@@ -46,12 +48,14 @@ Reader = Callable[[bytes], Chunk]
 class Dialect(Protocol):
     """`look_paths` answer how busy the server is. `advice` is how to have it publish cache events, and
     `advice_on_cached` how to have it report cached tokens. `defaults_in_file` are the sampling defaults in a
-    model's file that the server does not apply by itself to what we send."""
+    model's file that the server does not apply by itself to what we send. `why_no_nixl`, unless it is empty,
+    is why such servers take no part in splits."""
 
     generate_path: ClassVar[str]
     look_paths: ClassVar[Sequence[str]]
     advice: ClassVar[str]
     advice_on_cached: ClassVar[str]
+    why_no_nixl: ClassVar[str]
 
     @property
     def model(self) -> ServerModel: ...

@@ -39,7 +39,7 @@ from replicas.protocol.frames import (
 from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.media import ImageQuery
 from replicas.protocol.sampling_defaults import SamplingDefaults
-from replicas.protocol.status import ModelCard, TokenizerBundle
+from replicas.protocol.status import ModelCard, SplitWay, TokenizerBundle
 from replicas.remote_engine.believed import BelievedResidency
 from replicas.remote_engine.dialect import Delta, Dialect
 from replicas.remote_engine.event_feed import EventFeed, Events, Restarted
@@ -52,6 +52,7 @@ from replicas.remote_engine.facts import (
 )
 from replicas.remote_engine.live_requests import LiveRequest, LiveRequests
 from replicas.remote_engine.model_list import with_names
+from replicas.remote_engine.nixl import NixlParts, SecondPart
 from replicas.remote_engine.probes import check_tokenizer, find_dialect
 from replicas.remote_engine.refusals import RefusalLog
 from replicas.remote_engine.residency import ServerResidency, Stored
@@ -98,6 +99,15 @@ class _LiveSubmit(LiveRequest):
     finish: FinishReason | None = None
     num_cached_tokens: object = None
     """The server's word, whatever it is."""
+    handover: bytes = b""
+    second_part: SecondPart | None = None
+    behind: list[tuple[str, Sent]] = field(default_factory=list)
+    """Other choices of the prompt, which are sent once this one has its first token."""
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether its prompt was computed at another server, whose count of cached tokens this one gives."""
+        return self.second_part is not None and self.second_part.is_sent
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -136,6 +146,9 @@ class RemoteEngine:
         )
         self._seen = _first_look(dialect, server)
         self._watched = Watched(config.engine_hang_seconds)
+        self._nixl = None if config.kv_connector is None else NixlParts(config.kv_lease_seconds)
+        if self._nixl is not None and dialect.why_no_nixl:
+            raise StartupError(f"setting kv_connector is for vLLM: {dialect.why_no_nixl}")
         sizes = read_text_sizes(directory)
         self._is_sparse = sizes.is_sparse
         self._card = self._model_card(config, directory, sizes.vocab_size)
@@ -204,6 +217,7 @@ class RemoteEngine:
             endpoint=endpoint_of(self._server.url, config, model),
             endpoint_rank=config.engine_rank,
             sampling_defaults=defaults,
+            splits_by=SplitWay.NONE if self._nixl is None else SplitWay.NIXL,
         )
 
     @property
@@ -226,21 +240,43 @@ class RemoteEngine:
         check_admission(request, self._limits)
         name = self._name(request.key)
         self._live.check_room(name, request.key)
-        dialect = self._dialect
-        body = dialect.body(request, name, self._card.eos_token_ids)
-        live = _LiveSubmit(request)
+        sent = self._sent(request, name)
+        live = _LiveSubmit(request, second_part=sent.second_part)
         self._live.add(name, live)
         self._residency.expect(name, request.submit.user, live.num_prompt_tokens)
         if self._wake is None:
             self._awaited = {*hash_blocks(request.submit.root, request.token_ids, self._card.block_size)}
         self._stored_since_add, self._added_at = False, time.monotonic()
-        most_events = MOST_EMPTY_EVENTS + request.sampling.max_tokens - request.submit.num_output_tokens
-        sent = Sent(body, dialect.reader(request), dialect.most_bytes(request), most_events)
-        self._server.submit(name, sent)
+        first = self._live.get(self._name(RequestKey(request.key.number, 0)))
+        if first is not None and first.second_part is not None and first is not live and not first.first_at:
+            first.behind.append((name, sent))
+        else:
+            self._server.submit(name, sent)
+
+    def _sent(self, request: EngineRequest, name: str) -> Sent:
+        """Raises RequestRefused."""
+        submit, dialect = request.submit, self._dialect
+        body, read = dialect.body(request, name, self._card.eos_token_ids), dialect.reader(request)
+        most_events = MOST_EMPTY_EVENTS + request.sampling.max_tokens - submit.num_output_tokens
+        sent = Sent(body, read, dialect.most_bytes(request), most_events)
+        if self._nixl is not None and submit.split_id:
+            body, read = self._nixl.first_body(body, submit), self._nixl.first_reader(submit, read)
+            return sent._replace(body=body, read=read, is_whole=True)
+        if self._nixl is not None and submit.handover:
+            return sent._replace(second_part=self._nixl.second_part(request))
+        return sent
+
+    def _send_those_behind(self, live: _LiveSubmit) -> None:
+        behind, live.behind = live.behind, []
+        for name, sent in behind:
+            if name in self._live:
+                self._server.submit(name, sent)
 
     def abort(self, key: RequestKey) -> None:
-        if self._live.pop(self._name(key)) is not None:
+        live = self._live.pop(self._name(key))
+        if live is not None:
             self._server.abort(self._name(key))
+            self._send_those_behind(live)
 
     def ask_store(self, question: StoreQuestion) -> None:
         """It has none."""
@@ -371,8 +407,8 @@ class RemoteEngine:
         submit, size = live.request.submit, self._card.block_size
         num_reusable = (len(live.request.token_ids) - 1) // size
         told = self._num_told(live)
-        if self._is_sparse:
-            told = None  # a shorter hit is of what was never kept, and says nothing of other prompts
+        if self._is_sparse or live.is_handed_over:
+            told = None  # a shorter hit is of what was never kept here, and says nothing of other prompts
         if told is not None and told // size < min(live.num_believed, num_reusable):
             self._predicted += self._believed.corrected(live.chain, told // size, submit.user)
         if len(live.output_token_ids) < live.num_output_tokens:
@@ -416,6 +452,7 @@ class RemoteEngine:
             return
         if chunk.num_cached_tokens is not None:
             live.num_cached_tokens = chunk.num_cached_tokens
+        live.handover = live.handover or chunk.handover
         for delta in chunk.deltas:
             if piece.name in self._live:  # an earlier one may have ended the request
                 self._take_delta(piece.name, live, delta, piece.at)
@@ -429,6 +466,7 @@ class RemoteEngine:
             return
         if token_ids:
             self._live.came(live, len(token_ids), at)
+            self._send_those_behind(live)
         live.num_output_tokens += len(token_ids)
         if self._believed is not None and token_ids:
             live.output_token_ids += token_ids
@@ -451,6 +489,7 @@ class RemoteEngine:
 
     def _answered(self, name: str, live: _LiveSubmit) -> None:
         self._live.pop(name)
+        self._send_those_behind(live)
         self._is_answered(live)
         self._ready.append(
             TokenDelta(live.request.key, finish_reason=live.finish, usage=self._usage_of(live))
@@ -468,19 +507,29 @@ class RemoteEngine:
             self._answered(name, live)
             return
         self._live.pop(name)
+        self._send_those_behind(live)
         self._ready.append(TokenDelta(live.request.key, finish_reason=FinishReason.ERROR, refusal=refusal))
 
     def _usage_of(self, live: _LiveSubmit) -> PromptUsage:
         submit, size, num_prompt_tokens = live.request.submit, self._card.block_size, live.num_prompt_tokens
         leases = without_tiers(submit.leases).answers
         told = self._num_told(live)
+        if live.is_handed_over:
+            num_there = self._num_told(live)
+            return PromptUsage(
+                num_prompt_tokens,
+                None if num_there is None else min(num_there, num_prompt_tokens),
+                num_written_tokens=0,
+                leases=leases,
+                num_split_tokens=num_prompt_tokens,
+            )
         if told is not None or self._believed is not None:
             num_read = live.num_believed * size if told is None else told
             num_computed = len(live.request.token_ids) - num_read
             self._live.computed(num_computed, live.first_at - live.submitted_at)
         if told is None:
             self._warn_of(live.num_cached_tokens)
-            return PromptUsage(num_prompt_tokens, None, 0, leases=leases)
+            return PromptUsage(num_prompt_tokens, None, 0, leases=leases, handover=live.handover)
         num_cached = min(told, num_prompt_tokens)
         num_reusable = (len(live.request.token_ids) - 1) // size
         num_expected = min(live.num_believed, num_reusable) * size if self._is_sparse else 0
@@ -499,6 +548,7 @@ class RemoteEngine:
             num_own_tokens=min(shares.own, num_cached - min(shares.cross_user, num_cached)),
             leases=leases,
             num_unresumable_tokens=max(0, num_expected - num_cached),
+            handover=live.handover,
         )
 
     def _num_told(self, live: _LiveSubmit) -> int | None:

@@ -31,6 +31,7 @@ from replicas.protocol.frames import MAX_ERROR_BYTES, BodyForm, Refusal, Refusal
 from replicas.remote_engine.dialect import Chunk, Dialect, NotThere, Reader
 from replicas.remote_engine.facts import ServerLoad, ServerModel
 from replicas.remote_engine.model_list import MODELS_PATH, read_models
+from replicas.remote_engine.nixl import SecondPart
 from replicas.remote_engine.refusals import in_one_line, parsed, refusal_of, words_of
 
 logger = logging.getLogger(__name__)
@@ -55,18 +56,22 @@ KEY_STATUSES = (401, 403)
 KEY_ADVICE = "it wants an API key, or another one: give --join-key-file FILE, in a fleet file engine_key_file"
 
 EVENT_STREAM = "text/event-stream"
+JSON = "application/json"
 
 HTTP_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class Sent(NamedTuple):
     """A request; `read` gets each event of its answer, which has at most `most_bytes`. There are at most
-    `most_events`."""
+    `most_events`. An answer that `is_whole` does not stream, and is one event. The fields of a `second_part`
+    are added when it is sent."""
 
     body: Mapping[str, Any]
     read: Reader
     most_bytes: int
     most_events: int
+    is_whole: bool = False
+    second_part: SecondPart | None = None
 
 
 class Piece(NamedTuple):
@@ -300,15 +305,19 @@ class Server:
     async def _stream(self, name: str, sent: Any) -> None:
         """`sent` is a Sent; a subclass may have its own."""
         refusal: Refusal | None = None
-        content = msgspec.json.encode(sent.body)
+        body = sent.body
+        if sent.second_part is not None:
+            body = {**body, **sent.second_part.fields()}
+        content = msgspec.json.encode(body)
         try:
             async with self._post(self._dialect.generate_path, content) as answer:
                 kind = answer.headers.get("content-type", "").lower()
-                if answer.status != 200 or not kind.startswith(EVENT_STREAM):
+                if answer.status != 200 or not kind.startswith(JSON if sent.is_whole else EVENT_STREAM):
                     refusal = await self._refusal(answer)
                 else:
                     check_plain(answer.headers)
-                    async for event in _events(answer.content.iter_any(), sent):
+                    events = _whole_answer if sent.is_whole else _events
+                    async for event in events(answer.content.iter_any(), sent):
                         chunk = sent.read(event)
                         if chunk.refusal is not None:
                             chunk = sent.read(self._without_key(event))
@@ -381,6 +390,11 @@ def named(error: Exception) -> str:
     """Without what was sent, which `repr` of aiohttp's errors has: the server's key among it."""
     cause = getattr(error, "os_error", error)  # why there is no connection, in the system's words
     return f"{type(cause).__name__}: {cause}"
+
+
+async def _whole_answer(pieces: AsyncIterator[bytes], sent: Sent) -> AsyncIterator[bytes]:
+    """Yield it as one event. Raises ValueError for a longer one."""
+    yield await read_whole(pieces, sent.most_bytes)
 
 
 async def _events(pieces: AsyncIterator[bytes], sent: Sent) -> AsyncIterator[bytes]:

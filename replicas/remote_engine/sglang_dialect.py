@@ -157,6 +157,7 @@ class SglangDialect:
         ' \'{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}\''
     )
     advice_on_cached: ClassVar[str] = "SGLang reports it with every answer"
+    why_no_nixl: ClassVar[str] = "SGLang's bootstrap is not supported yet"
 
     def body(self, request: EngineRequest, name: str, eos_token_ids: tuple[int, ...]) -> dict[str, Any]:
         submit, sampling = request.submit, request.sampling

@@ -94,6 +94,7 @@ class VllmDialect:
         ' \'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}\''
     )
     advice_on_cached: ClassVar[str] = "start vLLM with --enable-prompt-tokens-details"
+    why_no_nixl: ClassVar[str] = ""
 
     def body(self, request: EngineRequest, name: str, eos_token_ids: tuple[int, ...]) -> dict[str, Any]:
         return body_of(request, name, self.model.served_name, eos_token_ids)

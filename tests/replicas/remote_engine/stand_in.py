@@ -60,6 +60,8 @@ class StandIn:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.num_open = 0
+        self.offered: dict[str, Any] | None = None
+        """What it says to the server of a split's second part."""
         self.num_others: float = 2
         """Requests of other clients that run."""
         self.shift_tokens = 0
@@ -252,7 +254,16 @@ class StandIn:
                 return RedirectResponse("http://127.0.0.1:1/")
             case "html":
                 return HTMLResponse("<html>a proxy</html>")
+        if not body["stream"]:
+            return self._whole(body)
         return StreamingResponse(self._answer(body), media_type="text/event-stream")
+
+    def _whole(self, body: dict[str, Any]) -> Response:
+        num_cached = self.store(body["prompt"], body["cache_salt"], body.get("session_id"))
+        choices = [_choice(body, number, True) for number in range(body["max_tokens"])]
+        details = {"cached_tokens": num_cached}
+        usage = {"prompt_tokens": len(body["prompt"]), "prompt_tokens_details": details}
+        return JSONResponse({"choices": choices, "usage": usage, "kv_transfer_params": self.offered})
 
     async def _answer(self, body: dict[str, Any]) -> AsyncIterator[str]:
         self.num_open += 1
