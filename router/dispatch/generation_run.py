@@ -467,10 +467,11 @@ class GenerationRun:
         routed.prefill = None  # it ends by itself
         attempt = self._attempt_of(prefill, *sent, (0,), trace)
         self._dispatcher.begin(attempt)
-        first = FirstPart(attempt)
-        self._firsts.append(first)
         card = self._dispatcher.table.card(attempt.replica_id)
-        if card is not None and card.splits_by is SplitWay.NIXL:
+        goes_first = card is not None and card.splits_by is SplitWay.NIXL
+        first = FirstPart(attempt, self._dispatcher.clock(), goes_first=goes_first)
+        self._firsts.append(first)
+        if goes_first:
             self._second = SecondPart(part, routed, first)
         else:
             self._submit(part, routed, first)
@@ -573,10 +574,10 @@ class GenerationRun:
             sampling = replace(sampling, seed=(sampling.seed + part[0]) % 2**64)
         if output:
             packed_tokens += pack_token_ids(output)
-        pull = handover = None
+        pull, handover = None, b""
         if first is not None:
             pull = first.hint(routed, self._placement.seconds_left())
-            handover = None if first.usage is None else first.usage.handover
+            handover = first.handover(self._dispatcher.clock())
         elif routed.decision.pull_from is not None:
             pull = self._pull_hint(routed.decision)
         return replace(
@@ -590,7 +591,7 @@ class GenerationRun:
             announcement_id=routed.announcement.announcement_id,
             num_expected_tokens=len(packed_tokens) // 4 - routed.decision.overlap_tokens,
             pull=pull,
-            handover=handover or b"",
+            handover=handover,
             request_id=self._trace.request_id,
             trace_parent=trace.trace_parent,
             trace_state=trace.trace_state,

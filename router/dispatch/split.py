@@ -12,6 +12,7 @@ The second part asks for the whole request, and samples the first token itself. 
 for is done there as ever, and the token that the first part samples is thrown away.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from msgspec.structs import replace
 
 from replicas.protocol.frames import FinishReason, PromptUsage, RefusalCode, SamplingParams
 from replicas.protocol.pulls import PullHint
+from replicas.protocol.split_handover import sent_on
 from router.shared.instruments import Instrument, counter
 
 if TYPE_CHECKING:
@@ -35,12 +37,15 @@ MIN_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 30.0
 
 
 class FirstPart:
-    """`attempt` is the prefiller's."""
+    """`attempt` is the prefiller's, `sent_at` by any clock in seconds. The second part waits for the end of one
+    that `goes_first`."""
 
-    __slots__ = ("attempt", "usage")
+    __slots__ = ("attempt", "goes_first", "sent_at", "usage")
 
-    def __init__(self, attempt: "Attempt") -> None:
+    def __init__(self, attempt: "Attempt", sent_at: float, *, goes_first: bool) -> None:
         self.attempt = attempt
+        self.goes_first = goes_first
+        self.sent_at = sent_at
         self.usage: PromptUsage | None = None
         """Once the prompt is computed."""
 
@@ -58,11 +63,11 @@ class FirstPart:
         return None
 
     def hint(self, routed: "RoutedRequest", seconds_left: float | None) -> PullHint | None:
-        """Return what the second part is to wait for; None if the peer is not known. It has `seconds_left`
-        until its first token."""
+        """Return what the second part is to wait for; None if that is nothing, or the peer is not known. It
+        has `seconds_left` until its first token."""
         peer, decision = self.attempt.client, routed.decision
         assert decision.pair is not None
-        if peer.epoch is None:
+        if self.goes_first or peer.epoch is None:
             return None
         seconds = max(MIN_WAIT_SECONDS, PATIENCE * decision.pair.ready_seconds)
         if seconds_left is not None:
@@ -76,6 +81,12 @@ class FirstPart:
             self.attempt.routed.announcement.announcement_id,
         )
 
+    def handover(self, now: float) -> bytes:
+        """Return what its server says to the second part's, to be sent now and once; empty if that is too old
+        to be used."""
+        said = b"" if self.usage is None else self.usage.handover
+        return sent_on(said, now - self.sent_at, time.time()) if said else b""
+
     def joined(self, second: PromptUsage) -> PromptUsage:
         """Return the usage that the client is told, from that of the part that answers.
 
@@ -84,6 +95,7 @@ class FirstPart:
         than it had found, the second part's own count stands, without or with what was pulled.
         """
         first, num_pulled = self.usage, second.num_pulled_tokens
+        num_split = num_pulled or second.num_split_tokens
         if first is None or first.num_cached_tokens is None or second.num_cached_tokens is None:
             return replace(
                 second,
@@ -92,15 +104,15 @@ class FirstPart:
                 else second.num_cached_tokens - num_pulled,
                 num_slower_tier_tokens=second.num_slower_tier_tokens - num_pulled,
                 num_pulled_tokens=0,
-                num_split_tokens=num_pulled,
+                num_split_tokens=num_split,
             )
         if second.num_cached_tokens < first.num_cached_tokens:
-            return replace(second, num_split_tokens=num_pulled)
+            return replace(second, num_split_tokens=num_split)
         return replace(
             first,
             leases=second.leases,
             answer_id=second.answer_id,
-            num_split_tokens=num_pulled,
+            num_split_tokens=num_split,
             handover=b"",
         )
 
@@ -124,7 +136,7 @@ class SplitCounts:
     def answered(self, usage: PromptUsage) -> None:
         """The second part has begun to answer, with this usage."""
         self.outcomes["part" if usage.num_lost_tokens else "whole"] += 1
-        self.num_tokens += usage.num_pulled_tokens
+        self.num_tokens += usage.num_pulled_tokens or usage.num_split_tokens
 
     def failed(self) -> None:
         self.outcomes["failed"] += 1

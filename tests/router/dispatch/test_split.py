@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from msgspec import structs
 
 from replicas.protocol.frames import PromptUsage, RefusalCode
 from replicas.protocol.prefix_leases import PrefixLease
+from replicas.protocol.split_handover import SplitHandover, read_handover
 from replicas.protocol.status import Role, SplitWay
 from router.dispatch.attempt import Attempt
 from router.dispatch.split import MIN_WAIT_SECONDS, ONE_TOKEN, FirstPart
@@ -153,10 +155,13 @@ async def test_a_client_that_leaves_ends_both_parts(fleet: DispatchedFleet, way:
     await eventually(lambda: a.num_live == b.num_live == 0)
 
 
-async def test_a_servers_words_go_from_the_first_part_to_the_second(fleet: DispatchedFleet) -> None:
+@pytest.mark.parametrize(("lease_seconds", "is_said"), [(60.0, True), (0.08, False)])
+async def test_a_servers_words_go_from_the_first_part_to_the_second_in_time(
+    fleet: DispatchedFleet, lease_seconds: float, is_said: bool
+) -> None:
     a, b = await pair_of(fleet, SplitWay.NIXL)
     a.script.holding = True
-    a.script.alter = _says(b"block ids")
+    a.script.alter = _says(_handover(lease_seconds))
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(generate(fleet, GENERATION))
         await eventually(lambda: bool(a.submits))
@@ -165,8 +170,15 @@ async def test_a_servers_words_go_from_the_first_part_to_the_second(fleet: Dispa
         a.script.holding = False
         deltas = await task
     assert_complete(deltas, 1)
-    assert [submit.handover for submit in b.submits] == [b"block ids"]
+    (submit,) = b.submits
+    said = read_handover(submit.handover)
+    assert (None if said is None else said.params) == (b"block ids" if is_said else None)
+    assert submit.pull is None
     assert all(delta.usage is None or not delta.usage.handover for delta in deltas)
+
+
+def _handover(lease_seconds: float) -> bytes:
+    return SplitHandover(b"block ids", bytes(16), lease_seconds, 0.0, time.time()).packed()
 
 
 def _says(handover: bytes) -> Callable[[list[Any]], object]:
@@ -180,7 +192,7 @@ def _says(handover: bytes) -> Callable[[list[Any]], object]:
 
 async def test_words_are_not_said_again_on_a_retry(fleet: DispatchedFleet) -> None:
     a, b = await pair_of(fleet, SplitWay.NIXL, "c")
-    a.script.alter, b.script.holding = _says(b"block ids"), True
+    a.script.alter, b.script.holding = _says(_handover(60.0)), True
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(generate(fleet, GENERATION))
         await eventually(lambda: bool(b.submits))
@@ -209,7 +221,7 @@ async def test_a_first_part_that_fails_before_the_second_is_sent(fleet: Dispatch
 def test_usage_of_both_parts(
     first: tuple[int, int, int] | None, second: tuple[int, int, int], found: tuple[int, int, int, int]
 ) -> None:
-    part = FirstPart(Attempt.__new__(Attempt))
+    part = FirstPart(Attempt.__new__(Attempt), 0.0, goes_first=False)
     if first is not None:
         part.usage = _usage(*first)
     usage = part.joined(_usage(*second))
