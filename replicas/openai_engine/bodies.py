@@ -16,6 +16,7 @@ import msgspec
 
 from replicas.protocol.bounds import MAX_NAME_CHARACTERS
 from replicas.protocol.frames import MAX_ERROR_BYTES, BodyForm, FinishReason, Refusal, RefusalCode
+from replicas.protocol.passed_routes import SERVERS_OWN
 from replicas.protocol.used_tokens import UsedTokens, believed
 from replicas.remote_engine.refusals import parsed, problem_in, refusal_of
 
@@ -96,11 +97,14 @@ def body_to_send(
     form: BodyForm, body: bytes, served_name: str, *, salt: str | None = None, refused: Collection[str] = ()
 ) -> SentBody:
     """Name the model as its server does, ask for the usage of a stream, salt the cache, and give a chat's
-    length both its names. Fields that the server has `refused` are left out. Raises ValueError."""
+    length both its names. Fields that the server has `refused` are left out, and those of servers alone.
+    Raises ValueError."""
     try:
         fields: dict[str, Any] = _decoder.decode(body)
     except (RecursionError, msgspec.MsgspecError) as error:
         raise ValueError(f"it is no object of JSON: {error}") from error
+    for name in SERVERS_OWN & fields.keys():
+        del fields[name]
     fields["model"] = served_name
     added: list[str] = []
     streams, hides_usage = _value(fields, "stream") is True, False
@@ -206,6 +210,8 @@ class AnswerReader:
             self._stray = content
             return b"", 0
         self._end()
+        if _takes_out(said):
+            content = _encode(said)
         return content, self.read.num_output_tokens or 0
 
     def event(self, event: bytes) -> tuple[bytes, int]:
@@ -239,6 +245,9 @@ class AnswerReader:
         if self._sent.max_tokens is not None:
             num_tokens = min(num_tokens, self._most_tokens({}) - self._num_counted)
         self._num_counted += num_tokens
+        if _takes_out(said):
+            content = _encode(said)
+            event = event.replace(data, content) if data in event else b"data: %s\n\n" % content
         return event, num_tokens
 
     def rest(self, rest: bytes) -> tuple[bytes, int]:
@@ -364,6 +373,14 @@ class AnswerReader:
         prompt_ms = timings.get("prompt_ms")
         if isinstance(prompt_ms, int | float) and 0.0 < prompt_ms < MOST_PROMPT_MS:
             self.read.prompt_seconds = prompt_ms / 1000
+
+
+def _takes_out(said: Any) -> bool:
+    """Take what a server says to another out of an answer. Returns whether there was any."""
+    message = said.get("message")
+    parts = [said, message] if isinstance(message, dict) else [said]
+    found = [part.pop(name) for part in parts for name in SERVERS_OWN & part.keys() if part[name] is not None]
+    return bool(found)
 
 
 _END = re.compile(rb"\n\r\n?|\n\n|\r\r\n?")

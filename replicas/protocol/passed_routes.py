@@ -35,6 +35,10 @@ MOST_HEAD_BYTES = 4096
 MOST_TYPE_CHARACTERS = 256
 """Longest content type."""
 
+SERVERS_OWN = frozenset({"kv_transfer_params", "ec_transfer_params", "vllm_xargs"})
+"""Fields by which servers hand KV to each other. Who sets them reads the KV of other prompts, or ends the
+server, so no client does."""
+
 _BOUNDARY = re.compile(r'boundary=(?:"([\w\'()+,./:=?-]{1,70})"|([\w\'()+./:=?-]{1,70}))', re.ASCII)
 _FIELD = re.compile(
     rb'content-disposition: *form-data; *name="([^"\\\r\n]*)"(?:; *filename="[^"\r\n]*")?'
@@ -85,11 +89,19 @@ def _is_model(name: str) -> bool:
     return name.lower() == "model"
 
 
+def _check_name(name: str) -> None:
+    if name.lower() in SERVERS_OWN:
+        raise ValueError(f"the field {name!r} is for servers alone")
+
+
 def _object(body: bytes) -> dict[str, msgspec.Raw]:
     try:
-        return _fields.decode(body)
+        found = _fields.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ValueError(f"it is no JSON object: {error}") from error
+    for name in found:
+        _check_name(name)
+    return found
 
 
 def _boundary_of(content_type: str) -> bytes | None:
@@ -124,4 +136,5 @@ def _field(part: memoryview) -> _Field:
     if first or len(names) != 1 or 1 + num_others != len(lines):
         raise ValueError("the head of one of its fields cannot be read")
     name = names[0].decode()
+    _check_name(name)
     return _Field(name, part, bytes(part[len(head) + 4 :]) if _is_model(name) else None)

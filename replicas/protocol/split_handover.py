@@ -17,7 +17,7 @@ from replicas.protocol.frames import MAX_HANDOVER_BYTES, Submit
 
 PROMPT_BYTES = 16
 USABLE_SHARE = 0.5
-"""Of a lease."""
+"""Share of a lease."""
 
 _Seconds = Annotated[float, Meta(ge=0.0)]
 
@@ -58,7 +58,7 @@ def read_handover(packed: bytes) -> SplitHandover | None:
 
 
 def sent_on(packed: bytes, elapsed_seconds: float, wall_time: float) -> bytes:
-    """Return what goes with the second part, so many seconds after the first was sent; empty if it is too
+    """Return what goes with the second part, `elapsed_seconds` after the first was sent; empty if it is too
     old, or none. For a single submit: a second one would read KV that was given back with the first."""
     found = read_handover(packed)
     if found is None:

@@ -38,7 +38,7 @@ _Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 class _Params(Struct):
-    """What must be there. Without blocks the second server fails as well."""
+    """The params that must be there. Without blocks the second server fails as well."""
 
     do_remote_prefill: bool
     do_remote_decode: bool
@@ -105,14 +105,14 @@ class Warnings:
 
 
 class NixlParts:
-    """Of one server, which keeps KV for others for `lease_seconds`."""
+    """Makes the parts that one server takes. It keeps KV for others for `lease_seconds`."""
 
     def __init__(self, lease_seconds: float) -> None:
         self._lease_seconds = lease_seconds
         self._warn = Warnings()
         self._has_warned = False
         self._spent: dict[str, float] = {}
-        """When each request of a first server was taken for the second part, within a lease."""
+        """Requests of first servers whose KV was taken within a lease, and when."""
 
     def first_body(self, body: Mapping[str, Any], submit: Submit) -> dict[str, Any]:
         """Return the body of a first part. Params come only with an answer that does not stream. Raises

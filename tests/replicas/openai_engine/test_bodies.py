@@ -38,6 +38,33 @@ def test_the_values_of_a_body_pass_as_they_are(form: BodyForm) -> None:
     assert (sent.content, sent.streams, sent.hides_usage) == (body, True, False)
 
 
+SERVERS_WORDS = {"kv_transfer_params": {"remote_host": "10.0.0.1"}, "ec_transfer_params": {"a": 1}}
+
+
+@pytest.mark.parametrize("form", BodyForm)
+def test_nothing_goes_to_a_server_that_is_for_servers_alone(form: BodyForm) -> None:
+    body = body_to_send(form, encoded(odd=1, vllm_xargs={"kv_transfer_params": "x"}, **SERVERS_WORDS), "m")
+    assert json.loads(body.content) == {"odd": 1, "model": "m"}
+
+
+def test_words_of_servers_to_each_other_are_taken_out_of_answers() -> None:
+    said = {"choices": [{"text": "x", "finish_reason": "stop"}], "id": "a"}
+    reader = AnswerReader(SentBody(BodyForm.COMPLETION, b"", streams=False))
+    content, _ = reader.whole(encoded(**said, **SERVERS_WORDS))
+    assert json.loads(content) == said and reader.has_ended
+    as_it_was = encoded(**said, kv_transfer_params=None) + b"\n"
+    assert reader.whole(as_it_was)[0] == as_it_was
+    message = {"type": "message_start", "message": {"id": "a", **SERVERS_WORDS}}
+    for last in (b"data: %b", b"event: x\r\ndata:%b"):
+        sent = last % encoded(**said, **SERVERS_WORDS) + b"\n\n"
+        content, num_tokens = reading().event(sent)
+        assert (json.loads(data_of(content) or b""), num_tokens) == (said, 1)
+        assert content.partition(b"data:")[0] == last.partition(b"data:")[0]
+    in_two = b'data: {"choices":[],\ndata: "kv_transfer_params": {"a": 1}}\n\n'
+    for sent, kept in ((event(**message), {**message, "message": {"id": "a"}}), (in_two, {"choices": []})):
+        assert json.loads(data_of(reading().event(sent)[0]) or b"") == kept
+
+
 LENGTH = {"max_completion_tokens": 5}
 BOTH = {**LENGTH, "max_tokens": 5}
 

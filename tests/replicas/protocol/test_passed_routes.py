@@ -6,6 +6,8 @@ import pytest
 from replicas.protocol.passed_routes import MOST_FIELDS, model_in, with_model
 
 JSON = "application/json"
+OWN = (b"kv_transfer_params", b"kv\\u005ftransfer_params", b"KV_transfer_params", b"vllm_xargs")
+"""Fields that are for servers alone."""
 FORM = "multipart/form-data; boundary=cut"
 
 
@@ -77,6 +79,8 @@ def test_of_a_form_the_name_alone_is_replaced(name: str) -> None:
         (FORM, form(text("x" * 5000, "a"))),
         (FORM, form(*[text("x", "a")] * (MOST_FIELDS + 1))),
         (FORM, form(b'Content-Disposition: form-data; name="model"\r\n\r\n\xff')),
+        *((JSON, b'{"model": "a", "%b": 1}' % name) for name in OWN),
+        *((FORM, form(text("model", "a"), text(name.decode(), "1"))) for name in OWN if b"\\" not in name),
     ],
 )
 def test_what_can_be_read_in_two_ways_or_in_none_is_refused(kind: str, body: bytes) -> None:

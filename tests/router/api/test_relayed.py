@@ -24,10 +24,12 @@ PASSED = (
     "keep_alive",
     "stream_options.odd",
     "tools.web_search_20250305",
+    "kv_transfer_params",
+    "vllm_xargs",
     "priority",
     "cache_salt",
 )
-"""The last two are no fields to list: they are sent as they count."""
+"""The last four are no fields to list: two are refused all the same, and two are sent as they count."""
 
 ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
@@ -113,6 +115,20 @@ async def test_what_was_not_read_is_sent_only_where_it_is_listed(
         del body["stream_options"], expected["stream_options"]
     assert await sent_for(server, kind, body) == expected
     assert (await sent_for(server, kind, body, "1000000p"))["priority"] == -100
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_params", "kv\\u005ftransfer_params", "vllm_xargs"])
+@pytest.mark.parametrize("kind", ROUTES)
+async def test_fields_of_servers_alone_are_refused_whatever_is_listed(
+    server: HttpServer, kind: str, name: str
+) -> None:
+    path, asked = ROUTES[kind]
+    body = json.dumps({"model": tiny_model.MODEL, **asked})[:-1] + f', "{name}": {{"remote_host": "a"}}}}'
+    headers = {"authorization": "Bearer 1000000", "content-type": "application/json"}
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+        answer = await http.post(path, content=body, headers=headers)
+    assert answer.status_code == 400 and "is not supported" in answer.text
+    assert not server.dispatcher.generations
 
 
 @pytest.mark.parametrize("kind", ROUTES)

@@ -285,6 +285,15 @@ async def test_tools_that_run_at_the_server_are_passed_only_if_listed(path: str)
 
 
 @pytest.mark.parametrize("path", BODIES)
+async def test_fields_of_servers_alone_are_refused_whatever_is_listed(path: str) -> None:
+    async with picking_fleet(pass_fields=("kv_transfer_params", "vllm_xargs")) as picking:
+        picking.join("a", A)
+        for name in ("kv_transfer_params", "vllm_xargs"):
+            told = await picking.gateway.decide(path, {**BODIES[path], name: {"remote_host": "a"}})
+            assert told.status == 400 and "is not supported" in told.error()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", BODIES)
 async def test_a_tenants_context_holds_at_the_server(path: str) -> None:
     """Also for prompts that are cut: a server's own context is larger."""
     name = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
