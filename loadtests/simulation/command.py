@@ -47,10 +47,10 @@ MAX_WINDOWS = 10_000
 
 NOT_FOR_SESSIONS = (
     *("qps", "set", "speed", "limit", "tenants", "flood", "without_keys"),
-    *("warm_up", "slo_ttft", "slo_tpot", "slo_share", "deadlines", "sweep", "values", "window"),
+    *("warm_up", "slo_share", "deadlines", "sweep", "values", "window"),
     *("autoscale", "groups", "retention", "route_by_reach"),
 )
-"""Options that choose among arrivals, judge requests one by one, or need other blocks."""
+"""Options that choose among arrivals, sweep, or need other blocks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -462,7 +462,7 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
 def _session_job(arguments: argparse.Namespace, policy: str, seed: int) -> Job:
     source = Source(arguments.workload, seed, (), None, 1.0, has_sessions=True)
     options = _options(arguments, policy, load_sessions(source.name).block_tokens, (), {})
-    return Job((policy, None), source, options, 0.0, Slo())
+    return Job((policy, None), source, options, 0.0, Slo(arguments.slo_ttft, arguments.slo_tpot))
 
 
 def _has_sessions(arguments: argparse.Namespace) -> bool:

@@ -71,7 +71,7 @@ class Job:
     options: FleetOptions
     warm_up: float
     slo: Slo
-    """Limits of `goodput_both`; other figures heed the limit of TTFT alone."""
+    """Limits of `good_both` and `goodput_both`; other figures heed the limit of TTFT alone."""
     window_seconds: float | None = None
     """Interval of the curve of hits, if one is wanted."""
 
@@ -96,7 +96,7 @@ def _run(job: Job, place: str | None = None) -> Summary:
     """
     if job.source.has_sessions:
         prefix = None if place is None else f"{place}{job.label[0]}"
-        return run_sessions(load_sessions(job.source.name), job.options, job.source.seed, prefix)
+        return run_sessions(load_sessions(job.source.name), job.options, job.source.seed, job.slo, prefix)
     started = time.perf_counter()
     prepared = _prepared(job.source)
     num_warm_up = int(len(prepared) * job.warm_up)
@@ -124,7 +124,9 @@ def _run(job: Job, place: str | None = None) -> Summary:
     )
 
 
-def run_sessions(file: SessionFile, options: FleetOptions, seed: int, name: str | None = None) -> Summary:
+def run_sessions(
+    file: SessionFile, options: FleetOptions, seed: int, slo: Slo, name: str | None = None
+) -> Summary:
     """Serve every session to its end. With a `name`, progress is shown. Raises ClusterError."""
     started = time.perf_counter()
     capacity = options.shape.capacity_tokens
@@ -143,7 +145,9 @@ def run_sessions(file: SessionFile, options: FleetOptions, seed: int, name: str 
 
     with contextlib.nullcontext() if name is None else showing(line):
         served = loop.serve()
-    figures = session_figures(loop.result, file, options.shape.cost, num_replicas=options.num_replicas)
+    figures = session_figures(
+        loop.result, file, options.shape.cost, num_replicas=options.num_replicas, both=slo
+    )
     figures |= {
         "num_retries": served.num_retries,
         "num_resumes": served.num_resumes,

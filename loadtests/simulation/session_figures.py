@@ -7,11 +7,12 @@ Owns what is counted and the time that a session would take on an idle fleet. Na
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from loadtests.figures import percentiles
 from loadtests.reports.report import Slo, make_report
 from loadtests.simulation.closed_loop import LoopResult
-from loadtests.simulation.summary import distribution_figures
+from loadtests.simulation.summary import distribution_figures, good_share
 from loadtests.workloads.sessions import Session, SessionFile
 from replicas.simulated_engine.hardware import CostModel
 
@@ -20,14 +21,16 @@ COUNTED_FROM_SECONDS, COUNTED_UNTIL_SECONDS = 300.0, 1500.0
 
 
 def session_figures(
-    result: LoopResult, file: SessionFile, cost: CostModel, *, num_replicas: int
+    result: LoopResult, file: SessionFile, cost: CostModel, *, num_replicas: int, both: Slo
 ) -> dict[str, float | None]:
-    """All sessions are served to their ends, so that times of different policies compare."""
+    """All sessions are served to their ends, so that times of different policies compare. `both` limits TTFT
+    and TPOT."""
     unloaded = unloaded_seconds(file, cost)
     mains = [each for each in result.sessions if each.session.parent is None]
     elapsed = [each.ended_at - each.began_at for each in mains]
     slowdowns = [seconds / unloaded[each.session.id] for seconds, each in zip(elapsed, mains, strict=True)]
-    report = make_report([turn.record for turn in result.turns], Slo(), num_replicas=num_replicas)
+    records = [turn.record for turn in result.turns]
+    report = make_report(records, replace(both, tpot=None), num_replicas=num_replicas)
     repeatable = [turn.num_repeatable_tokens for turn in result.turns]
     cached = [min(turn.record.num_cached_tokens or 0, turn.num_repeatable_tokens) for turn in result.turns]
     device = [min(turn.num_device_tokens, turn.num_repeatable_tokens) for turn in result.turns]
@@ -40,6 +43,9 @@ def session_figures(
         "slowdown_max": max(slowdowns),
         "turns_per_minute": 60 * num_counted / (COUNTED_UNTIL_SECONDS - COUNTED_FROM_SECONDS),
         **distribution_figures("ttft", report.ttft),
+        **distribution_figures("tpot", report.tpot),
+        "good_share": report.good_share,
+        "good_both": good_share(records, both),
         "ttft_max": None if report.ttft is None else report.ttft.most,
         "repeatable_cached": _share(cached, repeatable),
         "repeatable_device": _share(device, repeatable),

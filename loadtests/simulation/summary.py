@@ -48,6 +48,7 @@ FIGURES = (
     Figure("tpot_mean", "TPOT mean", "ms"),
     Figure("tpot_p90", "TPOT p90", "ms"),
     Figure("good_share", "within the SLO", "%"),
+    Figure("good_both", "  and TPOT is within its limit, too", "%"),
     Figure("goodput", "goodput, requests/s"),
     Figure("goodput_arriving", "  while requests arrive"),
     Figure("goodput_both", "  and TPOT is within its limit, too"),
@@ -113,6 +114,7 @@ def summarise(
         **distribution_figures("ttft", report.ttft),
         **distribution_figures("tpot", report.tpot),
         "good_share": report.good_share,
+        "good_both": good_share(result.records[-report.num_requests :], both),
         "goodput": report.goodput,
         **_by_arrivals(report, result.records[-report.num_requests :], both),
         **_fairness(fairness),
@@ -194,6 +196,10 @@ def in_units(value: float | None, unit: str) -> str:
         case "x":
             return f"{value:.2f}"
     return f"{value:.0f}" if value == int(value) else f"{value:.2f}"
+
+
+def good_share(records: Sequence[RequestRecord], slo: Slo) -> float | None:
+    return sum(map(slo.is_met, records)) / len(records) if records else None
 
 
 def _by_arrivals(report: Report, records: Sequence[RequestRecord], both: Slo) -> dict[str, float | None]:

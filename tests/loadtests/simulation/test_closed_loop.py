@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from loadtests.reports.report import RequestRecord
+from loadtests.reports.report import RequestRecord, Slo
 from loadtests.simulation.closed_loop import ClosedLoop, LoopResult
 from loadtests.simulation.fleet import RETRY
 from loadtests.simulation.jobs import run_sessions
@@ -215,10 +215,13 @@ def test_a_session_alone_takes_the_time_of_an_idle_fleet() -> None:
     cost = CostModel(a=0.02, b=1e-3, c=1e-5, d0=5e-3, d1=1e-5)
     shape = ReplicaShape(cost, 10_000, BLOCK, max_batched_tokens=8192, max_running=8)
     own = [replace(each, turns=tuple(unshared(each, it) for it in each.turns)) for each in file.sessions]
-    figures = run_sessions(loop_file(*own), FleetOptions(shape, num_replicas=1, delays=NO_DELAYS), 1).figures
+    figures = run_sessions(
+        loop_file(*own), FleetOptions(shape, num_replicas=1, delays=NO_DELAYS), 1, Slo()
+    ).figures
     assert figures["slowdown_mean"] == figures["slowdown_max"] == pytest.approx(1.0, rel=1e-9)
+    assert figures["good_share"] == figures["good_both"] == 1.0
     # The common block of all is computed once.
-    figures = run_sessions(file, FleetOptions(shape, num_replicas=1, delays=NO_DELAYS), 1).figures
+    figures = run_sessions(file, FleetOptions(shape, num_replicas=1, delays=NO_DELAYS), 1, Slo()).figures
     mean = figures["slowdown_mean"]
     assert mean is not None and 0.99 < mean < 1.0
 
@@ -291,7 +294,7 @@ def test_repeatable_tokens_are_counted_by_where_they_were_found(
     )
     shape = ReplicaShape(PLAIN, num_blocks, BLOCK, max_batched_tokens=8192, max_running=1, tiers=tiers)
     options = FleetOptions(shape, num_replicas=1, delays=NO_DELAYS)
-    figures = run_sessions(file, options, 1).figures
+    figures = run_sessions(file, options, 1, Slo()).figures
     assert (figures["repeatable_cached"], figures["repeatable_device"]) == (cached, on_device)
     assert figures["num_recomputed_tokens"] == num_recomputed
     assert figures["imbalance_requests"] == 1.0
@@ -301,7 +304,7 @@ def test_sessions_and_turns_a_minute_are_those_of_the_clock() -> None:
     """A prompt of a block takes 0.6 s, and nobody meets anybody."""
     pauses = [turn(0, out=1, think=59.4) for _ in range(30)]
     file = loop_file(session("a", *pauses), session("b", turn(5, out=1), lane=1, after=2000.0))
-    figures = run_sessions(file, one_at_a_time(), 1).figures
+    figures = run_sessions(file, one_at_a_time(), 1, Slo()).figures
     assert figures["session_mean"] == pytest.approx((29 * 60 + 0.6 + 0.6) / 2)
     assert figures["session_p90"] == pytest.approx(29 * 60 + 0.6, rel=0.11)
     assert figures["turns_per_minute"] == 1.0

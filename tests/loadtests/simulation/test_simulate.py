@@ -57,9 +57,11 @@ def test_goodput_within_both_limits_heeds_the_time_between_tokens(tmp_path: Path
         file = tmp_path / "figures.json"
         assert main(["simulate", *SMALL, "--slo-tpot", limit, "--json", str(file)]) == 0
         (result,) = json.loads(file.read_text())["results"]
-        found.append((result["figures"]["goodput_arriving"], result["figures"]["goodput_both"]))
-    (by_ttft, none), (same, both) = found
-    assert by_ttft == same == both > 0 and none == 0
+        figures = result["figures"]
+        found.append((figures["goodput_arriving"], figures["goodput_both"], figures["good_both"]))
+        assert figures["good_share"] == 1.0
+    (by_ttft, *none), (same, both, share) = found
+    assert by_ttft == same == both > 0 and share == 1.0 and none == [0, 0]
 
 
 @pytest.mark.parametrize("hardware", TIMED_HARDWARE)
