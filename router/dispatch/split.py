@@ -37,8 +37,8 @@ MIN_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 30.0
 
 
 class FirstPart:
-    """`attempt` is the prefiller's, `sent_at` by any clock in seconds. The second part waits for the end of one
-    that `goes_first`."""
+    """`attempt` is the prefiller's, `sent_at` by any clock in seconds. If it `goes_first`, the second part
+    waits for its end."""
 
     __slots__ = ("attempt", "goes_first", "sent_at", "usage")
 
