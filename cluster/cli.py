@@ -222,6 +222,13 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         help="disk for KV below that, a replica, in the run directory; the next `up` finds what is there "
         "(default: none)",
     )
+    parser.add_argument(
+        "--prefill",
+        type=_replica_count,
+        metavar="N",
+        help="this many of the replicas compute prompts that the others decode, where that should be sooner; "
+        "with --ram 256MiB and pulls, if nothing else is said (default: each does both)",
+    )
     _add_ways_in(parser)
     parser.add_argument(
         "--policy", default="kvasir", metavar="NAME", help="routing policy (default: %(default)s)"

@@ -61,6 +61,7 @@ NOT_OF_A_LOCAL_CLUSTER: Mapping[str, str] = {
     "engine": "use --engine",
     "model": "use --model",
     "model_name": "use --model-name",
+    "role": "use --prefill",
 }
 
 

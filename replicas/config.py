@@ -22,6 +22,7 @@ from replicas.process.settings import (
 from replicas.protocol.bounds import MAX_CARD_NAMES, MAX_NAME_CHARACTERS, checked_address, is_name
 from replicas.protocol.passed_routes import ROUTES
 from replicas.protocol.sampling_defaults import NAMES, checked_default
+from replicas.protocol.status import Role
 
 ENVIRONMENT_PREFIX = "KVASIR_REPLICA_"
 
@@ -70,6 +71,11 @@ class ReplicaConfig:
     model_aliases: tuple[str, ...] = setting(
         (),
         help="other names that clients may ask for the model by: A,B,C; answers carry the model's own name",
+    )
+    role: str = setting(
+        "both",
+        help="what this replica should do where one computes a prompt and another decodes it: prefill, "
+        "decode or both; a preference, since each does all where no other can",
     )
     host: str = setting("127.0.0.1", help="address to listen on for gRPC; routers must reach it")
     port: int = setting(0, help="gRPC port; 0 takes a free one")
@@ -344,6 +350,8 @@ class ReplicaConfig:
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise SettingsError(f"setting engine is {', '.join(ENGINES)}, not {self.engine}")
+        if self.role not in tuple(Role):
+            raise SettingsError(f"setting role is {', '.join(Role)}, not {self.role}")
         if self.attention not in ATTENTIONS:
             raise SettingsError(f"setting attention is auto, gather or kernel, not {self.attention}")
         if self.attention != "auto" and self.engine != "torch":

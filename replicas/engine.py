@@ -18,7 +18,7 @@ from replicas.protocol.frames import (
 )
 from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.media import ImageQuery
-from replicas.protocol.status import ModelCard
+from replicas.protocol.status import ModelCard, SplitWay
 
 
 class RequestRefused(Exception):
@@ -70,7 +70,9 @@ class SharedKv:
 
 def with_layout(card: ModelCard, shared: SharedKv | None) -> ModelCard:
     """Return the card with the layout of KV that this engine can use."""
-    return card if shared is None else dataclasses.replace(card, kv_layout=shared.layout.hex())
+    if shared is None:
+        return card
+    return dataclasses.replace(card, kv_layout=shared.layout.hex(), splits_by=SplitWay.PULL)
 
 
 class Engine(Protocol):

@@ -24,7 +24,7 @@ from replicas.kvcache.cache_groups import FULL, CacheGroup, state_tokens_of
 from replicas.media.probes import has_room_for_any
 from replicas.process.settings import SettingsError
 from replicas.protocol.image_rules import written_rule
-from replicas.protocol.status import ModelCard, TokenizerBundle
+from replicas.protocol.status import ModelCard, Role, TokenizerBundle
 from replicas.simulated_engine.engine import SimulatedEngine
 from replicas.simulated_engine.groups import alignment_of, longest_prompt, num_blocks_for, parse_groups
 from replicas.simulated_engine.hardware import HARDWARE
@@ -101,6 +101,7 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
         retention_interval=config.simulated_retention,
         state_tokens=state_tokens_of(groups),
         sampling_defaults=read_sampling_defaults(config, directory),
+        role=Role(config.role),
     )
     rule = served_image_rule(directory) if config.image_bytes else None
     if rule is not None and has_room_for_any(card, rule):

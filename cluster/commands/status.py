@@ -19,7 +19,7 @@ from cluster.registry import Registry
 from replicas.process.settings import without_password
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import ReplicaRecord
-from replicas.protocol.status import ReplicaId, ReplicaState
+from replicas.protocol.status import ReplicaId, ReplicaState, Role
 
 SILENT = "silent"
 """State of a replica whose process lives, by the controller's account, while its lease has run out."""
@@ -36,7 +36,7 @@ TIERS = ("HOST MEMORY", "DISK")
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRow:
-    """One replica, from the state file and the registry."""
+    """One replica, from the state file and the registry. `role` is None if only the registry has it."""
 
     replica_id: ReplicaId
     state: str
@@ -44,6 +44,7 @@ class ReplicaRow:
     pid: int | None
     address: str | None
     load: LoadSnapshot | None
+    role: str | None
 
 
 def replica_rows(state: ClusterState, registry: Registry) -> Iterator[ReplicaRow]:
@@ -61,6 +62,7 @@ def replica_rows(state: ClusterState, registry: Registry) -> Iterator[ReplicaRow
             entry.pid if entry else None,
             (record.address if record else None) or (entry.address if entry else None),
             record.load if record else None,
+            entry.role if entry else None,
         )
 
 
@@ -148,6 +150,8 @@ def _short(name: str) -> str:
 def render(state: ClusterState, registry: Registry, programs: Sequence[Mapping[str, Any]] = ()) -> str:
     replicas = list(replica_rows(state, registry))
     rows = [HEADER, *(_cells(row, state.block_size) for row in replicas)]
+    if any(row.role not in (None, Role.BOTH) for row in replicas):
+        rows = [(*rows[0], "ROLE"), *((*c, r.role or "-") for c, r in zip(rows[1:], replicas, strict=True))]
     if any(row.load is not None and row.load.max_host_bytes for row in replicas):
         tiers = [TIERS, *(_tier_cells(row.load) for row in replicas)]
         rows = [(*cells, *more) for cells, more in zip(rows, tiers, strict=True)]

@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from cluster.commands.key_store import KeyFileStore
 from cluster.config import EngineSource
@@ -26,6 +27,11 @@ from replicas.remote_engine.server import read_key
 from router.routing.policies import POLICIES
 from router.shared.origins import may_be_origin, means_loopback
 
+SPLIT_RAM_BYTES = 256 * 2**20
+"""Host memory of each replica with `--prefill`, if nothing is said: prompts pass through it."""
+LOOPBACK_BYTES_PER_SECOND = 5e8
+"""Speed of a pull between two processes of one machine, about. Measured speeds take its place."""
+
 
 def options_from(
     arguments: argparse.Namespace, directory: RunDirectory, environment: Mapping[str, str]
@@ -36,18 +42,14 @@ def options_from(
     model = str(Path(arguments.model).absolute()) if arguments.model else None
     if arguments.disk is not None and arguments.ram is None:
         raise ClusterError("--disk needs --ram, through which KV goes to the disk and back")
-    if arguments.ram is not None and arguments.ram * arguments.replicas > (memory := _memory_bytes()):
-        raise ClusterError(
-            f"--ram {in_words(arguments.ram)} for each of {arguments.replicas} replicas is more than the"
-            f" {in_words(memory)} of memory that this machine has"
-        )
+    ram = _ram(arguments)
     takes_bodies = arguments.engine == "openai"
     engines, joined = _joined(arguments, takes_bodies=takes_bodies)
-    own = {
+    own: dict[str, Any] = {
         "engine": arguments.engine if joined is None or takes_bodies else "remote",
         "model": model if joined is None or takes_bodies else folder_of(joined, model),
         "model_name": arguments.model_name,
-        "host_kv_bytes": arguments.ram,
+        "host_kv_bytes": ram,
         "disk_kv_bytes": arguments.disk,
         "kv_folder": None if arguments.disk is None else str(directory.kv_directory),
     }
@@ -55,7 +57,10 @@ def options_from(
         own |= {"engine_url": joined.url, "block_size": joined.block_size}
         own |= {"engine_key_file": _absolute(arguments.join_key_file)}
     try:
-        replica = build(ReplicaConfig, {**settings_from(arguments.set, NOT_OF_A_LOCAL_CLUSTER), **own})
+        chosen = {**settings_from(arguments.set, NOT_OF_A_LOCAL_CLUSTER), **own}
+        if arguments.prefill is not None:
+            chosen = {"pull_bytes_per_second": LOOPBACK_BYTES_PER_SECOND, **chosen}
+        replica = build(ReplicaConfig, chosen)
     except SettingsError as error:
         raise ClusterError(str(error)) from error
     if (complaint := files_complaint(replica)) is not None:
@@ -63,6 +68,7 @@ def options_from(
     return LocalOptions(
         run_directory=directory,
         num_replicas=arguments.replicas,
+        num_prefillers=arguments.prefill or 0,
         num_routers=arguments.routers,
         replica=replica,
         host=arguments.host,
@@ -76,6 +82,29 @@ def options_from(
         environment=environment,
         engines=engines,
     )
+
+
+def _ram(arguments: argparse.Namespace) -> int | None:
+    """Return the host memory of a replica, if any. Raises ClusterError where no prompt could be split though
+    some replicas are to compute prompts for others, and where the machine has less."""
+    ram: int | None = arguments.ram
+    if arguments.prefill is not None:
+        if arguments.join or arguments.join_file or arguments.join_dns:
+            raise ClusterError("--prefill is for replicas of ours: roles of servers stand in a fleet file")
+        if arguments.engine not in ("torch", "vllm"):
+            raise ClusterError(f"--prefill is for torch and vllm: {arguments.engine} has no KV to pull")
+        if arguments.prefill >= arguments.replicas:
+            raise ClusterError(
+                f"--prefill {arguments.prefill} leaves none of {arguments.replicas} replicas to decode:"
+                " give more --replicas"
+            )
+        ram = SPLIT_RAM_BYTES if ram is None else ram
+    if ram is not None and ram * arguments.replicas > (memory := _memory_bytes()):
+        raise ClusterError(
+            f"--ram {in_words(ram)} for each of {arguments.replicas} replicas is more than the"
+            f" {in_words(memory)} of memory that this machine has"
+        )
+    return ram
 
 
 def _joined(

@@ -8,7 +8,7 @@ from cluster.controller.actors import ReplicaReport
 from cluster.controller.changes import FleetState
 from cluster.controller.replica_life import ReplicaLife
 from cluster.fleet_file import model_name
-from replicas.protocol.status import ReplicaId, ReplicaState
+from replicas.protocol.status import ReplicaId, ReplicaState, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class PoolView:
     num_ready: int
     is_settled: bool
     failure: str | None
+    role: str = Role.BOTH.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,4 +80,5 @@ def _pool_view(
         num_ready=len(ready),
         is_settled=is_known and len(fresh) == len(own) == num_replicas,
         failure=state.failures.get(pool.name),
+        role=pool.replica.role,
     )

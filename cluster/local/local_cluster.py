@@ -31,7 +31,7 @@ from cluster.local.state_writer import StateWriter
 from cluster.sizes import in_words
 from replicas.config import ReplicaConfig
 from replicas.process.settings import without_password
-from replicas.protocol.status import ReplicaState
+from replicas.protocol.status import ReplicaState, Role
 
 ROUTER_START_SECONDS = 60.0
 ROUTER_STOP_SECONDS = 2.0
@@ -49,6 +49,7 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
     """Options of a local cluster. `redis_url` None starts a private Redis; `port` 0 takes a free one.
+    Of the replicas, `num_prefillers` compute prompts for the others; with 0 each does both.
     Gateways have a port of their own if there is a `picker_port`. Without `keys_file` all clients are one
     tenant, and another address than loopback needs `is_open`."""
 
@@ -66,6 +67,7 @@ class LocalOptions:
     is_open: bool = False
     cors_origins: Sequence[str] = ()
     engines: EngineSource | None = None
+    num_prefillers: int = 0
 
 
 class LocalCluster:
@@ -211,7 +213,7 @@ class LocalCluster:
         if self._options.engines is not None:
             pool = replace(pool, name="server", num_replicas=0, engines=self._options.engines)
         return FleetSpec(
-            (pool,),
+            _by_role(pool, self._options.num_prefillers),
             log_directory=str(self._directory.logs),
             log_format=self._options.replica.log_format,
             metrics_port=0,
@@ -328,6 +330,17 @@ def take_port(host: str, port: int) -> int:
         ) from error
 
 
+def _by_role(pool: PoolSpec, num_prefillers: int) -> tuple[PoolSpec, ...]:
+    """Divide the pool in two, if some of its replicas compute prompts for the others."""
+    if not num_prefillers:
+        return (pool,)
+    counts = {Role.PREFILL: num_prefillers, Role.DECODE: pool.num_replicas - num_prefillers}
+    return tuple(
+        replace(pool, name=role.value, num_replicas=count, replica=replace(pool.replica, role=role.value))
+        for role, count in counts.items()
+    )
+
+
 def _gpu_share(num_gpus: float, num_replicas: int) -> float:
     """Return each replica's share of a GPU; Ray counts in ten-thousandths."""
     return min(1.0, int(10_000 * num_gpus / num_replicas) / 10_000)
@@ -384,6 +397,7 @@ def summary(state: ClusterState, model: str, directory: RunDirectory, replica: R
     ]
     lines += [
         f"{entry.replica_id:<10} {entry.address}  pid {entry.pid}  epoch {entry.epoch}"
+        + ("" if entry.role == Role.BOTH else f"  role {entry.role}")
         for entry in state.replicas
     ]
     if replica.host_kv_bytes is not None:

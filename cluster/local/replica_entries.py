@@ -7,9 +7,10 @@ lives. They serve on, with their leases and metrics, while their next incarnatio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from cluster.config import pool_of_id
 from cluster.controller.views import FleetView, ReplicaView
 from cluster.local.run_directory import ReplicaEntry
-from replicas.protocol.status import ReplicaState
+from replicas.protocol.status import ReplicaState, Role
 
 
 def replica_entries(
@@ -23,7 +24,14 @@ def replica_entries(
     }
     if not view.replicas:
         return tuple(serving.values())
-    return tuple(_entry(replica, serving.get(replica.replica_id)) for replica in view.replicas)
+    roles = {pool.name: pool.role for pool in view.pools}
+    return tuple(
+        replace(
+            _entry(replica, serving.get(replica.replica_id)),
+            role=roles.get(pool_of_id(replica.replica_id), Role.BOTH),
+        )
+        for replica in view.replicas
+    )
 
 
 def _entry(replica: ReplicaView, earlier: ReplicaEntry | None) -> ReplicaEntry:

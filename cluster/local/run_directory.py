@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from cluster.errors import AlreadyRunning
+from replicas.protocol.status import Role
 
 LOCK_SECONDS = 0.2
 
@@ -38,6 +39,7 @@ class ReplicaEntry:
     address: str | None
     epoch: str | None
     metrics_address: str | None = None
+    role: str = Role.BOTH.value
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from replicas.protocol.frames import (
 from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.media import ImageQuery
 from replicas.protocol.passed_routes import with_model
-from replicas.protocol.status import ModelCard, TokenizerBundle
+from replicas.protocol.status import ModelCard, Role, TokenizerBundle
 from replicas.remote_engine.believed import BelievedResidency
 from replicas.remote_engine.facts import declared_fingerprint
 from replicas.remote_engine.live_requests import LiveRequest, LiveRequests
@@ -122,6 +122,7 @@ class OpenAiEngine:
             routes=config.routes,
             takes_bodies=forms,
             told_context=min(told, context) if directory is None else 0,
+            role=Role(config.role),
         )
         self._card = with_names(self._card, served)
         self._live: LiveRequests[_LiveBody] = LiveRequests(config.max_waiting)

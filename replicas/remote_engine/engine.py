@@ -39,7 +39,7 @@ from replicas.protocol.frames import (
 from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.media import ImageQuery
 from replicas.protocol.sampling_defaults import SamplingDefaults
-from replicas.protocol.status import ModelCard, SplitWay, TokenizerBundle
+from replicas.protocol.status import ModelCard, Role, SplitWay, TokenizerBundle
 from replicas.remote_engine.believed import BelievedResidency
 from replicas.remote_engine.dialect import Delta, Dialect
 from replicas.remote_engine.event_feed import EventFeed, Events, Restarted
@@ -217,6 +217,7 @@ class RemoteEngine:
             endpoint=endpoint_of(self._server.url, config, model),
             endpoint_rank=config.engine_rank,
             sampling_defaults=defaults,
+            role=Role(config.role),
             splits_by=SplitWay.NONE if self._nixl is None else SplitWay.NIXL,
         )
 

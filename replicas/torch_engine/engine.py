@@ -23,7 +23,7 @@ from replicas.process.settings import SettingsError
 from replicas.protocol.frames import RefusalCode, RequestKey, StepFrame
 from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.media import ImageQuery
-from replicas.protocol.status import ModelCard, TokenizerBundle
+from replicas.protocol.status import ModelCard, Role, TokenizerBundle
 from replicas.scheduling.kvcache_manager import KVCacheManager
 from replicas.scheduling.lower_tiers import LowerTiers
 from replicas.scheduling.request import SampledToken
@@ -74,6 +74,7 @@ class TorchEngine:
             max_batched_tokens=config.tokens_per_step,
             max_running=config.max_running,
             sampling_defaults=read_sampling_defaults(config, checkpoint.directory),
+            role=Role(config.role),
         )
         num_ids = num_blocks + 1  # the null block has an id too
         pool = KVPool(

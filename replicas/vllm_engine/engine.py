@@ -62,7 +62,7 @@ from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.image_rules import ImageRule, written_rule
 from replicas.protocol.media import ImageQuery, ImageQueryAnswer
 from replicas.protocol.pulls import PullHint
-from replicas.protocol.status import ModelCard, TokenizerBundle
+from replicas.protocol.status import ModelCard, Role, TokenizerBundle
 from replicas.protocol.ways import num_image_tokens_left
 from replicas.scheduling.admission import AdmissionLimits, check_admission
 from replicas.scheduling.constraining import last_delta
@@ -190,6 +190,7 @@ class VllmEngine:
             retention_interval=shape.retention_interval if shape.is_sparse else 0,
             state_tokens=shape.state_tokens,
             sampling_defaults=read_sampling_defaults(config, checkpoint_directory(config.model)),
+            role=Role(config.role),
         )
 
     def _sparse_translator(self) -> SparseTranslator | None:

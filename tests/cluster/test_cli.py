@@ -55,6 +55,24 @@ HEAVY = ("ray", "torch", "grpc", "httpx", "redis")
             ["up", "--engine", "simulated", "--ram", "1MiB"],
             "kvasir: setting host_kv_bytes is for the engines torch and vllm, not for simulated\n",
         ),
+        (["up", "--prefill", "0"], "--prefill: needs a whole number from 1 to 512, not 0\n"),
+        (
+            ["up", "--prefill", "2"],
+            "kvasir: --prefill 2 leaves none of 2 replicas to decode: give more --replicas\n",
+        ),
+        (
+            ["up", "--prefill", "1", "--engine", "simulated"],
+            "kvasir: --prefill is for torch and vllm: simulated has no KV to pull\n",
+        ),
+        (
+            ["up", "--prefill", "1", "--engine", "openai", "--join", "http://127.0.0.1:1"],
+            "kvasir: --prefill is for replicas of ours: roles of servers stand in a fleet file\n",
+        ),
+        (
+            ["up", "--prefill", "1", "--ram", "900TiB"],
+            "kvasir: --ram 900 TiB for each of 2 replicas is more than the ",
+        ),
+        (["up", "--set", "role=prefill"], "kvasir: --set cannot change role: use --prefill\n"),
     ],
 )
 def test_a_wrong_command_line_gets_one_sentence_and_code_2(

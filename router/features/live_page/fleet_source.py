@@ -6,7 +6,7 @@ Owns nothing: it asks membership, routing table and mirrors, all in memory, when
 from collections.abc import Mapping, Sequence
 
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.status import ReplicaId
+from replicas.protocol.status import ReplicaId, Role
 from router.errors import UnknownModel
 from router.features.live_page.live_view import LiveReplica
 from router.fleet.index_mirror import IndexMirror
@@ -47,6 +47,7 @@ class FleetSource:
             state=record.state.value if member.is_routed else NOT_CONNECTED,
             load=load,
             num_on_the_way=num_on_the_way,
+            role=None if card is None or card.role is Role.BOTH else card.role,
             complaint=member.complaint or self._table.doubt(record.replica_id),
         )
 

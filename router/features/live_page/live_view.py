@@ -11,7 +11,7 @@ from typing import Any
 
 from replicas.protocol.events import Tier
 from replicas.protocol.frames import NO_USER, LoadSnapshot, UserTag
-from replicas.protocol.status import Epoch, ReplicaId
+from replicas.protocol.status import Epoch, ReplicaId, Role
 from router.explain.prefix_tree import Counts, PrefixNode, Root
 from router.explain.preview import because, candidates_by_cost, pair_data
 from router.features.live_page.recent import NUM_SLOTS, SLOT_SECONDS, RecentDecision, Slot
@@ -25,7 +25,8 @@ MAX_COMPLAINT = 300
 @dataclass(frozen=True, slots=True)
 class LiveReplica:
     """A replica as this router sees it. `num_on_the_way` requests were sent and are in no load yet;
-    `engine` is None until it has been described. `complaint` says what is wrong with it, if anything is."""
+    `engine` is None until it has been described, and `role` where the replica does all. `complaint` says what
+    is wrong with it, if anything is."""
 
     replica_id: ReplicaId
     model: str
@@ -37,6 +38,7 @@ class LiveReplica:
     load: LoadSnapshot
     num_on_the_way: int
     complaint: str | None = None
+    role: Role | None = None
 
 
 def replicas_data(replicas: Sequence[LiveReplica], slots: Sequence[Slot]) -> list[dict[str, Any]]:
@@ -51,6 +53,7 @@ def _replica(replica: LiveReplica, slots: Sequence[Slot]) -> dict[str, Any]:
         "id": replica.replica_id,
         "model": replica.model,
         "engine": replica.engine,
+        "role": replica.role,
         "block_size": replica.block_size,
         "epoch": replica.epoch,
         "address": replica.address,

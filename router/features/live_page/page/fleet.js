@@ -92,7 +92,7 @@ function update(row, replica, slots, busiest) {
   value("hits", percent(replica.cached_tokens, replica.tokens));
   parts.hits.title = `${count(replica.cached_tokens)} of ${count(replica.tokens)} prompt tokens in the last five minutes`;
   parts.model.title = replica.model;
-  setText(parts.model, `${replica.engine ?? "?"}, ${replica.model}`);
+  setText(parts.model, `${replica.role ? `${replica.role}, ` : ""}${replica.engine ?? "?"}, ${replica.model}`);
   setText(parts.epoch, `epoch ${replica.epoch.slice(-8)}`);
   parts.epoch.title = `epoch ${replica.epoch} at ${replica.address}`;
 }
