@@ -137,7 +137,7 @@ async def test_a_decoder_that_dies_leaves_the_first_part_running(fleet: Dispatch
         await eventually(lambda: bool(a.submits and b.submits))
         await b.kill()
         await eventually(lambda: fleet.dispatcher.num_retries == 1)
-        assert a.num_live >= 1
+        assert a.num_live >= 1 and fleet.table.loads.num_reserved == 2
         a.script.holding = False
         assert_complete(await task, 1)
 
