@@ -21,11 +21,18 @@ from cluster.config import (
 )
 from replicas.config import ReplicaConfig
 from replicas.process.settings import SettingsError, build, without_password
+from replicas.protocol.status import Role
 
 TOY_MODEL = "toy"
 """Stands for the model that ships with Kvasir."""
 
 MOST_REPLICAS = 4096
+
+ROLE_TARGETS: Mapping[Role, Mapping[str, float]] = {
+    Role.PREFILL: {"target_pending_tokens": 8192.0},
+    Role.DECODE: {"target_in_flight": 16.0},
+}
+"""Targets of a pool that scales and gives none. The tokens are half a second's at 16,000 tokens a second."""
 
 FLEET_FIELDS = (
     *("pools", "redis_url", "secret_file", "drain_seconds", "ray_autoscaler"),
@@ -33,7 +40,7 @@ FLEET_FIELDS = (
 )
 POOL_FIELDS = (
     *("name", "replicas", "settings", "resources", "threads"),
-    *("drain_seconds", "surge", "autoscaling", "engines"),
+    *("drain_seconds", "surge", "autoscaling", "engines", "role"),
 )
 RESOURCE_FIELDS = ("cpus", "gpus", "custom", "bundle")
 ENGINES_FIELDS = (*("urls", "file", "dns", "service", "inference_pool", "namespace", "port"), "at_most")
@@ -47,6 +54,7 @@ NOT_OF_A_POOL: Mapping[str, str] = {
     "secret": "Ray would keep it where it keeps the fleet; give secret_file, beside the pools",
     "secret_file": "the whole fleet shares one",
     "drain_seconds": "it stands beside the settings, not in them",
+    "role": "it stands beside the settings, not in them",
 }
 NOT_OF_A_LOCAL_CLUSTER: Mapping[str, str] = {
     "replica_id": "kvasir up names the replicas itself",
@@ -165,8 +173,10 @@ def _pool(content: Any, place: int, shared: Mapping[str, str | None], fleet_drai
             f"{what} cannot be named so: _at_ stands between a pool and a server that it found"
         )
     engines = _engines(fields, what) if "engines" in fields else None
-    config = _replica(fields.get("settings"), name, shared, drain_seconds, finds=engines is not None)
-    autoscaling = _autoscaling(fields["autoscaling"], what) if "autoscaling" in fields else None
+    role = Role(_choice(fields, "role", (Role.BOTH, Role.PREFILL, Role.DECODE), what))
+    own = {**shared, "role": role.value, "drain_seconds": drain_seconds}
+    config = _replica(fields.get("settings"), name, own, finds=engines is not None)
+    autoscaling = _autoscaling(fields["autoscaling"], what, role) if "autoscaling" in fields else None
     default = 1 if autoscaling is None else autoscaling.min_replicas
     if engines is not None:
         default = 0
@@ -211,10 +221,9 @@ def _engines(fields: Mapping[str, Any], what: str) -> EngineSource:
         raise SettingsError(f"{what}: {error}") from error
 
 
-def _replica(
-    content: Any, pool_name: str, shared: Mapping[str, str | None], drain_seconds: float, *, finds: bool
-) -> ReplicaConfig:
-    """`finds`: its pool finds servers, and the settings are those of the replica of each."""
+def _replica(content: Any, pool_name: str, own: Mapping[str, Any], *, finds: bool) -> ReplicaConfig:
+    """Build the configuration; `own` are settings that do not stand in `content`. `finds`: its pool finds
+    servers, and the settings are those of the replica of each."""
     takes_bodies = isinstance(content, dict) and content.get("engine") == "openai"
     if takes_bodies:
         content = {"model": TOY_MODEL, **content}
@@ -224,7 +233,7 @@ def _replica(
         )
     _refuse_foreign(pool_name, content)
     model = None if content["model"] == TOY_MODEL else content["model"]
-    values = {**content, "model": model, **shared, "drain_seconds": drain_seconds}
+    values = {**content, "model": model, **own}
     if finds:
         for setting in ("engine", "engine_url", "engine_rank", "engine_endpoint"):
             if setting in content and not (setting == "engine" and takes_bodies):
@@ -245,7 +254,7 @@ def _refuse_foreign(pool_name: str, values: Mapping[Any, Any]) -> None:
             raise SettingsError(f"pool {pool_name} has a setting whose name is not text: {name!r}")
 
 
-def _autoscaling(content: Any, what: str) -> AutoscaleSpec:
+def _autoscaling(content: Any, what: str, role: Role) -> AutoscaleSpec:
     what = f"autoscaling of {what}"
     fields = _mapping(content, what, AUTOSCALING_FIELDS)
     for name in ("min", "max"):
@@ -256,14 +265,14 @@ def _autoscaling(content: Any, what: str) -> AutoscaleSpec:
         name: _number(fields, name, what, default=getattr(default, name))
         for name in ("up_seconds", "down_seconds", "tolerance")
     }
-    targets = {
+    targets: Mapping[str, float] = {
         name: _number(fields, name, what)
         for name in ("target_in_flight", "target_pending_tokens")
         if name in fields
     }
     bounds = [_whole(fields, name, what, 1, MOST_REPLICAS) for name in ("min", "max")]
     try:
-        return AutoscaleSpec(bounds[0], bounds[1], **targets, **numbers)
+        return AutoscaleSpec(bounds[0], bounds[1], **(targets or ROLE_TARGETS.get(role, {})), **numbers)
     except SettingsError as error:
         raise SettingsError(f"{what}: {error}") from error
 

@@ -461,6 +461,20 @@ class ReplicaConfig:
         return max(DEFAULT_CHUNK_TOKENS, self.tokens_per_block)
 
     @property
+    def whole_because(self) -> str | None:
+        """Why no prompt is split between this replica and another, as a clause. None if it can be, or if its
+        server knows."""
+        if self.engine in ("simulated", "openai"):
+            return f"the engine {self.engine} has no KV that others can pull"
+        if self.engine == "remote":
+            return None
+        if self.host_kv_bytes is None:
+            return "it has no host memory for KV (host_kv_bytes)"
+        if self.pull_bytes_per_second is None:
+            return "it does not pull (pull_bytes_per_second)"
+        return None
+
+    @property
     def seconds_to_spill(self) -> float:
         """Seconds that stopping may take longer, to write unwritten KV to disk."""
         return 0.0 if self.disk_kv_bytes is None else self.spill_seconds

@@ -41,7 +41,7 @@ from replicas.protocol.frames import StepFrame
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.lease_seal import LeaseSeal
 from replicas.protocol.pulls import PullHint
-from replicas.protocol.status import Epoch, ModelCard, ReplicaId, ReplicaState, advance
+from replicas.protocol.status import Epoch, ModelCard, ReplicaId, ReplicaState, Role, advance
 from replicas.redis_client import FAREWELL_SECONDS, connect, farewell
 from replicas.registration import Registration
 from replicas.serving.frame_bridge import FrameBridge
@@ -121,6 +121,9 @@ class ReplicaHost:
         self._secret = await asyncio.to_thread(open_secret, self._config)
         proven = await build_in_time(self._config, self._build)
         engine = proven.engine
+        whole_because = self._config.whole_because
+        if self._config.role != Role.BOTH and whole_because is not None:
+            logger.warning("role %s, but no prompt is split here: %s", self._config.role, whole_because)
         logger.info("engine is ready model=%s engine=%s", engine.card.name, engine.card.engine)
         try:
             tracing = await asyncio.to_thread(open_tracing, self._config, self.epoch, engine.card.name)

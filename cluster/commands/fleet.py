@@ -25,6 +25,7 @@ from cluster.controller.capacity import misfit
 from cluster.errors import ClusterError, NotRunning
 from cluster.fleet_file import parse_fleet, settings_from
 from cluster.registry import Registry, read_registry
+from cluster.role_complaints import role_complaints
 from replicas.process.secret_file import open_secret_complaint
 from replicas.process.settings import SettingsError
 
@@ -141,6 +142,8 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str], say: Say)
         arguments.redis_url = arguments.redis_url or environment.get("REDIS_URL")
         spec = _read(arguments)
         if (complaint := open_secret_complaint(spec.secret_file)) is not None:
+            say(complaint)
+        for complaint in role_complaints(spec):
             say(complaint)
         with connected(arguments, environment) as ray:
             if not arguments.without_token:

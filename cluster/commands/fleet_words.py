@@ -9,6 +9,7 @@ from cluster.commands.tables import align
 from cluster.config import pool_of_id
 from cluster.registry import Registry
 from replicas.process.settings import without_password
+from replicas.protocol.status import Role
 
 if TYPE_CHECKING:
     from cluster.controller.views import FleetView, ReplicaView  # it loads Ray
@@ -41,7 +42,7 @@ def as_plain(view: "FleetView", registry: Registry) -> dict[str, Any]:
 
 
 def render(view: "FleetView", registry: Registry) -> str:
-    pools = [("POOL", "MODEL", "READY", "WANTED", "REVISION", "")]
+    pools: list[tuple[str, ...]] = [("POOL", "MODEL", "READY", "WANTED", "REVISION", "")]
     for pool in view.pools:
         remark = "" if pool.is_settled else "on its way"
         if pool.failure is not None:
@@ -49,6 +50,9 @@ def render(view: "FleetView", registry: Registry) -> str:
         pools.append(
             (pool.name, pool.model, str(pool.num_ready), str(pool.num_replicas), pool.revision, remark)
         )
+    if any(pool.role != Role.BOTH for pool in view.pools):
+        roles = ["ROLE", *(pool.role for pool in view.pools)]
+        pools = [(*cells[:2], role, *cells[2:]) for cells, role in zip(pools, roles, strict=True)]
     replicas = [("REPLICA", "STATE", "REVISION", "ADDRESS", "REQUESTS", "PENDING TOKENS")]
     for replica in view.replicas:
         record = registry.records.get(replica.replica_id)

@@ -12,6 +12,7 @@ from pathlib import Path
 from cluster.errors import ClusterError
 from cluster.fleet_file import parse_fleet
 from cluster.local.joined_replicas import JoinedReplicas
+from cluster.role_complaints import role_complaints
 from replicas.process.settings import SettingsError
 
 
@@ -45,6 +46,8 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str], say: Call
     for pool in spec.pools:
         if pool.engines is None:
             raise ClusterError(f"pool {pool.name} has no engines, and kvasir join starts no others")
+    for complaint in role_complaints(spec):
+        say(complaint)
     replicas = JoinedReplicas(
         spec,
         environment,

@@ -213,7 +213,7 @@ class LocalCluster:
         if self._options.engines is not None:
             pool = replace(pool, name="server", num_replicas=0, engines=self._options.engines)
         return FleetSpec(
-            _by_role(pool, self._options.num_prefillers),
+            by_role(pool, self._options.num_prefillers),
             log_directory=str(self._directory.logs),
             log_format=self._options.replica.log_format,
             metrics_port=0,
@@ -330,7 +330,7 @@ def take_port(host: str, port: int) -> int:
         ) from error
 
 
-def _by_role(pool: PoolSpec, num_prefillers: int) -> tuple[PoolSpec, ...]:
+def by_role(pool: PoolSpec, num_prefillers: int) -> tuple[PoolSpec, ...]:
     """Divide the pool in two, if some of its replicas compute prompts for the others."""
     if not num_prefillers:
         return (pool,)

@@ -28,7 +28,7 @@ def replica_entries(
     return tuple(
         replace(
             _entry(replica, serving.get(replica.replica_id)),
-            role=roles.get(pool_of_id(replica.replica_id), Role.BOTH),
+            role=roles.get(pool_of_id(replica.replica_id), Role.BOTH.value),
         )
         for replica in view.replicas
     )

@@ -11,7 +11,10 @@ import pytest
 import yaml
 
 from cluster.cli import main
+from cluster.config import FleetSpec, PoolSpec
 from cluster.errors import ClusterError
+from cluster.local.local_cluster import LocalOptions, by_role
+from cluster.role_complaints import role_complaints
 from cluster.sizes import size
 
 HEAVY = ("ray", "torch", "grpc", "httpx", "redis")
@@ -88,6 +91,26 @@ def test_a_wrong_command_line_gets_one_sentence_and_code_2(
     said = capsys.readouterr()
     assert (code, said.out, said.err.count("\n")) == (2, "", 1)
     assert sentence in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "ram", "speed"),
+    [("", 2**28, 5e8), ("--ram 1GiB", 2**30, 5e8), ("--set pull_bytes_per_second=1e10", 2**28, 1e10)],
+)
+def test_replicas_that_compute_prompts_for_others_have_what_it_takes(
+    words: str, ram: int, speed: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[LocalOptions] = []
+    monkeypatch.setattr("cluster.commands.up.serve", lambda options, say: taken.append(options) or 0)
+    assert main(["up", "--prefill", "2", "--replicas", "5", *words.split(), "--run-dir", str(tmp_path)]) == 0
+    (options,) = taken
+    first, second = by_role(PoolSpec(5, replica=options.replica), options.num_prefillers)
+    assert (first.name, first.num_replicas, first.replica.role) == ("prefill", 2, "prefill")
+    assert (second.name, second.num_replicas, second.replica.role) == ("decode", 3, "decode")
+    for pool in (first, second):
+        assert (pool.replica.host_kv_bytes, pool.replica.pull_bytes_per_second) == (ram, speed)
+    assert role_complaints(FleetSpec((first, second))) == []
+    assert by_role(PoolSpec(5), 0) == (PoolSpec(5),)
 
 
 @pytest.mark.parametrize(

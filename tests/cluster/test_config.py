@@ -19,6 +19,7 @@ from cluster.config import (
     pool_of_id,
 )
 from cluster.fleet_file import model_name, parse_fleet
+from cluster.role_complaints import role_complaints
 from replicas.config import ReplicaConfig
 from replicas.process.settings import SettingsError
 from replicas.protocol.bounds import checked_id
@@ -189,6 +190,18 @@ def test_the_example_is_a_fleet_of_two_models_in_three_pools() -> None:
     assert spec.pools[1].autoscaling == AutoscaleSpec(1, 4, 16, 20_000)
 
 
+def test_the_example_of_roles_can_be_had_by_taking_its_comments_off() -> None:
+    _, _, example = EXAMPLE.read_text().partition("  # Two pools of one model, of which")
+    lines = (line for line in example.splitlines() if line.startswith(("  # -", "  #   ")))
+    pools = "\n".join(line.removeprefix("  # ") for line in lines)
+    spec = parse_fleet(f"redis_url: {REDIS}\npools:\n{pools}")
+    assert [(each.name, each.replica.role, each.replica.max_batched_tokens) for each in spec.pools] == [
+        ("prefill", "prefill", 8192),
+        ("decode", "decode", 512),
+    ]
+    assert role_complaints(spec) == []
+
+
 def test_a_pool_whose_server_names_its_model_is_no_pool_of_the_toy_model() -> None:
     by_server = pool(name="b", engines={"urls": ["http://a:1"]}, settings={"engine": "openai"})
     parse_fleet(text(pool(settings={"model": "/models/toy_model"}), by_server))
@@ -245,6 +258,11 @@ def test_all_pools_have_the_fleets_secret_file_and_none_without_one() -> None:
             ),
             "both serve m, with another model each",
         ),
+        (text(pool(role="prefil")), "role of pool small is both or prefill or decode, not prefil"),
+        (
+            text(pool(settings={"model": "toy", "role": "prefill"})),
+            "pool small cannot set role: it stands beside the settings",
+        ),
         (
             text(pool(), pool(name="b", settings={"model": "/models/small", "block_size": 32})),
             "both serve small, with another block_size each",
@@ -256,6 +274,79 @@ def test_what_makes_no_sense_is_refused_with_one_sentence(content: str, sentence
         parse_fleet(content)
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+TARGETS = {"min": 1, "max": 4}
+
+
+@pytest.mark.parametrize(
+    ("role", "given", "targets"),
+    [
+        ("prefill", {}, (None, 8192)),
+        ("prefill", {"target_in_flight": 3}, (3, None)),
+        ("decode", {}, (16, None)),
+        ("both", {"target_pending_tokens": 5}, (None, 5)),
+    ],
+)
+def test_a_pool_with_a_role_scales_by_what_its_role_is_busy_with(
+    role: str, given: dict[str, Any], targets: tuple[float | None, float | None]
+) -> None:
+    (only,) = parse_fleet(text(pool(role=role, autoscaling={**TARGETS, **given}))).pools
+    assert only.replica.role == role and only.autoscaling is not None
+    assert (only.autoscaling.target_in_flight, only.autoscaling.target_pending_tokens) == targets
+
+
+PULLING = {"model": "/models/small", "host_kv_bytes": 2**30, "pull_bytes_per_second": 1e9}
+MEMORY_ONLY = {"model": "/models/small", "host_kv_bytes": 2**30}
+
+
+def roles(*pools: tuple[str, dict[str, Any]]) -> list[str]:
+    """What is said of pools with these roles and settings."""
+    each = (pool(name=f"p{n}", role=role, settings=settings) for n, (role, settings) in enumerate(pools))
+    return role_complaints(parse_fleet(text(*each)))
+
+
+@pytest.mark.parametrize(
+    ("pools", "sentences"),
+    [
+        ([("both", {"model": "/models/small"})], []),
+        ([("prefill", PULLING), ("decode", PULLING)], []),
+        ([("prefill", {**PULLING, "max_batched_tokens": 8192}), ("both", PULLING)], []),
+        (
+            [("prefill", PULLING), ("prefill", PULLING)],
+            ["no prompt of small will be split, because no pool decodes: each replica does all"],
+        ),
+        (
+            [("decode", PULLING)],
+            ["no prompt of small will be split, because no pool computes prompts for others: each replica"],
+        ),
+        (
+            [("prefill", PULLING), ("decode", {"model": "/models/other"})],
+            [
+                "no prompt of small will be split, because no pool decodes",
+                "pool p1 has the role decode, but no prompt will be split there, because it has no host",
+            ],
+        ),
+        (
+            [("prefill", PULLING), ("decode", MEMORY_ONLY), ("both", PULLING)],
+            ["pool p1 has the role decode, but no prompt will be split there, because it does not pull ("],
+        ),
+        (
+            [("prefill", {"model": "/models/small", "engine": "simulated"})],
+            ["because the engine simulated has no KV that others can pull"],
+        ),
+        (
+            [("prefill", {**PULLING, "chunk_tokens": 64}), ("decode", PULLING)],
+            ["because no pool that decodes has the engine and the chunk_tokens of one that computes"],
+        ),
+    ],
+)
+def test_roles_that_can_do_nothing_are_said_aloud_and_refused_nowhere(
+    pools: list[tuple[str, dict[str, Any]]], sentences: list[str]
+) -> None:
+    said = roles(*pools)
+    assert len(said) == len(sentences)
+    assert all(sentence in each for sentence, each in zip(sentences, said, strict=True)), said
 
 
 def test_a_pool_may_find_servers_that_run_already() -> None:

@@ -33,6 +33,14 @@ def test_the_password_of_redis_is_not_shown() -> None:
     assert "Redis    -" in render(replace(VIEW, redis_url=None), Registry({}))
 
 
+def test_roles_of_pools_are_shown_where_one_has_a_role_of_its_own() -> None:
+    assert "ROLE" not in render(VIEW, Registry({}))
+    pools = (POOL, replace(POOL, name="other", role="prefill"))
+    shown = render(replace(VIEW, pools=pools), Registry({})).splitlines()
+    assert [line.split()[2] for line in shown[:3]] == ["ROLE", "both", "prefill"]
+    assert as_plain(replace(VIEW, pools=pools), Registry({}))["pools"][1]["role"] == "prefill"
+
+
 def test_what_is_wrong_with_the_controller_is_shown() -> None:
     assert "WRONG    the controller is unwell" in render(VIEW, Registry({}))
     assert as_plain(VIEW, Registry({}))["complaints"] == ["the controller is unwell"]

@@ -63,6 +63,18 @@ def test_a_replica_is_shown_as_its_process_and_its_lease_say(
     assert "DISK" not in table
 
 
+def test_roles_are_shown_where_a_replica_has_one_of_its_own() -> None:
+    other = replace(READY, replica_id="replica-1", role="prefill")
+    both = Registry({ReplicaId(name): record(name, "e1") for name in ("replica-0", "replica-1", "replica-2")})
+    table = render(state(READY, other), both)
+    assert table.splitlines()[0].endswith("ROLE")
+    assert [row(table, f"replica-{number}")[-1] for number in range(3)] == ["both", "prefill", "-"]
+    assert "ROLE" not in render(state(READY), both)
+    assert [each["role"] for each in as_plain(state(READY, other), NO_LEASE)["replicas"]] == [
+        *("both", "prefill"),
+    ]
+
+
 def test_json_says_what_the_table_says() -> None:
     registry = Registry({ReplicaId("replica-0"): LEASE}, refused=("replica x: bad",))
     shown = json.loads(json.dumps(as_plain(replace(state(READY), redis_url="redis://:pass@r/0"), registry)))

@@ -11,12 +11,14 @@ import pytest
 
 from cluster.commands.status import render
 from cluster.controller.actors import ReplicaReport
-from cluster.controller.views import FleetView, ReplicaView
+from cluster.controller.views import FleetView, PoolView, ReplicaView
 from cluster.errors import AlreadyRunning
+from cluster.local.local_cluster import summary
 from cluster.local.replica_entries import replica_entries
 from cluster.local.run_directory import ClusterState, ReplicaEntry, RunDirectory, default_run_directory
 from cluster.local.scrape_targets import scrape_targets
 from cluster.registry import Registry
+from replicas.config import ReplicaConfig
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
 from tests.cluster.commands.test_status import record, row, state
 
@@ -210,6 +212,16 @@ def test_a_replica_that_outlives_its_controller_is_shown_as_routers_see_it_and_s
     newer = replace(REPORT, pid=78, epoch=Epoch("e2"))
     (now,) = replica_entries(view(ReplicaState.READY, newer), entries, lambda _: True)
     assert (now.state, now.pid, now.epoch) == ("ready", 78, "e2")
+
+
+def test_a_replica_has_the_role_of_its_pool() -> None:
+    pool = PoolView("replica", "m", "r", 1, 1, is_settled=True, failure=None, role="prefill")
+    ready = replace(view(ReplicaState.READY, REPORT), pools=(pool,))
+    assert [entry.role for entry in replica_entries(ready, (), lambda _: True)] == ["prefill"]
+    assert READY[0].role == "both"
+    said = summary(state(replace(READY[0], role="prefill")), "m", RunDirectory(Path("run")), ReplicaConfig())
+    assert "epoch e1  role prefill\n" in said
+    assert " role " not in summary(state(*READY), "m", RunDirectory(Path("run")), ReplicaConfig())
 
 
 def test_a_replica_whose_process_has_ended_is_gone_from_the_state() -> None:

@@ -245,6 +245,23 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_some_replicas_compute_prompts_for_others_if_up_is_asked_to(tmp_path: Path) -> None:
+    command = KvasirCommand(tmp_path / "run")
+    with command.up("--engine", "torch", "--replicas", "3", "--prefill", "1"):
+        roles = {"decode-0": "decode", "decode-1": "decode", "prefill-0": "prefill"}
+        assert {entry.replica_id: entry.role for entry in command.state().replicas} == roles
+        live = httpx.get(f"{command.state().router_url}/live/state", trust_env=False, timeout=60).json()
+        assert {each["id"]: each["role"] for each in live["replicas"]} == roles
+        assert all(tier["max_bytes"] > 2**27 for each in live["replicas"] for tier in each["tiers"])
+        said = output(command)
+        assert all(f"role {role}" in said for role in roles.values())
+        assert "ROLE" in command.run("status").stdout
+        for log in command.directory.logs.glob("*-0.log"):
+            assert "no prompt is split" not in log.read_text()
+        assert complete(command).status_code == 200
+
+
+@pytest.mark.slow
 def test_kv_on_disk_is_found_by_the_next_cluster_in_the_same_directory(tmp_path: Path) -> None:
     command = KvasirCommand(tmp_path / "run")
     text = "A prompt that is long enough to make some chunks of KV. " * 30

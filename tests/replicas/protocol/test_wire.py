@@ -13,7 +13,7 @@ from replicas.protocol.blocks import HASH_BYTES, BlockHash, ImageTokens, pack_to
 from replicas.protocol.frames import FinishReason, RefusalCode, RequestKey
 from replicas.protocol.prefix_leases import MAX_LEASES, LeaseAnswer, LeaseBreak, PrefixLease
 from replicas.protocol.pulls import PullHint, PullPart, PullRequest
-from replicas.protocol.status import Epoch, ModelCard, ReplicaId
+from replicas.protocol.status import Epoch, ModelCard, ReplicaId, Role, SplitWay
 from tests.examples import examples
 from tests.replicas.protocol.filled import Special, filled
 
@@ -360,6 +360,24 @@ def test_what_is_no_frame_is_a_value_error_whole_and_part_by_part(encoded: bytes
         wire.decode_loose_frame(encoded)
 
 
+CARD_OF_BEFORE = {"name": "toy", "fingerprint": "f", "engine": "e", "block_size": 16, "num_blocks": 9} | {
+    "context_length": 9,
+    "vocab_size": 9,
+}
+
+
+def described_by(card: dict[str, Any]) -> ModelCard:
+    return wire.decode_description(wire.encode({"card": card, "replica_id": "r0", "epoch": "e1"})).card
+
+
+def test_a_card_says_its_part_in_splits_and_one_of_an_earlier_version_is_read_without() -> None:
+    told = described_by(CARD_OF_BEFORE | {"role": "prefill", "splits_by": "pull", "of_a_later_version": 1})
+    assert (told.role, told.splits_by) == (Role.PREFILL, SplitWay.PULL)
+    before = described_by(CARD_OF_BEFORE)
+    assert (before.role, before.splits_by) == (Role.BOTH, SplitWay.NONE)
+    assert wire.decode_description(wire.encode(described(told))).card == told
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -371,11 +389,11 @@ def test_what_is_no_frame_is_a_value_error_whole_and_part_by_part(encoded: bytes
         {"capacity_tokens": -1},
         {"retention_interval": -1},
         {"peek_tokens": 15},
+        {"role": "cook"},
+        {"splits_by": "mail"},
     ],
 )
 def test_an_impossible_card_is_a_value_error(change: dict[str, Any]) -> None:
-    card = {"name": "toy", "fingerprint": "f", "engine": "e"}
-    card |= {"block_size": 16, "num_blocks": 9, "context_length": 9, "vocab_size": 9}
-    wire.decode_description(wire.encode({"card": card, "replica_id": "r0", "epoch": "e1"}))
+    described_by(CARD_OF_BEFORE)
     with pytest.raises(ValueError):
-        wire.decode_description(wire.encode({"card": card | change, "replica_id": "r0", "epoch": "e1"}))
+        described_by(CARD_OF_BEFORE | change)

@@ -1,14 +1,16 @@
 """What the page is told of its fleet: what is wrong with replicas that are not connected, from a real
 registry and real sockets, and what they hold."""
 
+import json
 import logging
 import random
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from replicas.protocol.keys import IndexChange
-from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
+from replicas.protocol.status import Epoch, ModelCard, ReplicaId, Role, TokenizerBundle
 from router.features.live_page.fleet_source import NOT_CONNECTED, FleetSource
 from router.features.live_page.live_view import MAX_COMPLAINT, LiveReplica, replicas_data
 from router.fleet.registry_source import RegistrySource
@@ -17,7 +19,7 @@ from router.routing.table import RoutingTable
 from tests.own_log import own_records
 from tests.router.quiet_fleet import replica_view
 from tests.router.routing.chains import chain
-from tests.router.scripted_replica import ScriptedReplica, eventually
+from tests.router.scripted_replica import CARD, ScriptedReplica, eventually
 from tests.router.watched_fleet import POLL_SECONDS, Registry, Start, World, registry, start, watching, world
 
 __all__ = ["registry", "start", "world"]
@@ -50,6 +52,17 @@ async def test_a_replica_that_cannot_be_reached_says_why_until_it_is_connected(
     await eventually(lambda: is_connected(world))
     await replica.kill()
     await eventually(lambda: complains_of(world, "Connection refused"))
+
+
+@pytest.mark.parametrize(("role", "shown"), [(Role.BOTH, None), (Role.PREFILL, "prefill")])
+async def test_a_role_of_its_own_comes_with_the_card(
+    role: Role, shown: str | None, registry: Registry, world: World, start: Start
+) -> None:
+    await registry.put(await start("r0", card=replace(CARD, role=role)))
+    await eventually(lambda: is_connected(world))
+    view = view_of(world)
+    assert view is not None
+    assert json.loads(json.dumps(replicas_data([view], [])[0]))["role"] == shown
 
 
 async def test_a_replica_that_became_somebody_else_says_so(
