@@ -118,6 +118,13 @@ class ReplicaConfig:
         "chunks); none means 2048, or with simulated, what its hardware computes",
         minimum=1,
     )
+    slo_tpot: float | None = setting(
+        None,
+        help="seconds between tokens that a request should keep while others' prompts are computed: a step "
+        "with both gets only so many prompt tokens as leave it that time, at least 128; none means no such "
+        "bound; torch, vllm and simulated only",
+        above=0,
+    )
     max_running: int = setting(DEFAULT_MAX_RUNNING, help="maximum number of requests in one batch", minimum=1)
     max_waiting: int = setting(
         1024,
@@ -401,7 +408,7 @@ class ReplicaConfig:
                 checked_address(self.engine_endpoint)
             except ValueError as error:
                 raise SettingsError(f"setting engine_endpoint: {error}") from error
-        foreign = ["host_kv_bytes", "kv_cache_bytes", "engine_process"]
+        foreign = ["host_kv_bytes", "kv_cache_bytes", "engine_process", "slo_tpot"]
         for name in [*foreign, "num_blocks"] if self.engine == "remote" else foreign:
             if getattr(self, name):
                 raise SettingsError(f"setting {name} is not for the engine {self.engine}: its server decides")

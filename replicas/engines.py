@@ -120,6 +120,7 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
         constraints=open_holder(bundle, card, config.grammar_seconds),
         image_bytes=config.image_bytes,
         groups=groups,
+        slo_tpot=config.slo_tpot,
     )
     return engine, bundle
 

@@ -147,6 +147,13 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
     )
     add("--max-batched-tokens", type=count, metavar="N", help="per step (default: the hardware's)")
     add(
+        "--step-tpot",
+        type=positive,
+        metavar="S",
+        help="as the replicas' setting slo_tpot: a step with decoding requests takes so long at most "
+        "(default: no bound)",
+    )
+    add(
         "--max-running",
         type=count,
         default=DEFAULT_MAX_RUNNING,
@@ -512,6 +519,7 @@ def _options(
         tiers=_tiers(arguments, hardware.bytes_per_token),
         groups=groups,
         retention=arguments.retention,
+        slo_tpot=arguments.step_tpot,
     )
     try:
         return FleetOptions(

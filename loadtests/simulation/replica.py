@@ -23,6 +23,7 @@ from replicas.kvcache.block_pool import BlockPool
 from replicas.protocol.blocks import BlockHash, ImageTokens
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import LoadSnapshot, StepFrame
+from replicas.scheduling.step_promise import StepPromise, open_promise, work_of
 
 _rank = attrgetter("rank")
 
@@ -98,6 +99,7 @@ class VirtualReplica:
         """To be computed of prompts that wait, and their room."""
         self._num_added = 0
         self._step: Step | None = None
+        self._promise = open_promise(None if shape.decodes_beside else shape.slo_tpot, shape.alignment)
         self._owed_seconds = 0.0
         """Time that passed with prompts and that decoding beside them has not used yet."""
 
@@ -225,8 +227,9 @@ class VirtualReplica:
             if not self.shape.decodes_beside:
                 num_attended = self._decoding.num_context_tokens - self._num_shared_tokens()
                 num_attended += sum(chunk.start + 1 for chunk in step.chunks if chunk.is_decode)
-                seconds = max(self.shape.cost.d0, seconds) + self.shape.cost.d1 * num_attended
-                seconds += encode_seconds
+                is_shared = num_attended > 0
+                seconds = self.shape.cost.with_weights(seconds, is_shared=is_shared) + encode_seconds
+                seconds += self.shape.cost.d1 * num_attended
             else:
                 seconds = (seconds or self.shape.cost.d0) + encode_seconds
                 self._owed_seconds += seconds
@@ -261,7 +264,10 @@ class VirtualReplica:
     def _schedule(self, step: Step) -> None:
         """Blocks for the requests that run, in order of rank, then for those that may start to."""
         num_single = sum(request.num_left == 1 for request in self._prefilling)
-        budget = self.shape.max_batched_tokens - self._decoding.num_requests - num_single
+        num_decoding = self._decoding.num_requests + num_single
+        budget = self.shape.max_batched_tokens - num_decoding
+        if self._promise is not None and num_decoding:
+            budget = min(budget, self._num_promised(self._promise))
         num_preempted = self.num_preemptions
         for request in sorted([*self._decoding.take_growing(), *self._prefilling], key=_rank):
             if request.is_decoding:
@@ -274,6 +280,17 @@ class VirtualReplica:
                     budget -= num_tokens if num_left > 1 else 0
         if self.num_preemptions == num_preempted:
             self._admit(step, budget)
+
+    def _num_promised(self, promise: StepPromise) -> int:
+        """Prompt tokens that the requests that decode leave time for."""
+        num_context_tokens = self._decoding.num_context_tokens
+        starts = []
+        for request in self._prefilling:
+            if request.num_left == 1:
+                num_context_tokens += request.num_computed + 1
+            else:
+                starts.append(request.num_computed)
+        return promise.num_prompt_tokens(num_context_tokens, starts[0] if starts else 0)
 
     def _grow(self, request: VirtualRequest) -> None:
         """One more block for a request whose next token begins one."""
@@ -426,6 +443,8 @@ class VirtualReplica:
     def _finish(self, step: Step) -> StepOutcome:
         first_tokens: list[VirtualRequest] = []
         finished: list[VirtualRequest] = []
+        if self._promise is not None:
+            self._observe(self._promise, step)
         num_decoded = self._decoding.num_requests * step.num_steps
         self._decoding.advance(step.num_steps)
         for request in self._decoding.take_ending():
@@ -457,6 +476,13 @@ class VirtualReplica:
         if self._below is not None:
             self._below.copy_out(step.ends_at)
         return StepOutcome(first_tokens, finished, self._take_events(), self.report(step.ends_at))
+
+    def _observe(self, promise: StepPromise, step: Step) -> None:
+        """Say what a step, or each of a run of decoding steps, has computed and taken."""
+        work, decoding = work_of(step.chunks), self._decoding
+        num_context_tokens = decoding.num_context_tokens + decoding.num_requests * (step.num_steps - 1) // 2
+        work = work._replace(num_context_tokens=work.num_context_tokens + num_context_tokens)
+        promise.observe(work, (step.ends_at - step.started_at) / step.num_steps)
 
     def _take_events(self) -> list[CacheEvent]:
         events = self.pool.take_events()

@@ -88,7 +88,7 @@ def _turn_seconds(session: Session, block_tokens: int, cost: CostModel) -> list[
         cached = num_blocks * block_tokens
         seen.update(turn.block_ids)
         new = num_tokens - cached
-        prefill = cost.a + new * (cost.b + cost.c * (cached + new / 2))
+        prefill = cost.prompt_seconds(cached, new)
         context = num_tokens + (num_decodes + 1) / 2
         found.append(max(cost.d0, prefill) + num_decodes * (cost.d0 + cost.d1 * context))
     return found

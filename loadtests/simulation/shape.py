@@ -60,10 +60,17 @@ class ReplicaShape:
     tiers: TierShape | None = None
     groups: tuple[CacheGroup, ...] = ()
     retention: int = 0
+    slo_tpot: float | None = None
+    """Seconds that a step with decoding requests should take at most, as a replica's setting says it."""
 
     def __post_init__(self) -> None:
         if self.groups and self.tiers is not None:
             raise ValueError("a sparse model keeps no KV below the device")
+
+    @property
+    def alignment(self) -> int:
+        """Tokens at whose multiples a chunk of a sparse model may have to end."""
+        return self.block_size if self.groups else 1
 
     @property
     def capacity_tokens(self) -> int:

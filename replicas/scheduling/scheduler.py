@@ -32,6 +32,7 @@ from replicas.scheduling.constraining import constrain, last_delta, take_unheld
 from replicas.scheduling.kvcache_manager import KVCacheManager
 from replicas.scheduling.lower_tiers import LowerTiers
 from replicas.scheduling.request import Chunk, Request, SampledToken
+from replicas.scheduling.step_promise import StepPromise
 from replicas.scheduling.usage import prompt_usage
 
 _rank = attrgetter("rank")
@@ -56,10 +57,12 @@ class Scheduler:
         eos_token_ids: Collection[int],
         lower_tiers: LowerTiers | None = None,
         constraints: Constraints | None = None,
+        promise: StepPromise | None = None,
     ) -> None:
         assert min(max_batched_tokens, max_running, max_waiting) >= 1
         self._manager = manager
         self._max_batched_tokens = max_batched_tokens
+        self._promise = promise
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -131,9 +134,12 @@ class Scheduler:
             self._refused.append(delta)
         decodes: list[Chunk] = []
         prefills: list[Chunk] = []
-        budget = self._max_batched_tokens - self._num_decoding()
+        num_decoding = self._num_decoding()
+        budget = self._max_batched_tokens - num_decoding
         # A request is admitted only where all that run have had a token and one is left for it.
         assert budget >= 0, "more requests decode than a step has tokens"
+        if self._promise is not None and num_decoding:
+            budget = min(budget, self._num_promised(self._promise))
         num_running = len(self._running)
         budget = self._schedule_running(decodes, prefills, budget)
         if len(self._running) == num_running:
@@ -215,6 +221,17 @@ class Scheduler:
             num_total_blocks=pool.num_usable,
             num_room_tokens=pool.num_free * self._manager.block_size - num_wanted_tokens,
         )
+
+    def _num_promised(self, promise: StepPromise) -> int:
+        """Prompt tokens that the requests that decode leave time for."""
+        num_context_tokens, first_start = 0, None
+        for request in self._running:
+            start = request.num_computed_tokens
+            if len(request.token_ids) - start == 1:
+                num_context_tokens += start + 1
+            elif first_start is None:
+                first_start = start
+        return promise.num_prompt_tokens(num_context_tokens, first_start or 0)
 
     def _num_decoding(self) -> int:
         """Running requests that need one token only: theirs is set aside before prompts share the rest."""

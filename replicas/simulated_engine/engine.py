@@ -26,6 +26,7 @@ from replicas.protocol.status import ModelCard
 from replicas.scheduling.kvcache_manager import KVCacheManager
 from replicas.scheduling.request import Chunk, Request, SampledToken
 from replicas.scheduling.scheduler import Scheduler
+from replicas.scheduling.step_promise import open_promise, work_of
 from replicas.simulated_engine.grouped_cache import GroupedCache
 from replicas.simulated_engine.grouped_manager import GroupedManager
 from replicas.simulated_engine.hardware import FREE, CostModel
@@ -62,6 +63,7 @@ class SimulatedEngine:
         constraints: Constraints | None = None,
         image_bytes: int = 0,
         groups: Sequence[CacheGroup] = (),
+        slo_tpot: float | None = None,
     ) -> None:
         self._rule = rule_on_card(card.image_rule)
         self._images = None if self._rule is None else ImageCache[None](image_bytes)
@@ -81,6 +83,9 @@ class SimulatedEngine:
             raise ValueError(
                 f"{len(candidates)} token ids leave none of a vocabulary of {card.vocab_size} to answer with"
             )
+        self._promise = (
+            None if self._cost is None else open_promise(slo_tpot, card.block_size if groups else 1)
+        )
         self._scheduler = Scheduler(
             _manager(card, num_blocks, groups, max_batched_tokens),
             max_batched_tokens=max_batched_tokens,
@@ -90,6 +95,7 @@ class SimulatedEngine:
             vocab_size=card.vocab_size,
             eos_token_ids=card.eos_token_ids,
             constraints=constraints,
+            promise=self._promise,
         )
 
     @property
@@ -149,6 +155,8 @@ class SimulatedEngine:
             seconds = self._cost.step_seconds(chunks) + num_encoded_tokens * self._cost.encode
             if seconds > 0:
                 self._sleep(seconds)
+            if self._promise is not None:
+                self._promise.observe(work_of(chunks), seconds)
         sampled = {chunk.request.key: self._sample(chunk.request) for chunk in chunks if chunk.samples}
         frame = self._scheduler.finish_step(chunks, sampled)
         for delta in frame.deltas:

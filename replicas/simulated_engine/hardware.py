@@ -3,8 +3,9 @@
 Owns the figures of each hardware, and the cost of a step.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 
@@ -32,7 +33,9 @@ class CostModel:
 
     The weights are read once for the whole batch (d0), hidden behind the arithmetic of a large enough
     prefill. The sum over a prompt's chunks equals that of the whole prompt, so cutting it costs only the
-    other requests' tokens in between; `a` is paid when it ends.
+    other requests' tokens in between; `a` is paid when it ends. With `is_soft` it costs more: a step that
+    does both takes `hypot` of weights and arithmetic instead of `max`, and each chunk reads the KV before it.
+    A real engine's steps lie between the two.
     """
 
     a: float
@@ -42,19 +45,37 @@ class CostModel:
     d1: float
     encode: float = 0.0
     """Per token of an image, besides computing it."""
+    is_soft: bool = False
+    """Weights and arithmetic slow each other down, and each chunk of a prompt reads its prefix."""
 
     def step_seconds(self, chunks: Sequence[PricedChunk]) -> float:
         if not chunks:
             return 0.0
         num_context_tokens = sum(chunk.start + 1 for chunk in chunks if chunk.is_decode)
-        return max(self.d0, self.prefill_seconds(chunks)) + self.d1 * num_context_tokens
+        seconds = self.with_weights(self.prefill_seconds(chunks), is_shared=num_context_tokens > 0)
+        return seconds + self.d1 * num_context_tokens
+
+    def with_weights(self, prefill_seconds: float, *, is_shared: bool) -> float:
+        """Return the time of the prompts' arithmetic and of reading the weights, in a step that `is_shared`
+        by prompts and decoding requests or has only one of them."""
+        if self.is_soft and is_shared:
+            return math.hypot(self.d0, prefill_seconds)
+        return max(self.d0, prefill_seconds)
+
+    def prompt_seconds(self, num_cached: int, num_tokens: int) -> float:
+        """Return the arithmetic of a prompt computed in one step, from `num_cached` on."""
+        return self.a + self._chunk_seconds(num_cached, num_tokens)
+
+    def _chunk_seconds(self, start: int, num_tokens: int) -> float:
+        seconds = num_tokens * (self.b + self.c * (start + num_tokens / 2))
+        return seconds + self.d1 * start if self.is_soft else seconds
 
     def prefill_seconds(self, chunks: Sequence[PricedChunk]) -> float:
         """Return the arithmetic of a step's prompts."""
         compute, ends_prompt = 0.0, False
         for chunk in chunks:
             if not chunk.is_decode:
-                compute += chunk.num_tokens * (self.b + self.c * (chunk.start + chunk.num_tokens / 2))
+                compute += self._chunk_seconds(chunk.start, chunk.num_tokens)
                 ends_prompt = ends_prompt or chunk.samples
         return compute + (self.a if ends_prompt else 0.0)
 
@@ -77,7 +98,7 @@ _ENCODE_SECONDS = 1.4e-5
 """Reckoned, not measured: the vision part of Qwen2-VL has 0.67 billion parameters, sees four patches for each
 token of an image, and takes two operations for each parameter, at 400 teraflops."""
 
-HARDWARE: Mapping[str, SimulatedHardware] = {
+_MEASURED: Mapping[str, SimulatedHardware] = {
     # Llama-3.1-8B in bfloat16 on one H100: 128 KiB of KV a token.
     "h100-8b": SimulatedHardware(
         CostModel(a=0.018, b=3.08e-5, c=9.4e-10, d0=7.7e-3, d1=7.6e-8, encode=_ENCODE_SECONDS),
@@ -92,6 +113,14 @@ HARDWARE: Mapping[str, SimulatedHardware] = {
         8192,
         320 * 1024,
     ),
+}
+
+HARDWARE: Mapping[str, SimulatedHardware] = {
+    **_MEASURED,
+    **{
+        f"{name}-soft": replace(each, cost=replace(each.cost, is_soft=True))
+        for name, each in _MEASURED.items()
+    },
     # No machine: for measuring everything else.
     "instant": SimulatedHardware(FREE, 131_072, 2048, 128 * 1024),
 }

@@ -29,6 +29,7 @@ from replicas.scheduling.lower_tiers import LowerTiers
 from replicas.scheduling.request import SampledToken
 from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.speed_meter import SpeedMeter
+from replicas.scheduling.step_promise import StepPromise, open_promise, work_of
 from replicas.torch_engine.attention import KVPool, kv_bytes_per_block
 from replicas.torch_engine.chunk_copies import ChunkCopier, chunk_layout, payload_bytes
 from replicas.torch_engine.model import Decoder
@@ -92,7 +93,10 @@ class TorchEngine:
         self.store, lower_tiers = _lower_tiers(config, self._card.fingerprint, pool, manager, self._meter)
         self._card = with_layout(self._card, self.shared_kv)
         self._grammars = open_holder(self._bundle, self._card, config.grammar_seconds)
-        self._scheduler = _scheduler(self._card, manager, config.max_waiting, lower_tiers, self._grammars)
+        self._promise = open_promise(config.slo_tpot)
+        self._scheduler = _scheduler(
+            self._card, manager, config.max_waiting, lower_tiers, self._grammars, self._promise
+        )
         self.runner = ModelRunner(model, pool, context_length)
         self._sampler = Sampler(checkpoint.eos_token_ids, self._grammars)
 
@@ -142,8 +146,11 @@ class TorchEngine:
             if requests:
                 sampled = self._sampler.sample(requests, logits)
         frame = self._scheduler.finish_step(chunks, sampled)
+        seconds = time.perf_counter() - started
         if self.store is not None:
-            self._meter.observe(frame, time.perf_counter() - started)
+            self._meter.observe(frame, seconds)
+        if self._promise is not None and chunks:
+            self._promise.observe(work_of(chunks), seconds)
         return frame
 
     def reset_prefix_cache(self) -> bool:
@@ -246,6 +253,7 @@ def _scheduler(
     max_waiting: int,
     lower_tiers: LowerTiers | None,
     grammars: GrammarHolder,
+    promise: StepPromise | None,
 ) -> Scheduler:
     return Scheduler(
         manager,
@@ -257,4 +265,5 @@ def _scheduler(
         eos_token_ids=card.eos_token_ids,
         lower_tiers=lower_tiers,
         constraints=grammars,
+        promise=promise,
     )

@@ -14,6 +14,7 @@ from vllm.distributed.kv_events import BlockStored as VllmBlockStored
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import RequestStatus
 
+from replicas.scheduling.step_promise import StepPromise, StepWork
 from replicas.vllm_engine.cache_shape import CacheShape, read_cache_shape
 from replicas.vllm_engine.salts import PublishedSalt
 
@@ -84,6 +85,21 @@ class CoreView:
         self._num_encoded_tokens = 0
         self._started: list[Started] = []
         self._num_preemptions = 0
+        self._promise: StepPromise | None = None
+        self._most_tokens = int(self._scheduler.max_num_scheduled_tokens)
+        self._work = StepWork(0)
+
+    def keep(self, promise: StepPromise) -> None:
+        """Bound the prompt tokens of each step with decoding requests from now on. vLLM asks for its bound in
+        every step, so it need not be the same in all."""
+        self._promise = promise
+
+    def took(self, seconds: float) -> None:
+        """Say how long the last step took."""
+        if self._promise is not None:
+            work, self._work = self._work, StepWork(0)
+            if work.num_prompt_tokens or work.num_context_tokens:
+                self._promise.observe(work, seconds)
 
     @property
     def has_died(self) -> bool:
@@ -199,6 +215,8 @@ class CoreView:
         return self._scheduler.kv_cache_manager.block_pool
 
     def _schedule_and_note(self, *arguments: Any, **named: Any) -> Any:
+        if self._promise is not None:
+            self._scheduler.max_num_scheduled_tokens = self._num_promised(self._promise)
         output = self._schedule(*arguments, **named)
         for new in output.scheduled_new_reqs:
             request = self._scheduler.requests[new.req_id]
@@ -224,4 +242,38 @@ class CoreView:
                 self._num_decode_tokens += num_tokens
             else:
                 self._num_prefill_tokens += num_tokens
+        if self._promise is not None:
+            self._work = self._work_of(output)
         return output
+
+    def _num_promised(self, promise: StepPromise) -> int:
+        """Tokens of the next step, decoding requests first: vLLM's own bound where none decodes."""
+        num_decode_tokens = num_context_tokens = 0
+        first_start = None
+        for request in self._scheduler.running:
+            start = int(request.num_computed_tokens)
+            num_left = int(request.num_tokens_with_spec) - start
+            if start >= request.num_prompt_tokens and num_left == 1 + len(request.spec_token_ids):
+                num_decode_tokens += num_left
+                num_context_tokens += start + 1
+            elif first_start is None:
+                first_start = start
+        if not num_decode_tokens:
+            return self._most_tokens
+        num_prompt_tokens = promise.num_prompt_tokens(num_context_tokens, first_start or 0)
+        return min(self._most_tokens, num_decode_tokens + num_prompt_tokens)
+
+    def _work_of(self, output: Any) -> StepWork:
+        num_prompt_tokens = num_attended_tokens = num_context_tokens = 0
+        ends_prompt = False
+        for internal_id, num_tokens in output.num_scheduled_tokens.items():
+            request = self._scheduler.requests[internal_id]
+            start = request.num_computed_tokens - num_tokens  # they are counted as computed already
+            num_drafted = len(output.scheduled_spec_decode_tokens.get(internal_id, ()))
+            if start >= request.num_prompt_tokens and num_tokens == 1 + num_drafted:
+                num_context_tokens += start + 1
+            else:
+                num_prompt_tokens += num_tokens
+                num_attended_tokens += num_tokens * start
+                ends_prompt = ends_prompt or request.num_computed_tokens >= request.num_prompt_tokens
+        return StepWork(num_prompt_tokens, num_attended_tokens, num_context_tokens, ends_prompt)

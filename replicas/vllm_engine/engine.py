@@ -66,6 +66,7 @@ from replicas.protocol.status import ModelCard, Role, TokenizerBundle
 from replicas.protocol.ways import num_image_tokens_left
 from replicas.scheduling.admission import AdmissionLimits, check_admission
 from replicas.scheduling.constraining import last_delta
+from replicas.scheduling.step_promise import open_promise
 from replicas.toy_model import checkpoint_directory
 from replicas.vllm_engine.adapters import LoraAdapter, read_adapters
 from replicas.vllm_engine.arguments import RETENTION, engine_arguments
@@ -120,6 +121,9 @@ class VllmEngine:
             self._close_tier()
             raise
         self._core = CoreView(self._vllm)
+        promise = open_promise(config.slo_tpot, self._core.cache_shape.alignment)
+        if promise is not None:
+            self._core.keep(promise)
         interval = self._core.cache_shape.default_retention
         if interval and RETENTION not in arguments:
             self._core.retain(interval)
@@ -340,6 +344,7 @@ class VllmEngine:
         deltas = unheld + [self._delta(output) for output in outputs]
         num_prefill_tokens, num_decode_tokens = self._core.take_computed()
         seconds = time.perf_counter() - started_at
+        self._core.took(seconds)
         if must_step and not num_prefill_tokens + num_decode_tokens:
             self._pause()
         frame = StepFrame(
