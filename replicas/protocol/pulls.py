@@ -28,7 +28,7 @@ class PullHint(Struct, frozen=True, array_like=True):
     """A peer that has more of a prompt than the replica that the prompt goes to, and how much of it.
 
     With a `split_id` the peer computes the prompt now, under this id. The hint then binds: the replica waits
-    `wait_seconds` for what it lacks, and computes only what has not come by then.
+    `wait_seconds` for the tokens that it lacks, and computes only those that have not come by then.
 
     Raises ValueError for ids and addresses that are none.
     """

@@ -21,7 +21,7 @@ Epoch = NewType("Epoch", str)
 
 
 class Role(enum.StrEnum):
-    """What a replica should do of a split, a prompt computed at one replica and decoded at another. It is a
+    """Part that a replica should take in a split, a prompt computed at one replica and decoded at another. It is a
     preference: where no other replica can, each does all."""
 
     PREFILL = "prefill"

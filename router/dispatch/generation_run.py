@@ -262,7 +262,7 @@ class GenerationRun:
         self._dispatcher.end(attempt)
 
     def _first_failed(self, first: FirstPart, code: RefusalCode) -> None:
-        """A split's first part is lost, or refused: before the first token all is placed anew."""
+        """Place all anew, before the first token, because a split's first part is lost or refused."""
         attempt, lost = first.attempt, first.attempt.inflight.lost
         self._dispatcher.splits.failed()
         attempt.trace.failed(code.value if lost is None else "replica_lost")
@@ -477,7 +477,7 @@ class GenerationRun:
             self._submit(part, routed, first)
 
     def _go_second(self) -> None:
-        """The first part of a split has ended: submit the second, if it still has all its choices."""
+        """Submit the second part of a split, whose first has ended, if it still has all its choices."""
         assert self._second is not None
         second, self._second = self._second, None
         if all(self._choices[index].is_unplaced for index in second.choices):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from router.routing.table import RoutedRequest
 
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-"""What the first part samples."""
+"""Sampling of the first part."""
 
 PATIENCE = 4.0
 MIN_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 30.0
@@ -88,7 +88,7 @@ class FirstPart:
         return sent_on(said, now - self.sent_at, time.time()) if said else b""
 
     def joined(self, second: PromptUsage) -> PromptUsage:
-        """Return the usage that the client is told, from that of the part that answers.
+        """Return the client's usage, from that of the part that answers.
 
         Cached is what the first part has read from cache: what it computed was computed for this request, and
         is none of the cache's merit where it was pulled. If the first part has not said it, or less has come
@@ -127,14 +127,14 @@ class SecondPart:
 
 
 class SplitCounts:
-    """What has become of splits."""
+    """Counts of splits by their outcome."""
 
     def __init__(self) -> None:
         self.outcomes = dict.fromkeys(("whole", "part", "failed"), 0)
         self.num_tokens = 0
 
     def answered(self, usage: PromptUsage) -> None:
-        """The second part has begun to answer, with this usage."""
+        """Count a second part that has begun to answer, with this usage."""
         self.outcomes["part" if usage.num_lost_tokens else "whole"] += 1
         self.num_tokens += usage.num_pulled_tokens or usage.num_split_tokens
 
