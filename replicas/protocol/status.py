@@ -21,8 +21,8 @@ Epoch = NewType("Epoch", str)
 
 
 class Role(enum.StrEnum):
-    """Part that a replica should take in a split, a prompt computed at one replica and decoded at another. It is a
-    preference: where no other replica can, each does all."""
+    """Part that a replica should take in a split, a prompt computed at one replica and decoded at another. It
+    is a preference: where no other replica can, each does all."""
 
     PREFILL = "prefill"
     DECODE = "decode"

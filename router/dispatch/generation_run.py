@@ -167,8 +167,9 @@ class GenerationRun:
 
     def _collect(self) -> list[TokenDelta]:
         batch: list[TokenDelta] = []
-        for first in self._firsts.copy():
-            self._look_at(first)
+        if self._firsts:
+            for first in self._firsts.copy():
+                self._look_at(first)
         for attempt in self._attempts.copy():
             for delta in attempt.inflight.take():
                 index = attempt.choices[delta.key.choice]

@@ -173,8 +173,11 @@ class Holding:
         """Return the replica at which the request waits longer, of a split's two, and the tokens that are
         computed there."""
         there = decision.replica_id
-        if not decision.is_split or self._room.wait_seconds(there, num_tokens) > self._room.wait_seconds(
-            decision.computed_at, num_tokens
+        if (
+            decision.pair is None
+            or not decision.is_split
+            or self._room.wait_seconds(there, num_tokens)
+            > self._room.wait_seconds(decision.computed_at, num_tokens)
         ):
             return there, num_tokens - decision.overlap_tokens
         return decision.computed_at, num_tokens - decision.num_found_tokens
