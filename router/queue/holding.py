@@ -172,13 +172,10 @@ class Holding:
     def _line_of(self, decision: Decision, num_tokens: int) -> tuple[ReplicaId, int]:
         """Return the replica at which the request waits longer, of a split's two, and the tokens that are
         computed there."""
-        there = decision.replica_id
-        if (
-            decision.pair is None
-            or not decision.is_split
-            or self._room.wait_seconds(there, num_tokens)
-            > self._room.wait_seconds(decision.computed_at, num_tokens)
-        ):
+        there, room = decision.replica_id, self._room
+        if decision.pair is None or not decision.is_split:
+            return there, num_tokens - decision.overlap_tokens
+        if room.wait_seconds(there, num_tokens) > room.wait_seconds(decision.computed_at, num_tokens):
             return there, num_tokens - decision.overlap_tokens
         return decision.computed_at, num_tokens - decision.num_found_tokens
 
