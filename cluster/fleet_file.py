@@ -54,7 +54,7 @@ NOT_OF_A_POOL: Mapping[str, str] = {
     "secret": "Ray would keep it where it keeps the fleet; give secret_file, beside the pools",
     "secret_file": "the whole fleet shares one",
     "drain_seconds": "it stands beside the settings, not in them",
-    "role": "it stands beside the settings, not in them",
+    "role": "it is a field of the pool, next to settings",
 }
 NOT_OF_A_LOCAL_CLUSTER: Mapping[str, str] = {
     "replica_id": "kvasir up names the replicas itself",

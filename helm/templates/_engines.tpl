@@ -66,5 +66,6 @@ urls:
     "engines" $engines
     "settings" (merge $settings (include "kvasir.mtlsReplicaSettings" .root | fromYaml) $pool.settings)
     "drain_seconds" $pool.drainSeconds -}}
+{{- if ne $pool.role "both" -}}{{- $_ := set $entry "role" $pool.role -}}{{- end -}}
 {{- toYaml (dict "secret_file" "/etc/kvasir/secret/secret" "drain_seconds" $pool.drainSeconds "pools" (list $entry)) -}}
 {{- end -}}

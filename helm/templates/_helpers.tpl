@@ -103,6 +103,7 @@ name → pool. */}}
 {{- $requests := ternary (dict "cpu" "250m" "memory" "512Mi") (dict "cpu" "2" "memory" "8Gi") $is_small -}}
 {{- $limits := dict "memory" (ternary "2Gi" "16Gi" $is_small) -}}
 {{- $_ := set $whole "resources" (merge (default dict $whole.resources) (dict "requests" $requests "limits" $limits)) -}}
+{{- $_ := set $whole "autoscaling" (include "kvasir.roleTargets" $whole | fromYaml) -}}
 {{- $_ := set $pools $name $whole -}}
 {{- end -}}
 {{- end -}}

@@ -62,6 +62,30 @@ runtimeClassName: {{ . }}
 {{- end -}}
 {{- end -}}
 
+{{/* A sentence for each pool whose role can do nothing, and each model that lacks one half: no prompt is split there. */}}
+{{- define "kvasir.roleNotes" -}}
+{{- $roles := dict -}}
+{{- $finds := include "kvasir.findingPools" . | fromYaml -}}
+{{- range $name, $pool := merge (include "kvasir.pools" . | fromYaml) $finds -}}
+{{- $model := include "kvasir.modelName" $pool -}}
+{{- $why := "" -}}
+{{- if hasKey $finds $name -}}
+{{- else if not $pool.kv.memory -}}{{- $why = "kv.memory is not set" -}}
+{{- else if not $pool.settings.pull_bytes_per_second -}}{{- $why = "settings.pull_bytes_per_second is not set" -}}
+{{- end -}}
+{{- if not $why -}}{{- $_ := set $roles $model (append (default list (index $roles $model)) $pool.role) -}}{{- end -}}
+{{- if and $why (ne $pool.role "both") }}
+Pool {{ $name }} has the role {{ $pool.role }}, but no prompt will be split there, because {{ $why }}.
+{{- end -}}
+{{- end -}}
+{{- range $model, $found := $roles -}}
+{{- $found = uniq $found -}}
+{{- if and (eq (len $found) 1) (ne (first $found) "both") }}
+No prompt of {{ $model }} will be split, because its pools all have the role {{ first $found }}: each replica does all.
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Size of a volume for KV: the KV, a twentieth for the file system, what KV leaves free, and a gibibyte. */}}
 {{- define "kvasir.kvVolumeSize" -}}
 {{- $disk := include "kvasir.mebibytes" .kv.disk | int64 -}}

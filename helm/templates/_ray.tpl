@@ -25,6 +25,7 @@ of them can have the same ports. */}}
     "threads" (max 1 (int (default 1 $pool.settings.num_threads)))
     "drain_seconds" $pool.drainSeconds
     "surge" $pool.surge -}}
+{{- if ne $pool.role "both" -}}{{- $_ := set $entry "role" $pool.role -}}{{- end -}}
 {{- if $pool.autoscaling.enabled -}}
 {{- $_ := set $entry "autoscaling" (include "kvasir.fleetAutoscaling" $pool.autoscaling | fromYaml) -}}
 {{- else -}}

@@ -1,3 +1,19 @@
+{{/* How a pool scales, with targets that follow its role where they are not set. */}}
+{{- define "kvasir.roleTargets" -}}
+{{- $in_ray := eq .autoscaling.by "kuberay" -}}
+{{- $targets := dict "targetInFlight" 16 "targetPendingTokens" 0 "targetQueueSeconds" 0 "targetKvShare" 0 -}}
+{{- if eq .role "prefill" -}}
+{{- $targets = dict "targetInFlight" 0 "targetPendingTokens" (ternary 8192 0 $in_ray) "targetQueueSeconds" (ternary 0 0.5 $in_ray) "targetKvShare" 0 -}}
+{{- else if eq .role "decode" -}}
+{{- $_ := set $targets "targetKvShare" (ternary 0 0.8 $in_ray) -}}
+{{- end -}}
+{{- $scaling := deepCopy .autoscaling -}}
+{{- range $name, $target := $targets -}}
+{{- if kindIs "invalid" (index $scaling $name) -}}{{- $_ := set $scaling $name $target -}}{{- end -}}
+{{- end -}}
+{{- toYaml $scaling -}}
+{{- end -}}
+
 {{/* Whether any pool is to scale by hpa or keda. */}}
 {{- define "kvasir.scaledSets" -}}
 {{- range $pool := include "kvasir.pools" . | fromYaml -}}

@@ -261,7 +261,7 @@ def test_all_pools_have_the_fleets_secret_file_and_none_without_one() -> None:
         (text(pool(role="prefil")), "role of pool small is both or prefill or decode, not prefil"),
         (
             text(pool(settings={"model": "toy", "role": "prefill"})),
-            "pool small cannot set role: it stands beside the settings",
+            "pool small cannot set role: it is a field of the pool",
         ),
         (
             text(pool(), pool(name="b", settings={"model": "/models/small", "block_size": 32})),

@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 from cluster.controller.plan import SETTLE_SECONDS
+from cluster.fleet_file import ROLE_TARGETS, parse_fleet
+from replicas.protocol.status import Role
 from tests.helm import golden
 from tests.helm.chart import (
     BASES,
@@ -175,6 +177,54 @@ def test_the_notes_speak_of_vllm_without_a_gpu() -> None:
     for pool, is_said in (({"engine": "vllm", "gpu": {"count": 0}}, True), ({"engine": "vllm"}, False)):
         files = chart().render(with_keys({"pools": {"odd": pool}}), name="demo", namespace="llm")
         assert ("Pool odd runs vLLM and asks for no GPU" in files["kvasir/templates/NOTES.txt"]) == is_said
+
+
+PULLED = {"kv": {"memory": "1Gi"}, "settings": {"pull_bytes_per_second": 1e9}}
+
+
+@pytest.mark.parametrize(
+    ("pools", "said"),
+    [
+        ({"a": {}, "b": {}}, []),
+        ({"a": {"role": "prefill"}, "b": {"role": "decode"}}, []),
+        (
+            {"a": {"role": "prefill", "settings": {"pull_bytes_per_second": None}}, "b": {"role": "decode"}},
+            [
+                "Pool a has the role prefill, but no prompt will be split there, because settings.pull_bytes",
+                "No prompt of toy_model will be split, because its pools all have the role decode: each",
+            ],
+        ),
+        (
+            {"a": {"role": "prefill", "model": {"name": "a"}}, "b": {"engines": {"urls": ["http://b:1"]}}},
+            [
+                "No prompt of a will be split, because its pools all have the role prefill: each replica does all."
+            ],
+        ),
+    ],
+)
+def test_the_notes_say_which_roles_can_do_nothing(pools: Values, said: list[str]) -> None:
+    values = {"pools": pools, "poolDefaults": PULLED}
+    if "engines" in pools["b"]:
+        values = {"pools": {**pools, "a": {**PULLED, **pools["a"]}}}
+    files = chart().render(with_keys(values), name="demo", namespace="llm")
+    lines = files["kvasir/templates/NOTES.txt"].splitlines()
+    lines = [line for line in lines if "will be split" in line]
+    assert len(lines) == len(said) and all(map(str.startswith, lines, said)), lines
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_pool_that_scales_in_ray_has_the_targets_that_a_fleet_file_would_give_its_role(role: Role) -> None:
+    scaling = {"autoscaling": {"enabled": True}, "role": role.value}
+    values = {"fleet": {"mode": "kuberay"}, "pools": {"main": scaling}}
+    (made,) = [item for item in of_kind("ConfigMap", tuple(render(values))) if "fleet.yaml" in item["data"]]
+    (pool,) = parse_fleet(made["data"]["fleet.yaml"], "redis://r/0").pools
+    assert pool.replica.role == role and pool.autoscaling is not None
+    targets = {"target_in_flight": 16.0} if role is Role.BOTH else ROLE_TARGETS[role]
+    assert {
+        name: getattr(pool.autoscaling, name)
+        for name in ("target_in_flight", "target_pending_tokens")
+        if getattr(pool.autoscaling, name) is not None
+    } == targets
 
 
 def test_pools_take_what_they_do_not_set_from_the_defaults_even_where_they_set_nothing_and_no() -> None:

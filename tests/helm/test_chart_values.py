@@ -85,7 +85,7 @@ def test_the_schema_has_just_the_values_that_are_documented() -> None:
             CHART_SETS
             | REPLICA_TLS
             | REPLICA_KV
-            | {"replica_id", "engine", "model", "model_name", "metrics_port"},
+            | {"replica_id", "engine", "model", "model_name", "metrics_port", "role"},
         ),
     ],
 )

@@ -371,11 +371,11 @@ def described_by(card: dict[str, Any]) -> ModelCard:
 
 
 def test_a_card_says_its_part_in_splits_and_one_of_an_earlier_version_is_read_without() -> None:
-    told = described_by(CARD_OF_BEFORE | {"role": "prefill", "splits_by": "pull", "of_a_later_version": 1})
-    assert (told.role, told.splits_by) == (Role.PREFILL, SplitWay.PULL)
+    card = described_by(CARD_OF_BEFORE | {"role": "prefill", "splits_by": "pull", "of_a_later_version": 1})
+    assert (card.role, card.splits_by) == (Role.PREFILL, SplitWay.PULL)
     before = described_by(CARD_OF_BEFORE)
     assert (before.role, before.splits_by) == (Role.BOTH, SplitWay.NONE)
-    assert wire.decode_description(wire.encode(described(told))).card == told
+    assert wire.decode_description(wire.encode(described(card))).card == card
 
 
 @pytest.mark.parametrize(
