@@ -20,6 +20,7 @@ _BECAUSE: Mapping[DecisionReason, str] = {
     DecisionReason.OVERLAP: "no other replica holds more of the prompt",
     DecisionReason.HOME: "it is the first of the bucket's affinity order",
     DecisionReason.SPILL: "it costs less than its home and than those with more of the prompt",
+    DecisionReason.SPLIT: "another replica computes the prompt, since no replica does both for less",
     DecisionReason.POLICY: "a baseline policy chose it",
 }
 

@@ -61,7 +61,9 @@ class CostParameters:
     """`room_price` is that of computing a token into a full cache, in times of computing it, and
     `delay_price` the share of a prefill that each request at the same replica counts for; with both 0,
     the cost is the plain expected time to first token. `future_price` is that of a token that live programs
-    need beyond the room of their replica, in times of having it again.
+    need beyond the room of their replica, in times of having it again. `split_room_price` is the share of
+    `room_price` that a prompt costs at a replica that decodes it alone, and `nixl_seconds_per_token` the time
+    that a server's connector is taken to move a token in: no card says it.
 
     A request goes by affinity among replicas within `near_tie_tokens` of prefill and
     `near_tie_requests` of the cheapest. Fleets up to `num_compared_candidates` are compared whole;
@@ -71,6 +73,8 @@ class CostParameters:
     room_price: float = 3.0
     delay_price: float = 0.05
     future_price: float = 1.0
+    split_room_price: float = 0.3
+    nixl_seconds_per_token: float = 3e-5
     near_tie_tokens: int = 256
     near_tie_requests: int = 4
     default_prefill_seconds_per_token: float = 1e-4
@@ -205,6 +209,11 @@ def _encode_rate(load: ReplicaLoad, rates: FleetRates) -> float:
         own = load.encode_seconds_per_token
         return own if _is_measured(own) else 0.0
     return _own_or_typical(load.encode_seconds_per_token, typical)
+
+
+def decode_seconds(load: ReplicaLoad, rates: FleetRates) -> float:
+    """Return the time of a decode step there."""
+    return _own_or_typical(load.decode_step_seconds, rates.decode_step_seconds)
 
 
 def _typical(rates: Iterable[float | None], default: float) -> float:

@@ -9,13 +9,13 @@ import functools
 import heapq
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 
 from replicas.protocol.affinity import AffinityOrder, AffinityRanking
 from replicas.protocol.blocks import ImageTokens
-from replicas.protocol.status import ReplicaId
+from replicas.protocol.status import ReplicaId, Role, SplitWay
 from replicas.protocol.ways import Reach
 from router.routing.cost import (
     Cost,
@@ -32,7 +32,11 @@ from router.routing.load import ReplicaLoad
 if TYPE_CHECKING:
     import random
 
+SplitKind: TypeAlias = tuple[SplitWay, str]
+"""A way of splits, and the layout of KV where it has to be equal. Replicas of one kind may split a prompt."""
+
 _NO_LAYOUTS: Mapping[ReplicaId, str] = {}
+_NO_PARTS: Mapping[ReplicaId, tuple[Role, SplitWay]] = {}
 
 JUNCTION_SHARE = 0.5
 """The worth of a resume point where prompts were seen to part, in times of computing up to it."""
@@ -50,6 +54,8 @@ class DecisionReason(enum.StrEnum):
     """The bucket's first replica."""
     SPILL = "spill"
     """Away from home and from the cache, since both cost more: in time, or by the price of room."""
+    SPLIT = "split"
+    """Another replica computes the prompt, since no replica does both for less."""
     POLICY = "policy"
     """A baseline policy said so."""
 
@@ -98,19 +104,25 @@ class Replicas(Mapping[ReplicaId, ReplicaLoad]):
 
     `layouts` say how each lays out its KV; replicas of one layout may pull from each other, those without one
     from none. Layouts may also name replicas that take nothing new but may be pulled from while they live.
+
+    `parts` are the role of each and its way of splits. `roles` are None unless a prefiller and a decoder may
+    split a prompt: then all are alike.
     """
 
-    __slots__ = ("_layouts", "_mask", "_peer_masks", "_slots", "load_of", "ranking")
+    __slots__ = ("_layouts", "_mask", "_parts", "_peer_masks", "_slots", "load_of", "ranking", "roles")
 
     def __init__(
         self,
         replica_ids: Iterable[ReplicaId],
         load_of: Callable[[ReplicaId], ReplicaLoad],
         layouts: Mapping[ReplicaId, str] = _NO_LAYOUTS,
+        parts: Mapping[ReplicaId, tuple[Role, SplitWay]] = _NO_PARTS,
     ) -> None:
         self.ranking = AffinityRanking(replica_ids)
         self.load_of = load_of
         self._layouts = layouts
+        self._parts = parts
+        self.roles = None if not parts else self._roles(parts)
         self._slots: Slots | None = None
         self._mask = 0
         self._peer_masks: dict[str, int] = {}
@@ -155,13 +167,44 @@ class Replicas(Mapping[ReplicaId, ReplicaLoad]):
         seen = Replicas.__new__(Replicas)
         seen.ranking, seen._layouts, seen.load_of = self.ranking, self._layouts, load_of
         seen._slots, seen._mask, seen._peer_masks = self._slots, self._mask, self._peer_masks
+        seen._parts, seen.roles = self._parts, None if self.roles is None else self.roles.seen_as(load_of)
         return seen
 
     def without(self, excluded: Collection[ReplicaId]) -> "Replicas":
         """Neither to serve nor to be pulled from."""
         replica_ids = (replica_id for replica_id in self if replica_id not in excluded)
         layouts = {each: layout for each, layout in self._layouts.items() if each not in excluded}
-        return Replicas(replica_ids, self.load_of, layouts)
+        return Replicas(replica_ids, self.load_of, layouts, self._parts)
+
+    def _roles(self, parts: Mapping[ReplicaId, tuple[Role, SplitWay]]) -> "Roles | None":
+        """Return who does what, if some can split a prompt and one of them is there for it."""
+        kinds = {
+            each: (way, self.layout(each) if way is SplitWay.PULL else "")
+            for each in self
+            if (way := parts[each][1]) is SplitWay.NIXL or (way is SplitWay.PULL and self.layout(each))
+        }
+        decoders = [each for each in self if parts[each][0] is not Role.PREFILL]
+        prefillers = [each for each in kinds if parts[each][0] is not Role.DECODE]
+        of_decoders = {kinds.get(each) for each in decoders}
+        if not any(parts[each][0] is Role.PREFILL and kinds[each] in of_decoders for each in prefillers):
+            return None
+        return Roles(
+            Replicas(decoders, self.load_of, self._layouts),
+            Replicas(prefillers, self.load_of, self._layouts),
+            kinds,
+        )
+
+
+class Roles(NamedTuple):
+    """Who does what in a fleet where prompts may be split. The decoders serve whole prompts, too; some may be
+    both. `kinds` has those that can split."""
+
+    decoders: Replicas
+    prefillers: Replicas
+    kinds: Mapping[ReplicaId, SplitKind]
+
+    def seen_as(self, load_of: Callable[[ReplicaId], ReplicaLoad]) -> "Roles":
+        return Roles(self.decoders.seen_as(load_of), self.prefillers.seen_as(load_of), self.kinds)
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -266,7 +309,7 @@ def decide(
     """
     assert len(replicas), "a decision needs a replica"
     request = by_head(request, replicas)
-    considered = _considered(request, replicas, overlaps, parameters, rng)
+    considered = considered_of(request, replicas, overlaps, parameters, rng)
     rates = fleet_rates([load for _, _, load in considered], parameters)
     candidates = weigh(request, replicas, considered, overlaps, rates, parameters)
     if request.claim is None:
@@ -436,7 +479,7 @@ def peer_of(
     return None if peer == chosen.replica_id else peer
 
 
-def _considered(
+def considered_of(
     request: RoutingRequest,
     replicas: Replicas,
     overlaps: Overlaps,

@@ -17,14 +17,15 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.hits import num_searched, points_left
 from replicas.protocol.keys import Announcement, blocks_per_stride
-from replicas.protocol.status import Adapter, ModelCard, ReplicaId
+from replicas.protocol.status import Adapter, ModelCard, ReplicaId, Role, SplitWay
 from replicas.protocol.ways import num_image_tokens_left
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.routing.cost import CostParameters
-from router.routing.decision import Decision, Replicas, RoutingRequest, by_head
+from router.routing.decision import Decision, Replicas, RoutingRequest, by_head, decide
 from router.routing.doubts import Doubts
 from router.routing.load import LoadBook, ReplicaLoad, Reservation
 from router.routing.overlap import PrefixIndex
+from router.routing.pairs import with_pair
 from router.routing.policies import POLICIES
 from router.shared.instruments import Instrument, counter, gauge
 
@@ -463,7 +464,13 @@ class RoutingTable:
         if self.unread.counts and (unread := self.unread.at(self._now())):
             counted = overlaps.without(unread)
         policy = BY_LOAD if request.by_load else self._policy
-        decision = policy(request, replicas, counted, self._parameters, self._rng)
+        if replicas.roles is None:
+            decision = policy(request, replicas, counted, self._parameters, self._rng)
+        else:
+            roles, replicas = replicas.roles, replicas.roles.decoders
+            decision = policy(request, replicas, counted, self._parameters, self._rng)
+            if policy is decide:
+                decision = with_pair(request, decision, roles, counted, self._parameters, self._rng)
         holdings = overlaps.holdings(frozenset(fleet.gone))
         if holdings is not None:
             decision = msgspec.structs.replace(decision, holdings=holdings)
@@ -580,7 +587,10 @@ class RoutingTable:
                 for each, card in fleet.cards.items()
                 if card.kv_layout and each not in fleet.stalled and each not in fleet.gone
             }
-            ready = fleet.ready[adapter] = Replicas(replica_ids, self.loads.view, layouts)
+            cards = fleet.cards.items()
+            has_prefiller = any(card.role is Role.PREFILL for _, card in cards)
+            parts = {each: (card.role, _split_way(card)) for each, card in cards} if has_prefiller else {}
+            ready = fleet.ready[adapter] = Replicas(replica_ids, self.loads.view, layouts, parts)
         return ready
 
     def _model(self, name: str) -> _RoutedModel:
@@ -588,6 +598,13 @@ class RoutingTable:
         if model is None:
             raise UnknownModel(f"there is no model {name}")
         return model
+
+
+def _split_way(card: ModelCard) -> SplitWay:
+    """A client's body is answered by one server, and a sparse model keeps no chunks to pull."""
+    if card.takes_bodies or (card.is_sparse and card.splits_by is SplitWay.PULL):
+        return SplitWay.NONE
+    return card.splits_by
 
 
 def _points_left(
