@@ -455,10 +455,6 @@ class GenerationRun:
         if prefill is None:
             self._submit(part, routed)
             return
-        if self._placement.suspected is not None:  # what it kills is to be known
-            routed.undivide()
-            self._submit(part, routed)
-            return
         output = self._choices[part[0]].token_ids
         trace = self._trace.prefill(prefill.decision)
         sent = self._send(prefill, trace, lambda: self._first_submit_of(output, prefill, trace))

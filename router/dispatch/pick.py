@@ -90,7 +90,9 @@ class Pick:
         if seconds > 0:
             return seconds
         placement.patience.excluded |= self._not_admitted()
-        routed = placement.route(len(self._generation.token_ids), num_choices=self._generation.num_choices)
+        routed = placement.route(
+            len(self._generation.token_ids), num_choices=self._generation.num_choices, may_split=False
+        )
         if isinstance(routed, RoutedRequest) and not self._may_go(routed.decision.replica_id):
             routed.close()  # it joined while this was held
             routed = Obstacle.ALL_REFUSED

@@ -136,7 +136,7 @@ class Placement:
             return self._dispatcher.budget.take(self._dispatcher.clock()) or is_visible
         return True
 
-    def route(self, num_tokens: int, *, num_choices: int) -> RoutedRequest | Obstacle:
+    def route(self, num_tokens: int, *, num_choices: int, may_split: bool = True) -> RoutedRequest | Obstacle:
         """Raises GenerationFailed for a prompt that is condemned."""
         generation, table = self._generation, self._dispatcher.table
         exclude: Collection[ReplicaId] = self.patience.excluded
@@ -157,6 +157,7 @@ class Placement:
                 num_choices=num_choices,
                 head_bucket=generation.head_bucket,
                 by_load=bool(generation.submit.route),
+                may_split=may_split and self.suspected is None,  # what a suspect kills is to be known
             )
             started = time.perf_counter()
             if self.suspected is None and not self.num_attempts:

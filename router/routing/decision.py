@@ -97,6 +97,8 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     """It finds nothing cached: the replica with the fewest requests takes it."""
     claim: Claim | None = None
     """Set if it is a turn of a program."""
+    may_split: bool = True
+    """Whether one replica may compute it and another decode it."""
 
 
 class Replicas(Mapping[ReplicaId, ReplicaLoad]):

@@ -126,13 +126,6 @@ class RoutedRequest:
         """The prompt has been computed: its blocks are stored."""
         self._finish_prediction(is_computed=True)
 
-    def undivide(self) -> None:
-        """Let the decoder's part be the whole."""
-        if self.prefill is not None:
-            self.prefill.close()
-            self.prefill = None
-            self.decision = msgspec.structs.replace(self.decision, pair=None)
-
     def close(self) -> None:
         if self.prefill is not None:
             self.prefill.close()
@@ -469,7 +462,7 @@ class RoutingTable:
         else:
             roles, replicas = replicas.roles, replicas.roles.decoders
             decision = policy(request, replicas, counted, self._parameters, self._rng)
-            if policy is decide:
+            if policy is decide and request.may_split:
                 decision = with_pair(request, decision, roles, counted, self._parameters, self._rng)
         holdings = overlaps.holdings(frozenset(fleet.gone))
         if holdings is not None:

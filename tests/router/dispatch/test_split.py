@@ -13,7 +13,7 @@ from msgspec import structs
 from replicas.protocol.frames import PromptUsage, RefusalCode
 from replicas.protocol.prefix_leases import PrefixLease
 from replicas.protocol.split_handover import SplitHandover, read_handover
-from replicas.protocol.status import Role, SplitWay
+from replicas.protocol.status import SplitWay
 from router.dispatch.attempt import Attempt
 from router.dispatch.split import MIN_WAIT_SECONDS, ONE_TOKEN, FirstPart
 from router.routing.cost import CostParameters
@@ -61,8 +61,8 @@ async def pair_of(
 ) -> tuple[ScriptedReplica, ScriptedReplica]:
     splitting(fleet.table)
     a, b, *_ = [await fleet.add(name) for name in ("a", "b", *others)]
-    for replica, role in ((a, Role.PREFILL), (b, Role.DECODE)):
-        fleet.table.update_card(replica.replica_id, replace(replica.card, role=role, splits_by=way))
+    for replica in (a, b):  # without roles, which would have the table choose
+        fleet.table.update_card(replica.replica_id, replace(replica.card, splits_by=way))
     return a, b
 
 

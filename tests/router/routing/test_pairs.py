@@ -219,7 +219,7 @@ def check_what_follows(decision: Decision, pair: Pair, asked: RoutingRequest) ->
     assert (decision.reason, decision.pull_from) == (DecisionReason.SPLIT, pair.prefiller.replica_id)
     assert pair.decoder.reach.local < decision.overlap_tokens < asked.num_tokens
     assert decision.overlap_tokens - pair.decoder.reach.local == pair.num_lacking_tokens
-    first = decision.first_part()
+    first = decision.of_prompt()
     assert (first.replica_id, first.overlap_tokens) == (
         pair.prefiller.replica_id,
         pair.prefiller.overlap_tokens,
@@ -439,6 +439,7 @@ def test_what_must_not_be_split_goes_to_decoders_whole() -> None:
     assert decision_of("kvasir").is_split
     by_load = decision_of("kvasir", structs.replace(asked, by_load=True))
     assert (by_load.replica_id, by_load.pair) == ("d", None)
+    assert decision_of("kvasir", structs.replace(asked, may_split=False)).pair is None
     for policy in ("round_robin", "minimum_ttft", "sticky"):
         decision = decision_of(policy)
         assert (decision.replica_id, decision.pair) == ("d", None)
