@@ -34,17 +34,20 @@ MIN_PATIENCE_SECONDS = 0.5
 
 class ArrivalPlan(NamedTuple):
     """`to_read` lie on disk alone, `to_pull` only at a peer; both in the order of the chain. `transfer` is
-    the number of the one that pulls them, once it is under way.
+    the number of the one that pulls them, once it is under way. A binding plan has `binding_seconds`.
     """
 
     way: Way
     to_read: list[BlockHash]
     to_pull: list[ChunkName]
     transfer: int | None = None
+    binding_seconds: float = 0.0
 
     def patience_seconds(self, wait_seconds: float) -> float:
         """How long the request should wait for KV at most, in a queue of `wait_seconds`."""
-        return max(MIN_PATIENCE_SECONDS, PATIENCE * (wait_seconds + self.way.extra_seconds))
+        return self.binding_seconds or max(
+            MIN_PATIENCE_SECONDS, PATIENCE * (wait_seconds + self.way.extra_seconds)
+        )
 
 
 def plan_arrival(
@@ -59,10 +62,13 @@ def plan_arrival(
     token_seconds: float,
     encode_seconds: Callable[[int], float] | None = None,
     num_at_peer: int = 0,
+    binding_seconds: float = 0.0,
     tenancy: Tenancy = NOBODYS,
 ) -> ArrivalPlan:
     """For a request of which the device has `num_device_tokens`, and that computes all but at most
     `num_findable_tokens` itself. A peer has its first `num_at_peer` chunks. They count as used now.
+
+    With `binding_seconds` all of these that are lacking are to come, whatever is sooner.
     """
     directory.use([name.key for name in names], tenancy)
     first = num_device_tokens // chunk_tokens
@@ -82,6 +88,9 @@ def plan_arrival(
         token_seconds=token_seconds,
         encode_seconds=encode_seconds,
     )
+    if binding_seconds:
+        num_bound = min(num_at_peer, len(names)) - first
+        way = Way(max(way.num_ready_tokens, reached(num_bound)), way.extra_seconds)
     num_wanted = max(0, -(-way.num_ready_tokens // chunk_tokens) - first)
     here = min(num_wanted, len(places))
     to_read = [
@@ -89,7 +98,7 @@ def plan_arrival(
         for name, place in zip(lacking[:here], places[:here], strict=True)
         if place is ChunkPlace.DISK
     ]
-    return ArrivalPlan(way, to_read, list(lacking[here:num_wanted]))
+    return ArrivalPlan(way, to_read, list(lacking[here:num_wanted]), binding_seconds=binding_seconds)
 
 
 def left_below(

@@ -141,7 +141,9 @@ class ChunkStore:
         self._max_writes = max(MIN_WRITES, min(MAX_WRITES, share_of_host))
         self._erasures: set[int] = set()
         self._books = SlotBooks(arena, shape.tokens, None if puller is None else puller.kind.layout)
-        self._pulls = None if puller is None else StorePulls(self.directory, arena, self._books, puller)
+        self._pulls = (
+            None if puller is None else StorePulls(self.directory, arena, self._books, puller, clock=clock)
+        )
         self.take_overs = TakeOvers(self.directory, self.leases, self._pulls)
 
     @property
@@ -213,6 +215,8 @@ class ChunkStore:
         """Register a new request with these chunks. They count as used, and chunks that should be in host
         memory when its turn comes are read from now on, or pulled from the peer."""
         pulls = self._pulls if peer is not None and self._has_begun else None
+        num_at_peer = 0 if pulls is None or peer is None else pulls.num_at(peer)
+        binds = peer is not None and peer.binds and num_at_peer > 0
         plan = plan_arrival(
             self.directory,
             names,
@@ -223,17 +227,28 @@ class ChunkStore:
             wait_seconds=wait_seconds,
             token_seconds=token_seconds,
             encode_seconds=encode_seconds,
-            num_at_peer=0 if pulls is None or peer is None else pulls.num_at(peer),
+            num_at_peer=num_at_peer,
+            binding_seconds=peer.wait_seconds if binds and peer is not None else 0.0,
             tenancy=tenancy,
         )
         if pulls is not None and peer is not None and plan.to_pull:
-            plan = plan._replace(transfer=pulls.begin(peer, [(name, tenancy) for name in plan.to_pull]))
+            pull = pulls.bind if binds else pulls.begin
+            plan = plan._replace(transfer=pull(peer, [(name, tenancy) for name in plan.to_pull]))
         if self._disk is not None:
             self._disk.note_use([name.key for name in reversed(names)])
             for key in plan.to_read:
                 if not self._read(self._disk, key):
                     break
         return plan
+
+    def awaits_room(self, transfer: int | None) -> bool:
+        """Whether chunks that a binding hint has the transfer bring have no slots yet, and will."""
+        return self._pulls is not None and self._pulls.awaits_room(transfer)
+
+    def unbind(self, transfer: int | None) -> None:
+        """End what a binding hint has begun: its request does not wait for it any more."""
+        if self._pulls is not None and transfer is not None:
+            self._pulls.unbind(transfer)
 
     def num_ready_blocks(
         self, names: Sequence[ChunkName], num_device_blocks: int, num_findable_blocks: int
@@ -299,7 +314,7 @@ class ChunkStore:
     @property
     def num_changes(self) -> int:
         """Grows whenever something has come to host memory, or will not come."""
-        return self.directory.num_changes
+        return self.directory.num_changes + (0 if self._pulls is None else self._pulls.num_changes)
 
     @property
     def has_news(self) -> bool:

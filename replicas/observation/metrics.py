@@ -102,6 +102,7 @@ class ReplicaMetrics:
         self.total_blocks = Gauge("replica_total_blocks", "KV blocks in the pool", registry=registry)
         self.streams = Gauge("replica_streams", "Open Serve streams, one per router", registry=registry)
         self._add_request_metrics(registry)
+        self._add_pull_metrics(registry)
         self._add_engine_metrics(registry)
         self._add_cache_metrics(registry)
         self._add_lease_metrics(registry)
@@ -165,11 +166,6 @@ class ReplicaMetrics:
         )
         for reason in CallRefusal:
             self.refused_calls.labels(reason.value)
-        self.pulled_chunks = Counter(
-            "replica_sent_chunks_total",
-            "Chunks of KV that other replicas have pulled from here",
-            registry=registry,
-        )
         self.aborts = Counter(
             "replica_aborts_total", "Aborts of requests that were still running or waiting", registry=registry
         )
@@ -194,6 +190,21 @@ class ReplicaMetrics:
             "replica_tls_expiry_timestamp_seconds",
             "Expiry of the replica's certificate or of its routers' CA, in seconds since 1970",
             ["file"],
+            registry=registry,
+        )
+
+    def _add_pull_metrics(self, registry: CollectorRegistry) -> None:
+        self.pulled_chunks = Counter(
+            "replica_sent_chunks_total",
+            "Chunks of KV that other replicas have pulled from here",
+            registry=registry,
+        )
+        self.open_splits = Gauge(
+            "replica_open_splits", "Prompts being computed here for another replica", registry=registry
+        )
+        self.waiting_pulls = Gauge(
+            "replica_waiting_pulls",
+            "Pulls of other replicas that wait for KV which is being computed here",
             registry=registry,
         )
 

@@ -40,6 +40,14 @@ class PullHint(Struct, frozen=True, array_like=True):
     wait_seconds: Annotated[float, Meta(ge=0.0, le=MAX_PULL_SECONDS)] = 0.0
     split_id: Uint64 = 0
 
+    @property
+    def binds(self) -> bool:
+        return self.split_id != 0 and self.wait_seconds > 0
+
+    def without_waiting(self) -> "PullHint":
+        """Return the hint as one that does not bind."""
+        return PullHint(self.replica_id, self.epoch, self.address, self.num_tokens)
+
     def __post_init__(self) -> None:
         checked_id(self.replica_id)
         checked_id(self.epoch)

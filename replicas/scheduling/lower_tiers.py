@@ -66,6 +66,8 @@ class Progress:
     """Chunks that are read from disk for it."""
     transfer: int | None
     """Transfer that pulls chunks from a peer for it."""
+    binds: bool = False
+    """Whether the plan holds, whatever is sooner."""
     waits_since: int | None = None
     """The store's change count when it had to start waiting for KV; None if it need not."""
     num_offered: int = 0
@@ -120,15 +122,20 @@ class LowerTiers:
         """A request waits behind others that will compute that many tokens."""
         names = chunk_names(request.block_hashes, self._store.shape.blocks_per_chunk)
         wait_seconds = num_tokens_before * self._token_seconds
+        peer = request.submit.pull
+        if peer is not None and request.num_preemptions:
+            peer = peer.without_waiting()
         plan = self._store.arrived(
             names,
             num_device_tokens=num_device_blocks * self._manager.block_size,
             num_findable_tokens=self._manager.num_findable_blocks(request) * self._manager.block_size,
             wait_seconds=wait_seconds,
             token_seconds=self._token_seconds,
-            peer=request.submit.pull,
+            peer=peer,
             tenancy=tenancy_of(request.submit),
         )
+        if plan.binding_seconds:
+            request.num_expected_tokens = request.num_tokens - plan.way.num_ready_tokens
         if request.num_preemptions == 0:
             request.lease_outcome = self._lease(request, names, num_device_blocks)
         self._progress[request.key] = Progress(
@@ -137,6 +144,7 @@ class LowerTiers:
             waits_until=self._clock() + plan.patience_seconds(wait_seconds),
             read=frozenset(plan.to_read),
             transfer=plan.transfer,
+            binds=plan.binding_seconds > 0,
         )
 
     def _lease(self, request: Request, names: "list[ChunkName]", num_device_blocks: int) -> LeaseOutcome:
@@ -164,13 +172,21 @@ class LowerTiers:
         )
         num_planned_tokens = progress.num_planned_tokens if progress.is_brought else 0
         num_tokens = (num_ready - num_device_blocks) * self._manager.block_size
-        if num_tokens and self._store.load_seconds(num_tokens) >= num_tokens * self._token_seconds:
+        if (
+            num_tokens
+            and not progress.binds
+            and self._store.load_seconds(num_tokens) >= num_tokens * self._token_seconds
+        ):
             num_ready, num_planned_tokens = num_device_blocks, 0
         lacks_planned = num_ready * self._manager.block_size < progress.num_planned_tokens
+        is_more_coming = is_more_coming or self._store.awaits_room(progress.transfer)
         must_wait = is_more_coming and lacks_planned and self._clock() < progress.waits_until
         if must_wait:
             progress.waits_since = self._store.num_changes
-        elif request.num_preemptions == 0:
+            return num_ready, True
+        if progress.binds:
+            self._store.unbind(progress.transfer)
+        if request.num_preemptions == 0:
             request.num_lost_tokens, request.num_unmoved_tokens = left_below(
                 self._store.directory,
                 progress.names,
@@ -179,7 +195,7 @@ class LowerTiers:
                 num_findable_tokens=self._manager.num_findable_blocks(request) * self._manager.block_size,
                 num_planned_tokens=num_planned_tokens,
             )
-        return num_ready, must_wait
+        return num_ready, False
 
     def _is_loaded_by_another(self, progress: Progress, num_device_blocks: int) -> bool:
         """Whether its first missing chunk is already on its way to the device, and soon shared."""
@@ -188,7 +204,9 @@ class LowerTiers:
 
     def forget(self, request: Request) -> None:
         """Forget an ended request: its blocks are free, or will be when copies into them have ended."""
-        self._progress.pop(request.key, None)
+        progress = self._progress.pop(request.key, None)
+        if progress is not None and progress.binds:
+            self._store.unbind(progress.transfer)
 
     # From host memory to the device.
 

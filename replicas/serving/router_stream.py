@@ -40,6 +40,7 @@ class OpenRequest:
     choices: set[int]
     announcement_id: int | None = None
     trace: SubmitTrace = NO_TRACE
+    split_id: int = 0
 
 
 @dataclass(slots=True, eq=False)

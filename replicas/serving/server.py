@@ -52,6 +52,7 @@ from replicas.serving.arrivals import Arrivals
 from replicas.serving.caller_check import CallerCheck
 from replicas.serving.image_service import ImageInbox, ImageService
 from replicas.serving.intake import Intake
+from replicas.serving.open_splits import OpenSplits
 from replicas.serving.ports import Ports
 from replicas.serving.pull_service import PullService
 from replicas.serving.router_stream import OpenRequest, RouterStream
@@ -142,7 +143,12 @@ class ReplicaServer:
         metrics.arrived.set_function(lambda: self._arrivals.num_requests)
         metrics.open_sequences.set_function(lambda: intake.num_sequences)
         metrics.open_tokens.set_function(lambda: intake.num_tokens)
-        self._pull_service = PullService(kv, identity.epoch, metrics.pulled_chunks)
+        self._splits = OpenSplits(
+            num_steps=lambda: self._num_frames, is_idle=lambda: not self._open, clock=clock
+        )
+        self._pull_service = PullService(kv, identity.epoch, metrics.pulled_chunks, self._splits)
+        metrics.open_splits.set_function(lambda: self._splits.num_open)
+        metrics.waiting_pulls.set_function(lambda: self._pull_service.num_waiting)
         self.store = StoreQuestions(inbox)
         layout = None if kv is None else kv.layout
         self._take_over_service = TakeOverService(layout, self.store, metrics.leaving.taken_over_chunks)
@@ -363,7 +369,11 @@ class ReplicaServer:
         )
         choices = set(range(submit.num_choices))
         trace = self._tracing.taken(submit, self._num_frames)
-        request = self._open[serial] = OpenRequest(stream, submit.submit_id, choices, trace=trace)
+        request = self._open[serial] = OpenRequest(
+            stream, submit.submit_id, choices, trace=trace, split_id=submit.split_id
+        )
+        if submit.split_id:
+            self._splits.begin(submit.split_id)
         logger.debug("a request was taken request_id=%s serial=%d", submit.request_id, serial)
         stream.serials[submit.submit_id] = serial
         self._idle.clear()
@@ -390,6 +400,8 @@ class ReplicaServer:
         self._metrics.refusals.labels(refusal.code.value).inc()
         self._tracing.refused(submit, refusal.code.value)
         logger.debug("a request was refused request_id=%s code=%s", submit.request_id, refusal.code.value)
+        if submit.split_id:
+            self._splits.refused(submit.split_id)
         stream.submitted()
         for choice in range(min(submit.num_choices, MAX_CHOICES)):
             key = RequestKey(submit.submit_id, choice)
@@ -439,6 +451,8 @@ class ReplicaServer:
             request.trace.end(self._num_frames)
             self._waits.end(serial)
             self._arrivals.remove(serial)
+            if request.split_id:
+                self._splits.end(request.split_id)
             del self._open[serial]
             del request.stream.serials[request.submit_id]
             if not self._open:

@@ -126,6 +126,7 @@ class LowerTier:
         request = None if self.requests is None else self.requests.inner(request_id)
         if self.requests is not None and request is not None:
             chain.has_started = True
+            self.store.unbind(chain.transfer)
             chain.user = self.requests.user(request)
             chain.num_found_tokens = request.num_computed_tokens
             chain.num_lost_tokens, chain.num_unmoved_tokens = left_below(
@@ -138,7 +139,9 @@ class LowerTier:
             )
 
     def finished(self, request_id: str) -> None:
-        self.chains.pop(request_id, None)
+        chain = self.chains.pop(request_id, None)
+        if chain is not None:
+            self.store.unbind(chain.transfer)
 
     def num_leading_tokens(self, request_id: str, num_device_tokens: int) -> int:
         """How many of a request's leading tokens lie on the device or in host memory, or are coming there."""

@@ -97,7 +97,8 @@ class TierManager(OffloadingManager):  # type: ignore[misc]
         place = self._store.directory.place(_name(key, req_context).key)
         if place is ChunkPlace.HOST:
             return LookupResult.HIT
-        if place is ChunkPlace.COMING and time.monotonic() < chain.waits_until:
+        is_coming = place is ChunkPlace.COMING or self._store.awaits_room(chain.transfer)
+        if is_coming and time.monotonic() < chain.waits_until:
             return LookupResult.HIT_PENDING
         return LookupResult.MISS
 

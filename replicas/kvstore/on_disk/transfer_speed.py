@@ -27,8 +27,9 @@ class TransferSpeed:
             self.seconds_per_byte = seconds_per_byte
 
     def begun(self, now: float) -> None:
+        """Record a transfer that has begun, perhaps before others have ended."""
         if not self._num_moving:
-            self._since = now
+            self._since = max(self._since, now)
         self._num_moving += 1
 
     def ended(self, now: float, num_bytes: int) -> None:

@@ -9,6 +9,7 @@ All reads are system calls, which block no other thread of this process.
 import os
 import sys
 import threading
+from collections.abc import Collection
 from pathlib import Path
 
 from replicas.engine import SharedKv
@@ -41,7 +42,7 @@ class ChunkReader:
         return self._copy_from_host(key, image) or (self._files is not None and self._files.copy(key, image))
 
     def _copy_from_host(self, key: BlockHash, image: memoryview) -> bool:
-        slot = self._find(key)
+        slot = _position(self._keys(), key)
         if slot is None:
             return False
         stamp = self._stamp(slot)
@@ -58,19 +59,22 @@ class ChunkReader:
         encode(header, image)
         return True
 
+    def found(self, keys: Collection[BlockHash]) -> set[BlockHash]:
+        """Return those of the chunks that lie in host memory now, by one look. Raises OSError."""
+        table = self._keys()
+        return {key for key in keys if _position(table, key) is not None}
+
     def close(self) -> None:
         """Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
-    def _find(self, key: BlockHash) -> int | None:
+    def _keys(self) -> bytearray:
+        """Return the keys of the slots' chunks, one after the other."""
         keys = bytearray(self._num_slots * HASH_BYTES)
         self._read(memoryview(keys), self._table_at + keys_at(self._num_slots))
-        at = keys.find(key)
-        while at % HASH_BYTES and at >= 0:
-            at = keys.find(key, at + 1)
-        return at // HASH_BYTES if at >= 0 else None
+        return keys
 
     def _stamp(self, slot: int) -> int:
         stamp = bytearray(STAMP_BYTES)
@@ -86,3 +90,10 @@ class ChunkReader:
             if not count:
                 raise OSError("the engine's memory for KV is shorter than it was")
             done += count
+
+
+def _position(keys: bytearray, key: BlockHash) -> int | None:
+    at = keys.find(key)
+    while at % HASH_BYTES and at >= 0:
+        at = keys.find(key, at + 1)
+    return at // HASH_BYTES if at >= 0 else None

@@ -26,8 +26,9 @@ from replicas.protocol.wire import decode_pull_part, encode
 IDLE_SECONDS = 60.0
 """Unused connections are closed after this time."""
 
-MAX_PEERS = 16
-"""Connections at once. For another one, one that is not in use is closed."""
+MAX_PEERS = 72
+"""Connections at once: more than there are transfers that run. For another one, one that is not in use is
+closed."""
 
 MAX_REMEMBERED = 256
 """Peers that have failed."""

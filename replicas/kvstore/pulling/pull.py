@@ -12,13 +12,16 @@ chunks are misses, not errors::
     it is busy with others            the transfer ends, and the next may be tried at once
     a thread hangs                    its slots come back when it does
     no thread can be started          the transfer ends at once, as one that the peer has failed
+
+A *binding* transfer is of a prompt that the peer is computing (a split). It waits for each chunk until its
+own deadline. That the peer was slow is then no failure of it, and waiting is not the link's speed.
 """
 
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +30,7 @@ from replicas.kvstore.on_disk.transfer_speed import TransferSpeed
 from replicas.kvstore.pulling.incoming import ChunkKind, Ending, PullFailed, Wanted, incoming
 from replicas.kvstore.pulling.peers import IDLE_SECONDS, Peers
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.pulls import MAX_PULL_SECONDS, MAX_PULLED_CHUNKS, PullHint, PullRequest
+from replicas.protocol.pulls import MAX_PULL_SECONDS, MAX_PULLED_CHUNKS, PullHint, PullPart, PullRequest
 from replicas.protocol.tier_figures import MoveFailure
 from replicas.protocol.ways import PULL_MOVE_SECONDS
 
@@ -38,6 +41,9 @@ NUM_THREADS = 4
 
 MAX_TRANSFERS = 16
 """Waiting transfers included."""
+
+MAX_BINDING = 64
+"""Binding transfers, besides. Each has a thread, for as long as it waits for the peer to compute."""
 
 PATIENCE = 4.0
 MIN_SECONDS = 1.0
@@ -64,9 +70,11 @@ class _Transfer:
     peer: PullHint
     chunks: Sequence[Wanted]
     ends_at: float
+    binds: bool
     num_done: int = 0
     has_begun: bool = False
     is_overdue: bool = False
+    is_cancelled: bool = False
     cancel: Callable[[], object] | None = None
 
     @property
@@ -104,29 +112,51 @@ class Puller:
 
     def may_pull(self, peer: PullHint) -> bool:
         """Whether there is room for another transfer, and the peer has not just failed."""
-        has_room = not self._is_closed and len(self._transfers) < MAX_TRANSFERS
-        return has_room and self._peers.allows(peer, self._clock())
+        return len(self._transfers) - self._num_binding < MAX_TRANSFERS and self.trusts(peer)
+
+    def trusts(self, peer: PullHint) -> bool:
+        """Whether the peer has not just failed."""
+        return not self._is_closed and self._peers.allows(peer, self._clock())
+
+    @property
+    def may_bind(self) -> bool:
+        """Whether there is room for another binding transfer."""
+        return self._num_binding < MAX_BINDING
+
+    def is_under_way(self, number: int) -> bool:
+        return number in self._transfers
+
+    def new_number(self) -> int:
+        """Return a number for transfers that are to count as one."""
+        self._last_number += 1
+        return self._last_number
 
     def pull(self, peer: PullHint, chunks: Sequence[Wanted]) -> int:
         """Start a transfer and return its number. The caller has checked for room. The slots belong to the
         puller until each chunk has ended, and after OVERDUE until RETURNED."""
-        assert 0 < len(chunks) <= MAX_PULLED_CHUNKS, "a transfer is of a bounded number of chunks"
         with self._changed:
-            self._last_number += 1
             num_bytes = len(chunks) * self.kind.image_bytes + self._num_bytes_left
             seconds = PULL_MOVE_SECONDS + num_bytes * self.seconds_per_byte
             ends_at = self._clock() + min(MAX_PULL_SECONDS, max(MIN_SECONDS, PATIENCE * seconds))
-            transfer = _Transfer(self._last_number, peer, chunks, ends_at)
-            self._transfers[transfer.number] = transfer
-            self._waiting.append(transfer)
-            if len(self._threads) < min(NUM_THREADS, len(self._transfers)):
-                self._start_thread()
-            if not self._threads:
-                self._waiting.remove(transfer)
-                self._peers.failed(peer, self._clock())
-                self._end(transfer, MoveFailure.IO_ERROR)
-            self._changed.notify_all()
-            return transfer.number
+            number = self.new_number()
+            self._begin(_Transfer(number, peer, chunks, ends_at, binds=False))
+            return number
+
+    def bind(self, peer: PullHint, chunks: Sequence[Wanted], *, number: int, ends_at: float) -> None:
+        """Start a binding transfer likewise, by a number that none under way has."""
+        assert not self.is_under_way(number), "transfers of one number come one after the other"
+        with self._changed:
+            self._begin(_Transfer(number, peer, chunks, ends_at, binds=True))
+
+    def cancel(self, number: int) -> None:
+        """End a binding transfer, if it is under way, since no request waits for it."""
+        transfer = self._transfers.get(number)
+        if transfer is None or not transfer.binds:
+            return
+        with self._changed:
+            transfer.is_cancelled = True
+            if transfer.cancel is not None:
+                transfer.cancel()
 
     def take_finished(self) -> list[Pulled]:
         """Return the pulls that ended since the last call."""
@@ -179,9 +209,10 @@ class Puller:
                     transfer.cancel()
             self._changed.notify_all()
         end = time.monotonic() + seconds
-        for thread in self._threads:
+        threads = [*self._threads]
+        for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
+        if any(thread.is_alive() for thread in threads):
             return False
         self._peers.close()
         return True
@@ -189,9 +220,33 @@ class Puller:
     # Under the lock.
 
     @property
+    def _num_binding(self) -> int:
+        return sum(each.binds for each in self._transfers.values())
+
+    @property
     def _num_bytes_left(self) -> int:
-        transfers = [each for each in self._transfers.values() if not each.is_overdue]
-        return sum(len(each.left) for each in transfers) * self.kind.image_bytes
+        """Bytes that are on the link, or queue for it."""
+        moving = [each for each in self._transfers.values() if not (each.is_overdue or each.binds)]
+        return sum(len(each.left) for each in moving) * self.kind.image_bytes
+
+    def _begin(self, transfer: _Transfer) -> None:
+        assert 0 < len(transfer.chunks) <= MAX_PULLED_CHUNKS, "a transfer is of a bounded number of chunks"
+        self._transfers[transfer.number] = transfer
+        self._waiting.append(transfer)
+        num_binding = self._num_binding
+        if len(self._threads) < num_binding + min(NUM_THREADS, len(self._transfers) - num_binding):
+            self._start_thread()
+        if not self._threads:
+            self._waiting.remove(transfer)
+            self._peers.failed(transfer.peer, self._clock())
+            self._end(transfer, MoveFailure.IO_ERROR)
+        self._changed.notify_all()
+
+    @property
+    def _first_to_run(self) -> _Transfer | None:
+        """The first transfer that may run now. Binding ones leave the others their threads."""
+        num_moving = sum(each.has_begun and not each.binds for each in self._transfers.values())
+        return next((each for each in self._waiting if each.binds or num_moving < NUM_THREADS), None)
 
     def _give_up_late(self, now: float) -> None:
         for transfer in list(self._transfers.values()):
@@ -201,7 +256,8 @@ class Puller:
             elif not transfer.is_overdue and now > transfer.ends_at + OVERDUE_SECONDS:
                 transfer.is_overdue = True
                 self._failures.append(MoveFailure.LATE)
-                self._peers.failed(transfer.peer, now)
+                if not transfer.binds:
+                    self._peers.failed(transfer.peer, now)
                 self._finished += [_of(Ending.OVERDUE, transfer, each) for each in transfer.left]
                 if transfer.cancel is not None:
                     transfer.cancel()
@@ -216,7 +272,7 @@ class Puller:
 
     def _is_over(self, transfer: _Transfer) -> bool:
         """Whether no request waits for it any more."""
-        return self._is_closed or transfer.is_overdue
+        return self._is_closed or transfer.is_overdue or transfer.is_cancelled
 
     def _start_thread(self) -> None:
         """Start a daemon thread, since it may hang forever. One that cannot be started, because there are too
@@ -241,32 +297,45 @@ class Puller:
                 logger.exception("a pull of KV has failed by a fault of our own")
             with self._changed:
                 now = self._clock()
-                self._speed.ended(now, transfer.num_done * self.kind.image_bytes)
-                if failure in (None, MoveFailure.MISSING):
-                    self._peers.succeeded(transfer.peer)
-                elif failure is not MoveFailure.BUSY and not self._is_closed:
-                    self._peers.failed(transfer.peer, now)
-                self._end(transfer, failure)
+                if not transfer.binds:
+                    self._speed.ended(now, transfer.num_done * self.kind.image_bytes)
+                self._judge(transfer, failure, now)
+                self._end(transfer, None if transfer.is_cancelled else failure)
+
+    def _judge(self, transfer: _Transfer, failure: MoveFailure | None, now: float) -> None:
+        """Note what the transfer says of its peer."""
+        if failure in (None, MoveFailure.MISSING):
+            self._peers.succeeded(transfer.peer)
+        elif failure is MoveFailure.BUSY or self._is_closed or transfer.is_cancelled:
+            return
+        elif not (transfer.binds and failure is MoveFailure.LATE):
+            self._peers.failed(transfer.peer, now)
 
     def _next(self) -> _Transfer | None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_closed, IDLE_SECONDS)
+                self._changed.wait_for(lambda: self._is_closed or self._first_to_run, IDLE_SECONDS)
                 if self._is_closed:
                     while self._waiting:
                         self._end(self._waiting.popleft(), MoveFailure.LATE)
                     return None
-                if self._waiting:
-                    transfer = self._waiting.popleft()
+                transfer = self._first_to_run
+                if transfer is not None:
+                    self._waiting.remove(transfer)
                     transfer.has_begun = True
-                    self._speed.begun(self._clock())
+                    if not transfer.binds:
+                        self._speed.begun(self._clock())
                     return transfer
+                if len(self._threads) > NUM_THREADS:
+                    self._threads.remove(threading.current_thread())
+                    return None
             self._peers.close_idle()
 
     def _run(self, transfer: _Transfer) -> MoveFailure | None:
         """Why it brought less than was wanted."""
         keys = tuple(chunk.name.key for chunk in transfer.chunks)
-        request = PullRequest(transfer.peer.epoch, self.kind.layout, keys)
+        split_id = transfer.peer.split_id if transfer.binds else 0
+        request = PullRequest(transfer.peer.epoch, self.kind.layout, keys, split_id)
         seconds = max(0.0, transfer.ends_at - self._clock())
         try:
             with self._peers.call(transfer.peer, request, seconds) as (parts, cancel):
@@ -274,16 +343,20 @@ class Puller:
                     transfer.cancel = cancel
                     if self._is_over(transfer):
                         return MoveFailure.LATE
-                since = self._clock()
-                for chunk, header in incoming(parts, transfer.chunks, self.kind):
+                arrivals = _Arrivals(parts, self._clock)
+                for chunk, header in incoming(arrivals, transfer.chunks, self.kind):
                     now = self._clock()
                     with self._changed:
                         if self._is_over(transfer):
                             return MoveFailure.LATE
+                        if transfer.binds and transfer.num_done and not arrivals.has_waited:
+                            self._speed.begun(arrivals.since)
+                            self._speed.ended(now, self.kind.image_bytes)
                         transfer.num_done += 1
-                        self._finished.append(_of(Ending.FILLED, transfer, chunk, header, now - since))
+                        seconds = now - arrivals.since
+                        self._finished.append(_of(Ending.FILLED, transfer, chunk, header, seconds))
                         self._changed.notify_all()
-                    since = now
+                    arrivals.since, arrivals.has_waited = now, False
         except PullFailed as failed:
             logger.info(
                 "a pull of KV has failed peer=%s reason=%s error=%s",
@@ -293,6 +366,22 @@ class Puller:
             )
             return failed.reason
         return MoveFailure.MISSING if transfer.left else None
+
+
+class _Arrivals:
+    """The parts as they arrive, and since when the present chunk has been on its way."""
+
+    def __init__(self, parts: Iterator[PullPart], clock: Callable[[], float]) -> None:
+        self._parts = parts
+        self._clock = clock
+        self.since = clock()
+        self.has_waited = False
+
+    def __iter__(self) -> Iterator[PullPart]:
+        for part in self._parts:
+            if part.has_waited:
+                self.since, self.has_waited = self._clock(), True
+            yield part
 
 
 def _of(

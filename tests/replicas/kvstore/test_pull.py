@@ -20,7 +20,7 @@ from replicas.config import ReplicaConfig
 from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.layout import ChunkHeader, LayoutId
 from replicas.kvstore.layout import encode as encode_header
-from replicas.kvstore.on_disk import breaker
+from replicas.kvstore.on_disk import breaker, transfer_speed
 from replicas.kvstore.opening import open_store
 from replicas.kvstore.pulling import pull as pull_module
 from replicas.kvstore.pulling.incoming import ChunkKind, Ending, PullFailed, Wanted, incoming
@@ -381,6 +381,106 @@ def test_speed_is_what_was_set_and_then_what_pulls_show() -> None:
             puller.pull(peer.hint, wanted("a"))
             settle(puller)
         assert puller.seconds_per_byte > 1e-9
+
+
+def bind(puller: Puller, peer: ScriptedPeer, *paths: str, seconds: float = 50.0) -> int:
+    number = puller.new_number()
+    hint = PullHint(ReplicaId("r1"), Epoch("e1"), peer.address, 1024, seconds, split_id=7)
+    puller.bind(hint, wanted(*paths), number=number, ends_at=puller._clock() + seconds)
+    return number
+
+
+@dataclass
+class Computing:
+    """A peer that sends its second chunk when it may, and says that it had to wait."""
+
+    may_go_on: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, request: PullRequest, context: Any) -> Iterator[PullPart]:
+        yield PullPart(0, bytes(image("a")))
+        while not self.may_go_on.wait(0.01):
+            if not context.is_active():
+                return
+        yield PullPart(1, bytes(image("ab")), has_waited=True)
+        yield PullPart(2, bytes(image("abc")))
+
+
+def test_a_binding_pull_waits_for_a_peer_that_computes_until_its_own_deadline() -> None:
+    clock, peer_of = Clock(), Computing()
+    with scripted(peer_of) as peer, pulling(clock) as puller:
+        number = bind(puller, peer, "a", "ab", "abc")
+        while not puller._finished:
+            puller.wait(0.05)
+        clock.more += 20.0
+        (first,) = puller.take_finished()
+        assert first.ending is Ending.FILLED and puller.is_under_way(number)
+        assert puller.backlog_seconds == 0, "what is being computed is not on its way"
+        peer_of.may_go_on.set()
+        assert [each.ending for each in settle(puller)] == [Ending.FILLED] * 2
+        assert peer.requests[0].split_id == 7
+        assert puller.take_failures() == []
+
+
+def test_a_peer_that_computes_too_long_has_not_failed() -> None:
+    with scripted(Computing()) as peer, pulling() as puller:
+        bind(puller, peer, "a", "ab", seconds=0.3)
+        assert [each.ending for each in settle(puller)] == [Ending.FILLED, Ending.FAILED]
+        assert puller.take_failures() == [MoveFailure.LATE]
+        assert puller.trusts(peer.hint)
+
+
+def test_a_binding_pull_that_nobody_waits_for_ends_at_once() -> None:
+    with scripted(Computing()) as peer, pulling() as puller:
+        number = bind(puller, peer, "a", "ab")
+        while not puller._finished:
+            puller.wait(0.05)
+        puller.cancel(number)
+        assert [each.ending for each in settle(puller)] == [Ending.FILLED, Ending.FAILED]
+        assert puller.take_failures() == [] and puller.trusts(peer.hint)
+        other = puller.pull(peer.hint, wanted("a"))
+        puller.cancel(other)
+        assert [each.ending for each in settle(puller)] == [Ending.FILLED], "it does not bind"
+
+
+def test_binding_pulls_leave_the_others_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pull_module, "MAX_BINDING", 8)
+    monkeypatch.setattr(pull_module, "IDLE_SECONDS", 0.05)
+    peer_of = Computing()
+    with scripted(peer_of) as peer, scripted(sends("a")) as other, pulling() as puller:
+        for _ in range(8):
+            assert puller.may_bind
+            bind(puller, peer, "a", "ab", "abc")
+        assert not puller.may_bind
+        while len(puller._finished) < 8:
+            puller.wait(0.05)
+        assert len(puller.take_finished()) == 8
+        for _ in range(2 * pull_module.NUM_THREADS):
+            assert puller.may_pull(other.hint)
+            puller.pull(other.hint, wanted("a"))
+        while len(puller._finished) < 2 * pull_module.NUM_THREADS:
+            puller.wait(0.05)
+        assert all(each.ending is Ending.FILLED for each in puller.take_finished())
+        peer_of.may_go_on.set()
+        assert [each.ending for each in settle(puller)] == [Ending.FILLED] * 16
+        while len(puller._threads) > pull_module.NUM_THREADS:
+            time.sleep(0.01)
+
+
+def test_connections_suffice_for_the_transfers_that_run_at_once() -> None:
+    assert MAX_PEERS >= pull_module.MAX_BINDING + pull_module.NUM_THREADS
+
+
+def test_waiting_is_not_the_links_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_speed, "SAMPLE_BYTES", SLOT_BYTES)
+    peer_of = Computing()
+    with scripted(peer_of) as peer, pulling() as puller:
+        for _ in range(5):
+            peer_of.may_go_on.clear()
+            bind(puller, peer, "a", "ab", "abc")
+            time.sleep(0.4)
+            peer_of.may_go_on.set()
+            settle(puller)
+        assert 1e-9 < puller.seconds_per_byte < 0.2 / SLOT_BYTES, "it has waited twice as long for each chunk"
 
 
 def test_connections_are_few_and_closed_when_idle() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -18,33 +19,35 @@ from replicas.protocol.pulls import PullRequest
 from replicas.protocol.service import path
 from replicas.protocol.status import Epoch
 from replicas.protocol.wire import decode_pull_part, encode
-from replicas.serving import pull_service
-from replicas.serving.pull_service import MAX_PULLS, PullService
+from replicas.serving import open_splits, pull_service
+from replicas.serving.open_splits import OpenSplits
+from replicas.serving.pull_service import PullService
 from tests.replicas.kvstore.chunk_images import LAYOUT
 from tests.replicas.kvstore.chunk_names import key, name
 
 ID = LAYOUT.digest()
 PAYLOAD_BYTES = (2 << 20) + 5
+MAX_PULLS = 8
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
+def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
     arena = Arena(4, PAYLOAD_BYTES, has_table=True)
-    books = SlotBooks(arena, 128, ID)
     for slot, each in enumerate(("a", "ab", "abc")):
-        books.taken(slot, name(each), (UserTag(each.encode()),) * 4)
-        arena.payload(slot)[:8] = each.encode().ljust(8)
-        books.filled(slot)
+        publish(arena, slot, each)
+    monkeypatch.setattr(pull_service, "MAX_BYTES", MAX_PULLS * arena.slot_bytes)
     yield arena
     arena.close()
 
 
 @asynccontextmanager
-async def served(arena: Arena | None) -> AsyncIterator[tuple[PullService, Any]]:
+async def served(
+    arena: Arena | None, splits: OpenSplits | None = None
+) -> AsyncIterator[tuple[PullService, Any]]:
     """The desk, and the call."""
     shared = None if arena is None else SlotBooks(arena, 128, ID).shared
     reader = None if shared is None else ChunkReader(shared)
-    desk = PullService(reader, Epoch("e1"), Counter("sent", "", registry=None))
+    desk = PullService(reader, Epoch("e1"), Counter("sent", "", registry=None), splits)
     server = grpc.aio.server()
     service, _, method = path("Pull").removeprefix("/").partition("/")
     handler = grpc.unary_stream_rpc_method_handler(desk.serve, response_serializer=encode)
@@ -57,8 +60,8 @@ async def served(arena: Arena | None) -> AsyncIterator[tuple[PullService, Any]]:
     desk.close()
 
 
-def asking(*paths: str, epoch: str = "e1", layout: bytes = ID) -> PullRequest:
-    return PullRequest(Epoch(epoch), layout, tuple(key(each) for each in paths))
+def asking(*paths: str, epoch: str = "e1", layout: bytes = ID, split_id: int = 0) -> PullRequest:
+    return PullRequest(Epoch(epoch), layout, tuple(key(each) for each in paths), split_id)
 
 
 async def code(call: Any) -> grpc.StatusCode:
@@ -108,7 +111,7 @@ async def test_a_pull_waits_for_its_turn_and_begins_when_another_ends(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pull_service, "WAIT_SECONDS", 30.0)
-    monkeypatch.setattr(pull_service, "MAX_WAITING", 2)
+    monkeypatch.setattr(pull_service, "MAX_CALLS", MAX_PULLS + 2)
     async with served(arena) as (desk, pull):
         stalled = [pull(asking(*["a", "ab", "abc"] * 30), timeout=60) for _ in range(MAX_PULLS)]
         for call in stalled:
@@ -137,3 +140,139 @@ async def num_pulls(desk: PullService, number: int) -> None:
 async def test_a_pull_without_a_near_deadline_is_refused(arena: Arena, seconds: float | None) -> None:
     async with served(arena) as (_, pull):
         assert await code(pull(asking("a"), timeout=seconds)) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@dataclass
+class Engine:
+    """As far as splits know of one."""
+
+    time: float = 0.0
+    num_steps: int = 0
+    is_idle: bool = True
+
+    def splits(self) -> OpenSplits:
+        return OpenSplits(
+            num_steps=lambda: self.num_steps, is_idle=lambda: self.is_idle, clock=lambda: self.time
+        )
+
+
+def test_a_split_may_come_while_it_is_open_and_a_short_time_longer() -> None:
+    engine = Engine()
+    splits = engine.splits()
+    splits.begin(7)
+    engine.time = 1000.0
+    assert splits.may_come(7, since=0.0)
+    splits.end(7)
+    assert splits.may_come(7, since=0.0)
+    engine.time += open_splits.GRACE_SECONDS
+    assert not splits.may_come(7, since=engine.time)
+    engine.is_idle = False
+    assert splits.may_come(7, since=0.0), "an engine that goes on copies between its steps"
+    engine.num_steps += open_splits.GRACE_STEPS
+    assert not splits.may_come(7, since=engine.time)
+    engine.num_steps = 0
+    engine.time += open_splits.MAX_GRACE_SECONDS
+    assert not splits.may_come(7, since=engine.time)
+    assert splits.num_open == 0
+
+
+def test_a_split_may_come_later_than_its_pull_and_a_refused_one_does_not() -> None:
+    engine = Engine()
+    splits = engine.splits()
+    assert splits.may_come(7, since=0.0)
+    engine.time = open_splits.UNKNOWN_SECONDS
+    assert not splits.may_come(7, since=0.0)
+    splits.refused(8)
+    engine.time += open_splits.GRACE_SECONDS
+    assert not splits.may_come(8, since=engine.time)
+
+
+def test_ended_splits_are_remembered_within_bounds() -> None:
+    splits = Engine().splits()
+    for split in range(1, 3 * open_splits.MAX_ENDED):
+        splits.refused(split)
+    assert len(splits._ended) == open_splits.MAX_ENDED and splits.num_open == 0
+
+
+def publish(arena: Arena, slot: int, each: str) -> None:
+    books = SlotBooks(arena, 128, ID)
+    books.taken(slot, name(each), (UserTag(each.encode()),) * 4)
+    arena.payload(slot)[:8] = each.encode().ljust(8)
+    books.filled(slot)
+
+
+async def num_waiting(desk: PullService, number: int) -> None:
+    while desk.num_waiting != number:  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0.002)
+
+
+async def test_a_pull_of_a_split_waits_for_each_chunk_and_says_so(arena: Arena) -> None:
+    splits = OpenSplits()
+    splits.begin(7)
+    async with served(arena, splits) as (desk, pull):
+        call = pull(asking("a", "abcd", "ab", split_id=7), timeout=60)
+        first = [await call.read() for _ in range(3)]
+        assert [(part.index, part.has_waited) for part in first] == [(0, False)] * 3
+        await num_waiting(desk, 1)
+        assert not desk.is_idle and desk._places._value == MAX_PULLS, "a pull that waits has no place"
+        publish(arena, 3, "abcd")
+        parts = [await call.read() for _ in range(6)]
+        assert await call.read() is grpc.aio.EOF
+        assert [(part.index, part.has_waited) for part in parts] == [
+            *((1, True), (1, False), (1, False)),
+            *((2, False), (2, False), (2, False)),
+        ]
+        assert decode(memoryview(b"".join(part.content for part in parts[:3])), ID, key("abcd"))
+        assert desk.num_waiting == 0 and desk.is_idle
+
+
+@pytest.mark.parametrize("split_id", [7, 8], ids=["ended", "unknown"])
+async def test_a_pull_ends_when_its_split_has_or_is_none(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, split_id: int
+) -> None:
+    monkeypatch.setattr(open_splits, "UNKNOWN_SECONDS", 0.1)
+    splits = OpenSplits()
+    splits.begin(7)
+    async with served(arena, splits) as (desk, pull):
+        call = pull(asking("a", "abcd", split_id=split_id), timeout=60)
+        await num_waiting(desk, 1)
+        splits.end(7)
+        assert len([part async for part in call]) == 3
+        assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_waiting_pulls_hold_no_place_and_go_with_their_peers(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull_service, "MAX_CALLS", 40)
+    splits = OpenSplits()
+    splits.begin(7)
+    async with served(arena, splits) as (desk, pull):
+        waiting = [pull(asking("abcd", split_id=7), timeout=60) for _ in range(39)]
+        await num_waiting(desk, 39)
+        assert await code(pull(asking("a"), timeout=60)) is grpc.StatusCode.OK
+        one_more = pull(asking("abcd", split_id=7), timeout=60)
+        await num_waiting(desk, 40)
+        assert await code(pull(asking("a"), timeout=60)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for call in (one_more, *waiting):
+            call.cancel()
+        await desk.wait_idle()
+        assert desk.num_waiting == 0
+        assert await code(pull(asking("abcd", split_id=7), timeout=0.2)) is grpc.StatusCode.DEADLINE_EXCEEDED
+        await num_waiting(desk, 0)
+
+
+async def test_memory_that_cannot_be_read_ends_the_pulls_that_wait(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError("it is gone")
+
+    splits = OpenSplits()
+    splits.begin(7)
+    async with served(arena, splits) as (desk, pull):
+        call = pull(asking("abcd", split_id=7), timeout=60)
+        await num_waiting(desk, 1)
+        monkeypatch.setattr(ChunkReader, "_keys", broken)
+        assert await code(call) is grpc.StatusCode.UNKNOWN
+        await desk.wait_idle()

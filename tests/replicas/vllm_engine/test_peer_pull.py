@@ -6,8 +6,7 @@ The one that pulls has its engine in this process, where tests look inside. The 
 import asyncio
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,11 +26,9 @@ from replicas.kvstore.pulling import pull as pull_module
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import Abort, PromptUsage, RequestKey, StepFrame, Submit
 from replicas.protocol.pulls import PullHint, PullPart
-from replicas.protocol.service import path
-from replicas.protocol.status import ReplicaId
-from replicas.protocol.wire import decode_pull_part, decode_pull_request, encode
 from replicas.scheduling.speed_meter import SpeedMeter
 from tests.redis_server import RedisServer
+from tests.replicas.between import Between
 from tests.replicas.router_client import ROOT, RouterClient, submit
 from tests.replicas.vllm_engine.conftest import OneEngine
 from tests.replicas.vllm_engine.tiered_run import BLOCK_BYTES
@@ -169,44 +166,6 @@ def _keep_frames(engine: Any, frames: list[StepFrame]) -> None:
         return frame
 
     engine.step = kept
-
-
-class Between:
-    """Stands for a replica, and has from it what it is asked for. How that is passed on, `way` says."""
-
-    def __init__(self, replica: PeerReplica, way: "Way") -> None:
-        self._replica = replica
-        self._way = way
-        self._server = grpc.server(ThreadPoolExecutor(4))
-        self.num_sent = 0
-        self.may_go_on = threading.Event()
-
-    def __enter__(self) -> "Between":
-        handler = grpc.unary_stream_rpc_method_handler(self._serve, response_serializer=encode)
-        service, _, method = path("Pull").removeprefix("/").partition("/")
-        handlers = grpc.method_handlers_generic_handler(service, {method: handler})
-        self._server.add_generic_rpc_handlers((handlers,))
-        self._address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-        self._server.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.may_go_on.set()
-        self._server.stop(0).wait()
-
-    def hint(self, num_tokens: int) -> PullHint:
-        return self._replica.hint(num_tokens, address=self._address, replica_id=ReplicaId("between"))
-
-    def _serve(self, encoded: bytes, context: Any) -> Iterator[PullPart]:
-        request = decode_pull_request(encoded)
-        with grpc.insecure_channel(self._replica.host.address) as channel:
-            pull = channel.unary_stream(path("Pull"), encode, decode_pull_part)
-            for part in self._way(self, pull(request, timeout=60)):
-                self.num_sent += 1
-                yield part
-
-
-Way = Callable[[Between, Iterator[PullPart]], Iterator[PullPart]]
 
 
 NUM_CHUNKS = 9
