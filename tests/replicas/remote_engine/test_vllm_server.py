@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,7 +51,7 @@ GRAMMAR = json.dumps(
 )
 
 
-def _free_ports(number: int) -> list[int]:
+def free_ports(number: int) -> list[int]:
     sockets = [socket.socket() for _ in range(number)]
     for each in sockets:
         each.bind(("127.0.0.1", 0))
@@ -61,11 +61,22 @@ def _free_ports(number: int) -> list[int]:
     return ports
 
 
+def publishing() -> list[str]:
+    """Return the options of a server that publishes its events."""
+    events, replays = free_ports(2)
+    config = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"tcp://*:{events}",
+        "replay_endpoint": f"tcp://*:{replays}",
+    }
+    return ["--kv-events-config", json.dumps(config)]
+
+
 @contextmanager
 def serving(
-    log: Path, *options: str, model: Path | None = None
+    log: Path, *options: str, model: Path | None = None, more: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
-    (port,) = _free_ports(1)
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
     command += ["--model", str(checkpoint_directory(None) if model is None else model), "--port", str(port)]
     command += ["--served-model-name", "toy", "gpt-4o"]
@@ -78,6 +89,7 @@ def serving(
         "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        **(more or {}),
     }
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
@@ -90,15 +102,9 @@ def serving(
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
-    events, replays = _free_ports(2)
-    publishing = {
-        "enable_kv_cache_events": True,
-        "endpoint": f"tcp://*:{events}",
-        "replay_endpoint": f"tcp://*:{replays}",
-    }
     log = tmp_path_factory.mktemp("vllm") / "log"
     greedy = json.dumps({"temperature": 0.0})
-    options = ["--kv-events-config", json.dumps(publishing), "--override-generation-config", greedy]
+    options = [*publishing(), "--override-generation-config", greedy]
     options += ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"]
     with serving(log, *options) as served:
         yield served
