@@ -259,11 +259,32 @@ class StandIn:
         return StreamingResponse(self._answer(body), media_type="text/event-stream")
 
     def _whole(self, body: dict[str, Any]) -> Response:
+        match self.fault:
+            case "never answers":
+                return StreamingResponse(self._endless_answer(), media_type="application/json")
+            case "nonsense":
+                return JSONResponse({"choices": [{"token_ids": "seven"}], "kv_transfer_params": self.offered})
+            case "no end":
+                return JSONResponse({"kv_transfer_params": self.offered})
+            case "endless line":
+                return StreamingResponse(_endless(b" " * 2**20), media_type="application/json")
+            case "error inside":
+                return JSONResponse(
+                    {"error": {"message": "out of memory"}, "kv_transfer_params": self.offered}
+                )
         num_cached = self.store(body["prompt"], body["cache_salt"], body.get("session_id"))
         choices = [_choice(body, number, True) for number in range(body["max_tokens"])]
         details = {"cached_tokens": num_cached}
         usage = {"prompt_tokens": len(body["prompt"]), "prompt_tokens_details": details}
         return JSONResponse({"choices": choices, "usage": usage, "kv_transfer_params": self.offered})
+
+    async def _endless_answer(self) -> AsyncIterator[bytes]:
+        self.num_open += 1
+        try:
+            async for piece in _endless(b" "):
+                yield piece
+        finally:
+            self.num_open -= 1
 
     async def _answer(self, body: dict[str, Any]) -> AsyncIterator[str]:
         self.num_open += 1

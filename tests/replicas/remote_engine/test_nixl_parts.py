@@ -108,6 +108,27 @@ def test_a_first_part_is_asked_for_one_token_and_what_comes_with_it(driven: Driv
         driven.add(PROMPT, split_id=8, num_choices=2)
 
 
+@pytest.mark.parametrize(
+    "fault",
+    ["full", "refuses", "fails", "html", "redirects", "nonsense", "no end", "endless line", "error inside"],
+)
+def test_a_first_part_that_fails_hands_nothing_over(driven: Driven, server: StandIn, fault: str) -> None:
+    server.fault = fault
+    last = driven.finish(driven.add(PROMPT, max_tokens=1, split_id=7))
+    assert last.refusal is not None and last.usage is None
+    server.fault = ""
+    assert computed(driven) and len(driven.engine._live) == 0
+
+
+def test_a_first_part_that_is_aborted_is_ended_at_the_server(driven: Driven, server: StandIn) -> None:
+    server.fault = "never answers"
+    key = driven.add(PROMPT, max_tokens=1, split_id=7)
+    driven.step_until(lambda: server.num_open == 1)
+    driven.engine.abort(key)
+    driven.step_until(lambda: server.num_open == 0)
+    assert driven.deltas[key] == []
+
+
 def test_a_second_part_takes_what_came_unchanged_and_once(driven: Driven, server: StandIn) -> None:
     handover = computed(driven)
     usage = handed_over(driven, handover)
