@@ -179,7 +179,7 @@ class Replicas(Mapping[ReplicaId, ReplicaLoad]):
         return Replicas(replica_ids, self.load_of, layouts, self._parts)
 
     def _roles(self, parts: Mapping[ReplicaId, tuple[Role, SplitWay]]) -> "Roles | None":
-        """Return who does what, if some can split a prompt and one of them is there for it."""
+        """Return both parts, if some can split a prompt and one of these has the role of a prefiller."""
         kinds = {
             each: (way, self.layout(each) if way is SplitWay.PULL else "")
             for each in self
@@ -198,8 +198,8 @@ class Replicas(Mapping[ReplicaId, ReplicaLoad]):
 
 
 class Roles(NamedTuple):
-    """Who does what in a fleet where prompts may be split. The decoders serve whole prompts, too; some may be
-    both. `kinds` has those that can split."""
+    """The parts of a fleet where prompts may be split. Decoders serve whole prompts, too; some replicas may be
+    in both parts. `kinds` has those that can split."""
 
     decoders: Replicas
     prefillers: Replicas

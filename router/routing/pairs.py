@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     import random
 
 CHUNK_TOKENS = 128
-"""KV is pulled in chunks of so many tokens, or of a block if that is longer."""
+"""Tokens of a chunk that is pulled; it has a block if that is longer."""
 
 NUM_DECODERS = NUM_PREFILLERS = 2
 
@@ -106,7 +106,7 @@ class _Decoding:
 
     @property
     def seconds(self) -> float:
-        """What it costs but for the prompt's computing."""
+        """Its cost without the prompt's computing."""
         return self.candidate.cost.wait_seconds + self.move_seconds + self.price
 
 
@@ -175,7 +175,7 @@ def _decodings(
     roles: Roles,
     parameters: CostParameters,
 ) -> list[_Decoding]:
-    """Return the decoders to pair: those with the least cost but for the prompt's computing."""
+    """Return the decoders to pair: those with the least cost without the prompt's computing."""
     rates = fleet_rates([candidate.load for candidate in candidates], parameters)
     if request.media:
         encode_seconds = typical_encode_seconds(candidate.load for candidate in candidates)

@@ -29,7 +29,7 @@ from router.routing.decision import (
 )
 from router.routing.levels import Overlaps
 from router.routing.load import ReplicaLoad
-from router.routing.pairs import NUM_DECODERS, NUM_PREFILLERS, with_pair
+from router.routing.pairs import with_pair
 from router.routing.table import RoutedRequest, RoutingTable
 from tests.examples import examples
 from tests.router.routing.fleets import BLOCK_SIZE, overlapping, request
@@ -204,7 +204,7 @@ def test_the_pair_is_the_cheapest_by_the_whole_formula(
     names_of_pair = (pair.prefiller.replica_id, pair.decoder.replica_id)
     assert pair.seconds == pytest.approx(all_pairs[names_of_pair])
     num_prefillers, num_decoders = (len(set(side)) for side in zip(*all_pairs, strict=True))
-    if num_decoders <= NUM_DECODERS and num_prefillers <= NUM_PREFILLERS:
+    if num_decoders <= 2 and num_prefillers <= 2:
         assert pair.seconds == pytest.approx(min(all_pairs.values()))
     check_what_follows(decision, pair, asked)
 
@@ -335,9 +335,30 @@ def test_a_program_is_at_home_where_it_is_decoded() -> None:
     beyond = {ReplicaId("p"): 10**6, ReplicaId("d"): 10**6}
     asked = structs.replace(request(), claim=Claim(ReplicaId("d"), beyond))
     decision = split_by(parts, asked)
+    assert decision.pair is not None
+    assert decision.pair.prefiller.cost.future_seconds == 0
     assert decision.is_split
     assert (decision.replica_id, decision.pull_from) == ("e", "p")
     assert decision.claim == asked.claim
+
+
+def test_a_prefiller_is_chosen_by_when_it_has_computed_the_prompt() -> None:
+    parts = named(p=PREFILL, q=PREFILL, r=PREFILL, d=DECODE)
+    for idle in "pqr":
+        p, q, r = (ReplicaLoad() if each == idle else PRESSED for each in "pqr")
+        decision = split_by(parts, p=p, q=q, r=r)
+        assert decision.pull_from == idle
+
+
+def test_moves_under_way_at_the_decoder_come_first() -> None:
+    parts, link = named(p=PREFILL, d=DECODE), MoveSpeeds(1e-6, None, 1e-4)
+    ready_seconds = []
+    for backlog_seconds in (0.0, 2.0):
+        load = structs.replace(BUSY, speeds=link._replace(backlog_seconds=backlog_seconds))
+        pair = split_by(parts, d=load).pair
+        assert pair is not None
+        ready_seconds.append(pair.ready_seconds)
+    assert ready_seconds[1] - ready_seconds[0] == pytest.approx(2.0)
 
 
 def test_a_large_fleet_pairs_a_bounded_number() -> None:
@@ -397,6 +418,16 @@ def test_a_split_reserves_at_both_and_gives_both_back() -> None:
         assert dict(table.index("m").overlaps(hashes)) == {"p": 125, "d": 125}, "both are about to have it"
     assert (table.num_predictions, table.loads.num_reserved) == (0, 0)
     assert table.load(ReplicaId("p")).num_requests == 0
+
+
+def test_loads_that_a_caller_knows_better_count_for_pairs_too() -> None:
+    table = table_with(p=card(Role.PREFILL), d=card(Role.DECODE))
+    asked = RoutingRequest(b"b" * 16, len(TOKENS), BLOCK_SIZE)
+    hashes = hash_blocks(ROOT, TOKENS, BLOCK_SIZE)
+    full = structs.replace(BUSY, num_pending_tokens=10**6)
+    choice = table.choose("m", asked, hashes, load_of=lambda each: full if each == "p" else table.load(each))
+    assert not choice.decision.is_split
+    assert table.choose("m", asked, hashes, load_of=table.load).decision.is_split
 
 
 def test_n_choices_take_places_at_the_decoder_alone() -> None:
