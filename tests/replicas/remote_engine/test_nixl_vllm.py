@@ -152,7 +152,7 @@ async def peers(servers: Pair, redis_url: str) -> AsyncIterator[tuple[Peer, Peer
 
 @asynccontextmanager
 async def _peer(redis_url: str, name: str, url: str) -> AsyncIterator[Peer]:
-    own = {"kv_connector": "nixl", "kv_lease_seconds": LEASE_SECONDS, "build_seconds": 500.0}
+    own = {"kv_connector": "nixl", "kv_lease_seconds": LEASE_SECONDS, "build_seconds": 800.0}
     host = ReplicaHost(
         config(redis_url, replica_id=name, engine="remote", engine_url=url, index_stride=32, **own)
     )
