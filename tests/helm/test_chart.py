@@ -196,9 +196,7 @@ PULLED = {"kv": {"memory": "1Gi"}, "settings": {"pull_bytes_per_second": 1e9}}
         ),
         (
             {"a": {"role": "prefill", "model": {"name": "a"}}, "b": {"engines": {"urls": ["http://b:1"]}}},
-            [
-                "No prompt of a will be split, because its pools all have the role prefill: each replica",
-            ],
+            ["No prompt of a will be split, because its pools all have the role prefill: each"],
         ),
     ],
 )

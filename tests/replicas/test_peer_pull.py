@@ -208,15 +208,18 @@ async def test_a_hint_that_is_wrong_costs_time_only(
 async def test_replicas_of_another_layout_or_without_the_setting_refuse(redis_url: str) -> None:
     async with AsyncExitStack() as stack:
         here = await stack.enter_async_context(peer(redis_url, 0))
-        half = await stack.enter_async_context(peer(redis_url, 1, dtype="bfloat16"))
+        half = await stack.enter_async_context(peer(redis_url, 1, dtype="bfloat16", role="prefill"))
         off = await stack.enter_async_context(peer(redis_url, 2, pull_bytes_per_second=None))
         for number, there in enumerate((half, off)):
             await there.ask(number)
             _, usage = await here.ask(number, there.hint())
             assert usage.num_cached_tokens == 0
         assert here.metric("replica_tier_failed_moves_total", way="pull", reason="refused") == 2
-        cards = [each.host._parts.card.kv_layout for each in (here, half, off) if each.host._parts]
-        assert cards[0] and cards[1] and cards[0] != cards[1] and cards[2] == ""
+        cards = [each.host._parts.card for each in (here, half, off) if each.host._parts]
+        layouts = [card.kv_layout for card in cards]
+        assert layouts[0] and layouts[1] and layouts[0] != layouts[1] and layouts[2] == ""
+        assert [card.splits_by for card in cards] == ["pull", "pull", ""]
+        assert [card.role for card in cards] == ["both", "prefill", "both"]
 
 
 async def test_without_the_setting_nobody_connects(redis_url: str) -> None:

@@ -66,6 +66,11 @@ def test_the_card_says_which_bodies_the_server_takes(driven: Driven) -> None:
     assert not card.takes_published and card.endpoint == ""
 
 
+def test_the_card_has_the_role(server: TextServer) -> None:
+    with running(server, role="prefill") as driven:
+        assert driven.engine.card.role == "prefill"
+
+
 def test_names_that_change_at_the_server_change_on_the_card(driven: Driven, server: TextServer) -> None:
     assert driven.engine.card.aliases == ()
     server.other_names = ["gpt-4o"]

@@ -16,7 +16,7 @@ import pytest
 
 from replicas.config import ReplicaConfig
 from replicas.errors import StartupError
-from replicas.process.settings import SettingsError
+from replicas.process.settings import SettingsError, build
 from replicas.protocol.bounds import MAX_CARD_NAMES, MAX_NAME_CHARACTERS
 from replicas.protocol.frames import MAX_ERROR_BYTES, BodyForm, Refusal, RefusalCode, ServerError
 from replicas.protocol.wire import DescribeResponse, decode_description, encode
@@ -163,10 +163,10 @@ def test_an_address_is_host_and_port() -> None:
         ReplicaConfig(engine="remote", engine_url="http://a:1", engine_endpoint="http://a:1")
 
 
-def test_a_card_has_the_address_and_the_rank(server: StandIn) -> None:
-    engine = RemoteEngine(
-        ReplicaConfig(engine="remote", engine_url=server.url, engine_rank=0, engine_endpoint="10.0.0.7:8000")
-    )
+def test_a_card_has_the_address_the_rank_and_the_role(server: StandIn) -> None:
+    own = {"engine_rank": 0, "engine_endpoint": "10.0.0.7:8000", "role": "decode"}
+    engine = RemoteEngine(build(ReplicaConfig, {"engine": "remote", "engine_url": server.url, **own}))
+    assert engine.card.role == "decode"
     assert (engine.card.endpoint, engine.card.endpoint_rank) == ("10.0.0.7:8000", 0)
     engine.close()
 

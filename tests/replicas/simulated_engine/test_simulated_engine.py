@@ -128,6 +128,11 @@ def chunk(start: int, num_tokens: int, *, num_prompt_tokens: int, samples: bool 
     return Chunk(request([1] * num_prompt_tokens), start, num_tokens, samples)
 
 
+def test_the_card_has_the_role() -> None:
+    built, _ = build_engine(ReplicaConfig(engine="simulated", role="decode"))
+    assert (built.card.role, built.card.splits_by) == ("decode", "")
+
+
 def test_a_whole_prompt_costs_what_the_hardware_was_measured_at() -> None:
     for uncached, cached in ((1000, 0), (10, 4000), (8000, 32000), (1, 0)):
         seconds = H100.step_seconds([chunk(cached, uncached, num_prompt_tokens=cached + uncached)])

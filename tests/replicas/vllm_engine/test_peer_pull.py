@@ -50,6 +50,7 @@ SETTINGS: dict[str, Any] = {
     "max_running": 16,
     "host_kv_bytes": 40 * file_bytes(4 * BLOCK_BYTES),
     "pull_bytes_per_second": 1e9,
+    "role": "decode",
     "lease_seconds": 600.0,
 }
 
@@ -208,6 +209,8 @@ def another_root(number: int) -> BlockHash:
 
 async def test_what_the_other_has_computed_is_pulled_and_gives_the_same_tokens(two: Two) -> None:
     there, here = two
+    cards = [each.host._parts.card for each in two if each.host._parts is not None]
+    assert [(card.role, card.splits_by) for card in cards] == [("decode", "pull")] * 2
     names = ("replica_tier_moves_total", "replica_tier_moved_tokens_total")
     before = [here.metric(name, way="pull") for name in names]
     num_sent = there.metric("replica_sent_chunks_total")
