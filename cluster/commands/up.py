@@ -63,6 +63,8 @@ def options_from(
         replica = build(ReplicaConfig, chosen)
     except SettingsError as error:
         raise ClusterError(str(error)) from error
+    if arguments.prefill is not None and (why := replica.whole_because) is not None:
+        raise ClusterError(f"--prefill would split no prompt, because {why}")
     if (complaint := files_complaint(replica)) is not None:
         raise ClusterError(complaint)
     return LocalOptions(

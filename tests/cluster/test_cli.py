@@ -75,6 +75,10 @@ HEAVY = ("ray", "torch", "grpc", "httpx", "redis")
             ["up", "--prefill", "1", "--ram", "900TiB"],
             "kvasir: --ram 900 TiB for each of 2 replicas is more than the ",
         ),
+        (
+            ["up", "--prefill", "1", "--set", "pull_bytes_per_second=none"],
+            "kvasir: --prefill would split no prompt, because it does not pull (pull_bytes_per_second)\n",
+        ),
         (["up", "--set", "role=prefill"], "kvasir: --set cannot change role: use --prefill\n"),
     ],
 )
