@@ -9,6 +9,7 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from loadtests.simulation.request import VirtualRequest
+from loadtests.simulation.splits import Following
 from loadtests.simulation.store import PATIENCE, OnDisk, VirtualStore
 from replicas.kvcache.block_pool import BlockPool
 
@@ -58,6 +59,17 @@ class Below:
         request.num_planned_tokens = way.num_ready_tokens
         request.waits_until = now + PATIENCE * (wait_seconds + way.extra_seconds)
 
+    def follow(
+        self, request: VirtualRequest, now: float, following: Following, *, num_cached_blocks: int
+    ) -> None:
+        """Let it wait for what another replica computes of its prompt."""
+        request.num_planned_tokens = following.num_tokens
+        request.waits_until = now + following.wait_seconds
+        request.is_awaited = lambda: not following.is_over
+        size = self.store.blocks_per_chunk
+        end = following.num_tokens // (size * self._block_size)
+        following.begin(request.chunk_names[num_cached_blocks // size : end], now)
+
     def num_ready_blocks(
         self, request: VirtualRequest, num_cached_blocks: int, now: float
     ) -> tuple[int, bool]:
@@ -72,6 +84,7 @@ class Below:
         if num_loaded and self.store.load_seconds(num_loaded, now) >= compute_seconds:
             num_ready = num_cached_blocks
         lacks_planned = num_ready * self._block_size < request.num_planned_tokens
+        is_more_coming = is_more_coming or request.is_awaited()
         return num_ready, is_more_coming and lacks_planned and now < request.waits_until
 
     def load(

@@ -20,9 +20,11 @@ from loadtests.simulation.options import (
     Autoscale,
     Delays,
     FleetOptions,
+    PoolShape,
     parse_autoscale,
     parse_kill,
     parse_outage,
+    parse_pools,
 )
 from loadtests.simulation.perfect import PERFECT
 from loadtests.simulation.shape import ReplicaShape, TierShape
@@ -33,6 +35,7 @@ from loadtests.workloads.sessions import SessionFile, is_session_file
 from loadtests.workloads.sources import typed_parameters
 from replicas.config import DEFAULT_MAX_RUNNING
 from replicas.kvcache.cache_groups import CacheGroup
+from replicas.protocol.status import Role
 from replicas.simulated_engine.groups import MODELS, alignment_of, num_blocks_for, parse_groups
 from replicas.simulated_engine.hardware import FREE, HARDWARE
 from router.queue.held import QueueRules
@@ -126,7 +129,7 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         help=f"one, several, or all; {PERFECT} is kvasir knowing all caches as they are (default: kvasir)",
     )
     prices = CostParameters()
-    for name in ("room_price", "delay_price"):
+    for name in ("room_price", "delay_price", "split_room_price", "split_delay_price"):
         default, flag = getattr(prices, name), "--" + name.replace("_", "-")
         add(flag, type=float, default=default, metavar="X", help=f"as the router's (default: {default:g})")
     add("--replicas", type=count, default=8, metavar="N", help="default: 8")
@@ -136,6 +139,14 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         metavar="MIN:MAX:TOKENS[:SECONDS]",
         help="as many replicas as prompt tokens wait, TOKENS for each; a new one is there after SECONDS "
         "(default: as many as --replicas says; SECONDS: 60)",
+    )
+    add(
+        "--pools",
+        type=_pools,
+        default=(),
+        metavar="ROLE:REPLICAS[:TOKENS],…",
+        help="in place of --replicas, some that prefill, decode or do both, with TOKENS of a step; prompts "
+        "are split by pulls, which --pull allows (default: each replica does both)",
     )
     add("--routers", type=count, default=1, metavar="N", help="default: 1")
     add("--hardware", choices=TIMED_HARDWARE, default="h100-8b", help="default: h100-8b")
@@ -318,6 +329,10 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     has_sessions = _has_sessions(arguments)
     if arguments.flood > 1 and arguments.tenants is None:
         raise ClusterError("--flood needs --tenants, one of which floods")
+    if arguments.pools and (arguments.autoscale is not None or arguments.sweep == "replicas"):
+        raise ClusterError(
+            "--pools set the number of replicas: they go without --autoscale and --sweep replicas"
+        )
     if arguments.autoscale is not None and arguments.sweep == "replicas":
         raise ClusterError("--autoscale sets the number of replicas: it goes without --sweep replicas")
     if (arguments.sweep is None) != (arguments.values is None):
@@ -431,7 +446,7 @@ def _write_json(
         }
         for (policy, value), summary in medians.items()
     ]
-    text = json.dumps({"settings": settings, "results": results}, indent=2) + "\n"
+    text = json.dumps({"settings": settings, "results": results}, indent=2, default=dataclasses.asdict) + "\n"
     try:
         arguments.json.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -527,7 +542,12 @@ def _options(
             num_replicas=int(swept.get("replicas", _most_replicas(arguments))),
             num_routers=arguments.routers,
             policy=policy,
-            parameters=CostParameters(room_price=arguments.room_price, delay_price=arguments.delay_price),
+            parameters=CostParameters(
+                room_price=arguments.room_price,
+                delay_price=arguments.delay_price,
+                split_room_price=arguments.split_room_price,
+                split_delay_price=arguments.split_delay_price,
+            ),
             index_stride=arguments.index_stride,
             delays=_delays(arguments),
             announces=not arguments.no_announcements,
@@ -538,6 +558,7 @@ def _options(
             kills=tuple(map(parse_kill, arguments.kill)),
             outages=tuple(map(parse_outage, arguments.redis_down)),
             autoscale=arguments.autoscale,
+            pools=_splits(arguments),
             has_programs=arguments.programs,
         )
     except ValueError as error:
@@ -584,8 +605,18 @@ def _groups(arguments: argparse.Namespace) -> tuple[CacheGroup, ...]:
     return groups
 
 
+def _splits(arguments: argparse.Namespace) -> tuple[PoolShape, ...]:
+    """Return the pools. Raises ClusterError for those of which no prompt could be split."""
+    pools: tuple[PoolShape, ...] = arguments.pools
+    if any(pool.role is Role.PREFILL for pool in pools) and not arguments.pull:
+        raise ClusterError("a pool that prefills needs --ram and --pull, by which KV comes to others")
+    return pools
+
+
 def _most_replicas(arguments: argparse.Namespace) -> int:
     autoscale: Autoscale | None = arguments.autoscale
+    if arguments.pools:
+        return sum(pool.num_replicas for pool in arguments.pools)
     return int(arguments.replicas) if autoscale is None else autoscale.max_replicas
 
 
@@ -626,6 +657,13 @@ def _parameters(arguments: argparse.Namespace) -> tuple[tuple[str, float | int |
 def _autoscale(text: str) -> Autoscale:
     try:
         return parse_autoscale(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _pools(text: str) -> tuple[PoolShape, ...]:
+    try:
+        return parse_pools(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -21,6 +21,7 @@ from loadtests.simulation.router import VirtualRouter
 from loadtests.simulation.scaling import LOOK_SECONDS, Autoscaler
 from loadtests.simulation.shape import ReplicaShape
 from loadtests.simulation.sparse_replica import SparseReplica
+from loadtests.simulation.splits import Following
 from loadtests.simulation.store import OnDisk, VirtualStore
 from loadtests.workloads import Loss
 from replicas.protocol.frames import RefusalCode
@@ -58,6 +59,10 @@ class _FleetRun:
     virtual: VirtualRequest | None = None
     routed: RoutedRequest | None = None
     host: VirtualHost | None = None
+    following: Following | None = None
+    """While the first part of its split is computed."""
+    followed: Following | None = None
+    """The same, if that has computed its prompt."""
     held: Held | None = None
     """While it waits in its router."""
     charge: Charge | None = None
@@ -129,7 +134,7 @@ class VirtualFleet:
         self._sizes: list[int] = []
         """Replicas at each look of the autoscaler."""
         for host in self.hosts if scale is None else self.hosts[: scale.min_replicas]:
-            host.start(new_replica(options.shape, new_meter()))
+            host.start(new_replica(options.shape_of(host.number), new_meter()))
         by_id = {host.replica_id: host for host in self.hosts}
         self.routers = [
             VirtualRouter(options, by_id, self._feed, new_rng(), lambda: self._now, f"router-{number}")
@@ -141,6 +146,8 @@ class VirtualFleet:
         self._records: dict[int, RequestRecord] = {}
         self._duplications: list[float] = []
         self._losses: list[Loss] = []
+        self._followings: list[Following] = []
+        """Of splits whose KV is still to come."""
         self._leaving: dict[ReplicaId, VirtualHandOver] = {}
         self._reasons: Counter[str] = Counter()
         self._decision_seconds = 0.0
@@ -338,8 +345,13 @@ class VirtualFleet:
         run.tries.begin()
         run.routed = routed
         run.host = self._host(routed.decision.replica_id)
+        virtual = run.virtual = self._attempt(run)
+        router.sent(routed)
+        self._after(self._options.delays.network, lambda: self._arrive(run, virtual))
+
+    def _attempt(self, run: _FleetRun) -> VirtualRequest:
         trace = run.prepared.trace
-        virtual = run.virtual = VirtualRequest(
+        return VirtualRequest(
             run.prepared.number,
             num_prompt_tokens=trace.num_input_tokens,
             max_tokens=trace.num_output_tokens,
@@ -349,8 +361,6 @@ class VirtualFleet:
             num_output_tokens=run.num_output_tokens,
             media=run.prepared.media,
         )
-        router.sent(routed)
-        self._after(self._options.delays.network, lambda: self._arrive(run, virtual))
 
     def _wait(self, run: _FleetRun) -> None:
         """In line while a replica is on its way back, else for a moment and another."""
@@ -387,11 +397,54 @@ class VirtualFleet:
             virtual.announcement_id = announced.announcement_id
             host.announce(announced)
             self._publish(host)
-        host.replica.submit(virtual, self._now, peer=self._peer(routed))
+        following = None if routed.prefill is None else self._begin_split(run, routed, host)
+        peer = None if following is not None else self._peer(routed)
+        host.replica.submit(virtual, self._now, peer=peer, following=following)
         if self._options.shape.counts_arrivals:
             self._report(host, host.replica.report(self._now))
         self._plan_step(host, host.replica)
         self._plan_moves(host, host.replica)
+
+    def _begin_split(self, run: _FleetRun, routed: RoutedRequest, host: VirtualHost) -> Following | None:
+        """Begin its first part; None if that one's replica has died, so that the decoder computes it all."""
+        prefill, here = routed.prefill, host.replica
+        assert prefill is not None and here is not None and here.store is not None
+        there = self._host(prefill.decision.replica_id)
+        run.router.came(there)
+        if there.replica is None or there.replica.store is None:
+            prefill.close()
+            return None
+        there.num_received += 1
+        first = self._attempt(run)
+        first.max_tokens = first.num_output_tokens + 1
+        if self._options.announces and (prefill.announcement.block_hashes or prefill.announcement.points):
+            first.announcement_id = prefill.announcement.announcement_id
+            there.announce(prefill.announcement)
+            self._publish(there)
+
+        def moved() -> None:
+            if host.replica is here:
+                here.look(self._now)
+                self._plan_step(host, here)
+                self._plan_moves(host, here)
+
+        following = Following(first, prefill, routed, there.replica.store, here.store, moved)
+        run.following = following
+        self._followings.append(following)
+        there.replica.submit(first, self._now, peer=self._peer(prefill))
+        if self._options.shape.counts_arrivals:
+            self._report(there, there.replica.report(self._now))
+        self._plan_step(there, there.replica)
+        self._plan_moves(there, there.replica)
+        self.at(self._now + following.wait_seconds + 1e-9, moved)
+        return following
+
+    def _go_on_with_splits(self, store: VirtualStore | None) -> None:
+        """Chunks may have come there."""
+        if self._followings:
+            for following in [each for each in self._followings if each.source is store]:
+                following.go_on(self._now)
+            self._followings = [each for each in self._followings if not each.is_over]
 
     def _peer(self, routed: RoutedRequest) -> VirtualStore | None:
         """Whom the replica should pull from, if it still lives."""
@@ -416,6 +469,7 @@ class VirtualFleet:
         self._plan_moves(host, replica)
         for leaving in [*self._leaving.values()]:
             leaving.go_on(self._now)
+        self._go_on_with_splits(replica.store)
 
     def _plan_step(self, host: VirtualHost, replica: VirtualReplica) -> None:
         ends_at = replica.ends_at
@@ -441,9 +495,14 @@ class VirtualFleet:
             self._after(network, lambda virtual=virtual: self._see_end(virtual))  # type: ignore[misc]
         self._plan_step(host, replica)
         self._plan_moves(host, replica)
+        for following in [each for each in self._followings if each.first_part in outcome.finished]:
+            following.computed(self._now)
 
     def _see_first_token(self, virtual: VirtualRequest) -> None:
         run = self._runs.get(virtual.number)
+        if run is not None and run.following is not None and run.following.first_part is virtual:
+            self._end_first_part(run, run.following)
+            return
         if run is None or run.virtual is not virtual:
             return
         assert run.routed is not None and run.host is not None
@@ -452,11 +511,21 @@ class VirtualFleet:
             run.ttft_seconds = self._now - run.prepared.trace.arrival_seconds
             if run.charge is not None:
                 run.charge.begins(virtual.num_cached_tokens)
-            run.num_cached_tokens = virtual.num_cached_tokens
-            run.num_device_tokens = virtual.num_device_tokens
-            run.num_cross_user_tokens = virtual.num_cross_user_tokens
-            run.predicted_tokens = run.routed.decision.overlap_tokens
+            computed, decision = virtual, run.routed.decision
+            if run.followed is not None:
+                computed, decision = run.followed.first_part, run.followed.prefill.decision
+            run.num_cached_tokens = computed.num_cached_tokens
+            run.num_device_tokens = computed.num_device_tokens
+            run.num_cross_user_tokens = computed.num_cross_user_tokens
+            run.predicted_tokens = decision.overlap_tokens
             run.replica_id = run.host.replica_id
+
+    def _end_first_part(self, run: _FleetRun, following: Following) -> None:
+        """The prompt of a split is computed."""
+        run.following, run.followed = None, following
+        following.prefill.first_token()
+        following.prefill.close()
+        run.router.room_made(following.prefill.decision.replica_id, self._now)
 
     def _see_end(self, virtual: VirtualRequest) -> None:
         run = self._runs.get(virtual.number)
@@ -496,7 +565,9 @@ class VirtualFleet:
         host, router = run.host, run.router
         if run.routed is not None:
             run.routed.close()
-        run.routed = run.virtual = run.host = None
+        if run.following is not None:
+            run.following.end()
+        run.routed = run.virtual = run.host = run.following = run.followed = None
         if host is not None and router.holding is not None:
             router.room_made(host.replica_id, self._now)
 
@@ -552,6 +623,11 @@ class VirtualFleet:
         for router in self.routers:
             router.remove(host)
         self._note_loss(host)
+        for run in self._runs.values():
+            if run.following is not None and run.following.prefill.decision.replica_id == host.replica_id:
+                run.following.prefill.close()
+                run.following.end()
+                run.following = None
         for run in [run for run in self._runs.values() if run.host is host]:
             virtual = run.virtual
             assert virtual is not None
@@ -605,7 +681,7 @@ class VirtualFleet:
         self._losses.append(Loss(self._now, frozenset(map(block_id, left))))
 
     def _bring_back(self, host: VirtualHost) -> None:
-        replica = new_replica(self._options.shape, self._new_meter(), host.left_on_disk)
+        replica = new_replica(self._options.shape_of(host.number), self._new_meter(), host.left_on_disk)
         host.left_on_disk = []
         host.start(replica)
         host.is_coming = False

@@ -46,6 +46,7 @@ class VirtualHost:
     """One place in the fleet. `replica` is None while it is dead."""
 
     def __init__(self, number: int, index_stride: int) -> None:
+        self.number = number
         self.replica_id = ReplicaId(f"replica-{number}")
         self.replica: VirtualReplica | None = None
         self.is_coming = False

@@ -4,9 +4,10 @@ Owns the defaults and the checks. Knows no command line.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from loadtests.simulation.shape import ReplicaShape
+from replicas.protocol.status import Role
 from router.queue.held import QueueRules
 from router.routing.cost import CostParameters
 
@@ -83,6 +84,15 @@ class Autoscale:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolShape:
+    """Some of the replicas: their role, and the most tokens of a step, if those are their own."""
+
+    role: Role
+    num_replicas: int
+    max_batched_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class FleetOptions:
     shape: ReplicaShape
     num_replicas: int = 8
@@ -107,15 +117,53 @@ class FleetOptions:
     outages: tuple[Outage, ...] = ()
     autoscale: Autoscale | None = None
     """`num_replicas` is the most of them then."""
+    pools: tuple[PoolShape, ...] = ()
+    """All replicas, in their order. Without, each does all."""
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1 or self.num_routers < 1:
             raise ValueError("a fleet has at least one replica and one router")
         if not 0 <= self.drop_share < 1:
             raise ValueError(f"a share of changes lies from 0 to below 1, not {self.drop_share:g}")
+        if self.pools and sum(pool.num_replicas for pool in self.pools) != self.num_replicas:
+            raise ValueError(f"pools have all replicas, which are {self.num_replicas}")
         for kill in self.kills:
             if not 0 <= kill.replica < self.num_replicas:
                 raise ValueError(f"there is no replica {kill.replica} to kill; they count from 0")
+
+    def pool_of(self, number: int) -> PoolShape:
+        """Return the pool of the replica with this number."""
+        for pool in self.pools:
+            if number < pool.num_replicas:
+                return pool
+            number -= pool.num_replicas
+        return PoolShape(Role.BOTH, self.num_replicas)
+
+    def shape_of(self, number: int) -> ReplicaShape:
+        max_batched_tokens = self.pool_of(number).max_batched_tokens
+        if max_batched_tokens is None:
+            return self.shape
+        return replace(self.shape, max_batched_tokens=max(max_batched_tokens, self.shape.max_running + 1))
+
+
+def parse_pools(text: str) -> tuple[PoolShape, ...]:
+    """ROLE:REPLICAS or ROLE:REPLICAS:TOKENS, with commas between. Raises ValueError."""
+    try:
+        pools = []
+        for each in text.split(","):
+            role, num_replicas, *step = each.split(":")
+            if len(step) > 1:
+                raise ValueError
+            numbers = [*map(int, [num_replicas, *step])]
+            if min(numbers) < 1:
+                raise ValueError
+            pools.append(PoolShape(Role(role), *numbers))
+    except ValueError:
+        raise ValueError(
+            f"pools read ROLE:REPLICAS or ROLE:REPLICAS:TOKENS, with commas between, not {text}; roles are "
+            f"{', '.join(Role)}"
+        ) from None
+    return tuple(pools)
 
 
 def parse_kill(text: str) -> Kill:

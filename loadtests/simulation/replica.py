@@ -17,6 +17,7 @@ from loadtests.simulation.below import Below
 from loadtests.simulation.lockstep import Lockstep
 from loadtests.simulation.request import VirtualRequest, num_common
 from loadtests.simulation.shape import ReplicaShape
+from loadtests.simulation.splits import Following
 from loadtests.simulation.step import Step, VirtualChunk
 from loadtests.simulation.store import OnDisk, VirtualStore
 from replicas.kvcache.block_pool import BlockPool
@@ -140,10 +141,17 @@ class VirtualReplica:
         """Whether it can ever run: its known tokens must fit into the whole cache."""
         return request.num_tokens <= self.shape.capacity_tokens
 
-    def submit(self, request: VirtualRequest, now: float, *, peer: VirtualStore | None = None) -> None:
+    def submit(
+        self,
+        request: VirtualRequest,
+        now: float,
+        *,
+        peer: VirtualStore | None = None,
+        following: Following | None = None,
+    ) -> None:
         """Take a request. It is looked at when the step that is being computed has ended.
 
-        What `peer` has of its prompt may be pulled from there.
+        What `peer` has of its prompt may be pulled from there, and `following` brings the prompt of a split.
         """
         assert self.accepts(request)
         limit = self.shape.capacity_tokens + 1 - request.num_prompt_tokens
@@ -162,8 +170,16 @@ class VirtualReplica:
                 else self._meter.encode_seconds(request.encoding.media),
                 peer=peer,
             )
+            if following is not None:
+                num_cached_blocks = len(self._find_cached(request))
+                self._below.follow(request, now, following, num_cached_blocks=num_cached_blocks)
         self._inbox.append(request)
         self._look_soon(now)
+
+    def look(self, now: float) -> None:
+        """Something that a request waited for has changed."""
+        if self._waiting:
+            self._look_soon(now)
 
     def _look_soon(self, now: float) -> None:
         """Something may be computed that could not be before: at once, or after the step of now."""
@@ -218,7 +234,7 @@ class VirtualReplica:
             return
         num_preemptions = self.num_preemptions
         self._schedule(step)
-        if not step.chunks and not self._decoding.num_requests and self.moves_end_at is not None:
+        if not step.chunks and not self._decoding.num_requests and self._waits_for_moves():
             self._step = None  # all wait for KV that is on its way
             return
         if step.chunks:
@@ -241,6 +257,9 @@ class VirtualReplica:
                 step.num_steps = self._decoding.num_steps_to_next_note()
             seconds = step.decode_seconds = self._decode_seconds(step.num_steps)
         step.ends_at = now + seconds
+
+    def _waits_for_moves(self) -> bool:
+        return self.moves_end_at is not None or any(request.is_awaited() for request in self._waiting)
 
     def _catch_up(self, step: Step) -> bool:
         """Decoding that fits into the prompts' time but not into their step: a run that takes no time."""

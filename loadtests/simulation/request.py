@@ -5,7 +5,7 @@ Owns how the ids of a trace become block hashes and buckets. Knows no time, no p
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from loadtests.workloads import TraceRequest, Workload
@@ -99,6 +99,10 @@ def num_common(chain: Sequence[BlockHash], other: Sequence[BlockHash]) -> int:
     return bisect_left(range(min(len(chain), len(other))), True, key=lambda at: chain[at] != other[at])
 
 
+def never() -> bool:
+    return False
+
+
 class VirtualRequest:
     """One attempt at a request while a replica owns it.
 
@@ -115,6 +119,7 @@ class VirtualRequest:
         "block_ids",
         "chunk_names",
         "encoding",
+        "is_awaited",
         "is_decoding",
         "kv_offset",
         "max_tokens",
@@ -167,6 +172,8 @@ class VirtualRequest:
         """Tokens brought to the device while it waits."""
         self.waits_until = 0.0
         """Deadline of its wait; then missing tokens are computed."""
+        self.is_awaited: Callable[[], bool] = never
+        """Whether another replica computes its prompt, and more of that is to come."""
         self.rank = 0
         self.stint = 0
         """Grows whenever it stops to decode, so that what was noted for before is known to be void."""

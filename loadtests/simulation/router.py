@@ -6,6 +6,7 @@ follows. Knows no replica and no request; every decision is the table's.
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from loadtests.simulation.host import Feed, VirtualHost
@@ -14,7 +15,7 @@ from loadtests.simulation.perfect import PERFECT, perfect_index
 from loadtests.simulation.request import HashedRequest
 from replicas.kvcache.cache_groups import state_tokens_of
 from replicas.protocol.events import Tier
-from replicas.protocol.status import ModelCard, ReplicaId
+from replicas.protocol.status import ModelCard, ReplicaId, SplitWay
 from router.caller import Tenant
 from router.programs.book import ProgramBook, Turn
 from router.programs.news import ProgramNews
@@ -79,7 +80,8 @@ class VirtualRouter:
 
     def add(self, host: VirtualHost) -> None:
         """The replica is there, and this incarnation of it has nothing yet."""
-        self.table.add_replica(host.replica_id, self._card, self._options.index_stride)
+        card = _card_of(self._options, host.number, self._card)
+        self.table.add_replica(host.replica_id, card, self._options.index_stride)
         self.table.index(MODEL).replace(host.replica_id, host.epoch, ())
 
     def remove(self, host: VirtualHost) -> None:
@@ -88,7 +90,9 @@ class VirtualRouter:
         self._came.pop(host.replica_id, None)
 
     def sent(self, routed: RoutedRequest) -> None:
-        """The request is on its way to where it was routed."""
+        """The request is on its way to where it was routed, both parts of a split together."""
+        if routed.prefill is not None:
+            self.sent(routed.prefill)
         already = self._num_sent.get(routed.decision.replica_id, 0)
         self._num_sent[routed.decision.replica_id] = already + 1
         routed.sent(already + 1)
@@ -209,6 +213,19 @@ class VirtualRouter:
 
     def _is_redis_down(self, now: float) -> bool:
         return any(outage.covers(now) for outage in self._options.outages)
+
+
+def _card_of(options: FleetOptions, number: int, card: ModelCard) -> ModelCard:
+    """Return the card of the replica with this number."""
+    if not options.pools:
+        return card
+    shape, tiers = options.shape_of(number), options.shape.tiers
+    return replace(
+        card,
+        max_batched_tokens=shape.max_batched_tokens,
+        role=options.pool_of(number).role,
+        splits_by=SplitWay.PULL if tiers is not None and tiers.pull_bytes_per_second else SplitWay.NONE,
+    )
 
 
 def _card(options: FleetOptions) -> ModelCard:

@@ -209,6 +209,23 @@ class VirtualStore:
             self._pull(plan.to_pull, peer, now)
         return plan.way
 
+    def has(self, name: ChunkName) -> bool:
+        """Whether it is here, or on its way."""
+        return self.directory.place(name.key) is not None
+
+    def pull_next(self, names: Sequence[ChunkName], peer: "VirtualStore", now: float) -> int:
+        """Pull the leading ones of these that the peer has by now; returns how many need nothing more."""
+        num_done, wanted = 0, []
+        for name in names:
+            if not self.has(name):
+                if peer.directory.place(name.key) in (None, ChunkPlace.COMING):
+                    break
+                wanted.append(name)
+            num_done += 1
+        if wanted:
+            self._pull(wanted, peer, now)
+        return num_done
+
     def _num_at(self, peer: "VirtualStore", names: Sequence[ChunkName]) -> int:
         """How many of these chunks are here, or follow what is here and are at the peer."""
         here = len(self.directory.find(name.key for name in names))

@@ -74,6 +74,7 @@ class CostParameters:
     delay_price: float = 0.05
     future_price: float = 1.0
     split_room_price: float = 0.3
+    split_delay_price: float = 0.05
     nixl_seconds_per_token: float = 3e-5
     near_tie_tokens: int = 256
     near_tie_requests: int = 4

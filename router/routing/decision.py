@@ -198,8 +198,8 @@ class Replicas(Mapping[ReplicaId, ReplicaLoad]):
 
 
 class Roles(NamedTuple):
-    """The parts of a fleet where prompts may be split. Decoders serve whole prompts, too; some replicas may
-    be in both parts. `kinds` has those that can split."""
+    """The parts of a fleet where prompts may be split; a replica may be in both. Decoders serve whole
+    prompts, too. `kinds` has those that can split."""
 
     decoders: Replicas
     prefillers: Replicas

@@ -138,7 +138,7 @@ def with_pair(
         num_lacking_tokens=decoding.num_lacking,
         ready_seconds=ready_seconds,
         seconds=seconds,
-        alone_seconds=min(candidate.cost.seconds for candidate in decision.candidates),
+        alone_seconds=min(_alone_seconds(candidate, parameters) for candidate in decision.candidates),
     )
     if not pair.is_cheaper:
         return structs.replace(decision, pair=pair)
@@ -151,6 +151,12 @@ def with_pair(
         pull_from=prefiller.replica_id,
         pair=pair,
     )
+
+
+def _alone_seconds(candidate: Candidate, parameters: CostParameters) -> float:
+    dearer = parameters.split_delay_price - parameters.delay_price
+    cost = candidate.cost
+    return cost.seconds + dearer * candidate.load.num_requests * cost.prefill_seconds
 
 
 def _by_soonest(

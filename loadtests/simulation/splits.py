@@ -1,0 +1,67 @@
+"""Following: chunks of a split on their way to the decoder, while the prefiller computes those behind them.
+
+Owns which chunks have moved, and whether more will. Knows no steps: the fleet says when to look again.
+"""
+
+from collections.abc import Callable
+
+from loadtests.simulation.request import VirtualRequest
+from loadtests.simulation.store import PATIENCE, VirtualStore
+from replicas.kvstore.chunk import ChunkName
+from router.routing.table import RoutedRequest
+
+LEAST_PATIENCE_SECONDS, MOST_PATIENCE_SECONDS = 0.5, 30.0
+"""Bounds on the wait of a decoder, which is several times as long as expected."""
+
+
+class Following:
+    """From one store to another; `moved` is called when KV has begun to move, and when no more will."""
+
+    def __init__(
+        self,
+        first_part: VirtualRequest,
+        prefill: RoutedRequest,
+        routed: RoutedRequest,
+        source: VirtualStore,
+        target: VirtualStore,
+        moved: Callable[[], None],
+    ) -> None:
+        decision = routed.decision
+        assert decision.pair is not None
+        self.first_part = first_part
+        self.prefill = prefill
+        self.source = source
+        self.num_tokens = decision.overlap_tokens
+        patience = max(LEAST_PATIENCE_SECONDS, PATIENCE * decision.pair.ready_seconds)
+        self.wait_seconds = min(MOST_PATIENCE_SECONDS, patience)
+        self.is_over = False
+        self._target = target
+        self._moved = moved
+        self._left: list[ChunkName] = []
+        self._is_computed = False
+
+    def begin(self, names: list[ChunkName], now: float) -> None:
+        """The decoder waits for these."""
+        self._left = names
+        self.go_on(now)
+
+    def computed(self, now: float) -> None:
+        """The prompt is computed: what is neither there nor on its way to host memory will not come."""
+        self._is_computed = True
+        self.go_on(now)
+
+    def go_on(self, now: float) -> None:
+        if self.is_over:
+            return
+        num_before = len(self._left)
+        self._left = self._left[self._target.pull_next(self._left, self.source, now) :]
+        is_lost = self._is_computed and self._left and not self.source.has(self._left[0])
+        if not self._left or is_lost:
+            self.end()
+        elif len(self._left) < num_before:
+            self._moved()
+
+    def end(self) -> None:
+        """No more will come."""
+        self.is_over = True
+        self._moved()
