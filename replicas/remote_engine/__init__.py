@@ -12,5 +12,7 @@ server holds is predicted (`believed.py`), and every load that is reported says 
 One incarnation of the server is one epoch of the replica. A server that goes, hangs or starts anew ends the
 replica's process. Its supervisor starts it again, and it waits for the server.
 
+Of two vLLM servers with NIXL one can compute a prompt for the other (`nixl.py`).
+
 Not to be had over HTTP, and refused or left out: images, leases, published beginnings, tiers of ours, pulls.
 """

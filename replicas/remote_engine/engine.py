@@ -248,8 +248,10 @@ class RemoteEngine:
         if self._wake is None:
             self._awaited = {*hash_blocks(request.submit.root, request.token_ids, self._card.block_size)}
         self._stored_since_add, self._added_at = False, time.monotonic()
-        first = self._live.get(self._name(RequestKey(request.key.number, 0)))
-        if first is not None and first.second_part is not None and first is not live and not first.first_at:
+        first: _LiveSubmit | None = None
+        if self._nixl is not None and request.key.choice:
+            first = self._live.get(self._name(RequestKey(request.key.number, 0)))
+        if first is not None and first.second_part is not None and not first.first_at:
             first.behind.append((name, sent))
         else:
             self._server.submit(name, sent)
@@ -514,7 +516,6 @@ class RemoteEngine:
     def _usage_of(self, live: _LiveSubmit) -> PromptUsage:
         submit, size, num_prompt_tokens = live.request.submit, self._card.block_size, live.num_prompt_tokens
         leases = without_tiers(submit.leases).answers
-        told = self._num_told(live)
         if live.is_handed_over:
             num_there = self._num_told(live)
             return PromptUsage(
@@ -524,6 +525,7 @@ class RemoteEngine:
                 leases=leases,
                 num_split_tokens=num_prompt_tokens,
             )
+        told = self._num_told(live)
         if told is not None or self._believed is not None:
             num_read = live.num_believed * size if told is None else told
             num_computed = len(live.request.token_ids) - num_read
