@@ -20,6 +20,9 @@ from typing import NamedTuple, Protocol
 
 LEAST_TOKENS = 128
 """Prompts get so many in every step, whatever they take: a promise that cannot be kept stops no prompt."""
+EXCESS_SHARE = 8.0
+"""And as many as take so many times the time by which decoding alone exceeds the promise. Where long contexts
+make it do so, prompts that got the least only would wait for ever more requests that decode slowly."""
 FIRST_TOKENS = 256
 """So many until steps have shown their cost, and where no step has had prompts next to decoding requests."""
 MULTIPLE = 32
@@ -31,9 +34,10 @@ _DECAY = 0.95
 """Per step of the same kind: about the last twenty count."""
 _LEAST_STEPS = 3
 """With prompts, before the fit is believed."""
-_OUTLIER = 3.0
+_OUTLIER = 2.0
 """A step that took so many times what was expected, or one so many times shorter, counts as that."""
-_LONGEST_SECONDS = 60.0
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 1e-6, 60.0
+"""No step takes less or more."""
 _RIDGE = 1e-6
 _SCALES = (1.0, 1e-3, 1e-7, 1e-5, 1.0)
 """Makes the features of usual steps about 1."""
@@ -95,13 +99,14 @@ class StepPromise:
         cost = self._fit.cost()
         if cost is None:
             return FIRST_TOKENS
-        left = self.seconds - cost.base - cost.context_token * num_context_tokens
+        decoding = cost.base + cost.context_token * num_context_tokens
+        left = max(self.seconds - decoding, EXCESS_SHARE * (decoding - self.seconds))
         token = cost.prompt_token + cost.attended_token * start
-        return 0.0 if left <= 0 else left / token if token > 0 else math.inf
+        return left / token if token > 0 else math.inf
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Record what a step computed and the seconds that it took."""
-        if not 0 < seconds <= _LONGEST_SECONDS:
+        if not _SHORTEST_SECONDS <= seconds <= _LONGEST_SECONDS:
             return
         self._fit.observe(work, seconds)
         if work.num_prompt_tokens and work.num_context_tokens:
@@ -140,14 +145,14 @@ class _Sums:
         self.vector = [0.0] * size
         self.num_steps = 0
 
-    def add(self, row: Sequence[float]) -> None:
-        """The features of a step, over its seconds."""
+    def add(self, row: Sequence[float], seconds: float) -> None:
+        """Features and time of a step, both over the time that was expected."""
         self.num_steps += 1
         for i, each in enumerate(row):
             line = self.matrix[i]
             for j, other in enumerate(row):
                 line[j] = line[j] * _DECAY + each * other
-            self.vector[i] = self.vector[i] * _DECAY + each
+            self.vector[i] = self.vector[i] * _DECAY + each * seconds
 
 
 class StepFit:
@@ -159,11 +164,12 @@ class StepFit:
         self._cost: StepCost | None = None
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        expected = self.cost()
-        if expected is not None and (guess := expected.seconds(work)) > 0:
-            seconds = min(max(seconds, guess / _OUTLIER), guess * _OUTLIER)
-        row = [scale * each / seconds for scale, each in zip(_SCALES, _features(work), strict=True)]
-        (self._with_prompts if work.num_prompt_tokens else self._without).add(row)
+        cost, expected = self.cost(), seconds
+        if cost is not None:
+            expected = min(max(cost.seconds(work), _SHORTEST_SECONDS), _LONGEST_SECONDS)
+            seconds = min(max(seconds, expected / _OUTLIER), expected * _OUTLIER)
+        row = [scale * each / expected for scale, each in zip(_SCALES, _features(work), strict=True)]
+        (self._with_prompts if work.num_prompt_tokens else self._without).add(row, seconds / expected)
         self._cost = None
 
     def cost(self) -> StepCost | None:

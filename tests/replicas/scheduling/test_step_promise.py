@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.scheduling.step_promise import (
+    EXCESS_SHARE,
     FIRST_TOKENS,
     LEAST_TOKENS,
     StepCost,
@@ -106,7 +107,7 @@ def test_whatever_was_observed_prompts_get_their_least_and_no_leap(
 
 
 def test_a_promise_that_is_kept_easily_grows_and_one_that_cannot_be_kept_gets_the_least() -> None:
-    easy, hard = StepPromise(10.0), StepPromise(0.001)
+    easy, hard = StepPromise(10.0), StepPromise(COSTS.seconds(StepWork(0, 0, 1000)))
     assert easy.num_prompt_tokens(1000, 0) == hard.num_prompt_tokens(1000, 0) == FIRST_TOKENS
     for _ in range(40):
         for promise in (easy, hard):
@@ -115,6 +116,17 @@ def test_a_promise_that_is_kept_easily_grows_and_one_that_cannot_be_kept_gets_th
             promise.observe(work, COSTS.seconds(work))
     assert easy.num_prompt_tokens(1000, 0) > 20_000
     assert hard.num_prompt_tokens(1000, 0) == LEAST_TOKENS
+
+
+def test_where_decoding_alone_takes_longer_prompts_get_several_times_the_excess() -> None:
+    promise, context = StepPromise(0.05), 2_000_000
+    for _ in range(100):
+        num_tokens = promise.num_prompt_tokens(context, 0)
+        for work in (StepWork(num_tokens, 0, context), StepWork(0, 0, context)):
+            promise.observe(work, COSTS.seconds(work))
+    excess = COSTS.base + COSTS.context_token * context - 0.05
+    expected = EXCESS_SHARE * excess / COSTS.prompt_token
+    assert promise.num_prompt_tokens(context, 0) == pytest.approx(expected, rel=0.1)
 
 
 def test_no_setting_is_no_promise_and_a_large_alignment_raises_the_least() -> None:

@@ -1,5 +1,6 @@
 """The simulated engine: its prices and its tokens."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,16 +40,18 @@ def engine(
     printable: Sequence[int] | None = None,
     max_batched_tokens: int = 512,
     card: ModelCard = CARD,
+    slo_tpot: float | None = None,
 ) -> SimulatedEngine:
     return SimulatedEngine(
         card,
         cost,
-        num_blocks=200,
+        num_blocks=card.num_blocks,
         max_batched_tokens=max_batched_tokens,
         max_running=16,
         max_waiting=64,
         sleep=naps or Naps(),
         printable=printable,
+        slo_tpot=slo_tpot,
     )
 
 
@@ -192,5 +195,38 @@ def test_a_hit_is_cheaper_than_a_miss() -> None:
 
 
 def test_every_hardware_has_a_price_list() -> None:
-    assert set(HARDWARE) == {"h100-8b", "h100x4-70b", "instant"}
+    measured = {"h100-8b", "h100x4-70b"}
+    assert set(HARDWARE) == {*measured, *(f"{name}-soft" for name in measured), "instant"}
     assert FREE.step_seconds([chunk(0, 10, num_prompt_tokens=10)]) == 0.0
+
+
+@pytest.mark.parametrize("hardware", ["h100-8b", "h100x4-70b", "h100x4-70b-soft"])
+@pytest.mark.parametrize("promised", [None, 0.04, 0.06, 0.1])
+def test_steps_keep_the_promised_time_while_requests_decode(hardware: str, promised: float | None) -> None:
+    """Prompts of 30,000 tokens come: nearly all steps with both keep the time, and use it."""
+    card, naps = dataclasses.replace(CARD, num_blocks=9000, context_length=100_000), Naps()
+    busy = engine(HARDWARE[hardware].cost, naps, card=card, max_batched_tokens=8192, slo_tpot=promised)
+    for serial in (1, 2, 3):
+        busy.add(engine_request([serial] * 3000, serial=serial, max_tokens=1500))
+    seconds: list[float] = []
+    for step in range(400):
+        if step % 200 == 50:
+            busy.add(engine_request([10 + step] * 30_000, serial=10 + step, max_tokens=200))
+        frame = busy.step()
+        if frame.num_prefill_tokens and frame.num_decode_tokens and len(frame.deltas) == 3:
+            seconds.append(naps.seconds[-1])
+    seconds.sort()
+    assert len(seconds) >= 4
+    if promised is None:
+        assert seconds[len(seconds) // 2] > 0.2
+    else:
+        assert seconds[int(0.9 * len(seconds))] <= 1.1 * promised
+        assert seconds[len(seconds) // 2] >= 0.6 * promised
+
+
+def test_hardware_that_takes_no_time_has_no_promise_to_keep() -> None:
+    instant = engine(FREE, slo_tpot=0.05)
+    for serial in (1, 2):
+        instant.add(engine_request([serial] * 500, serial=serial, max_tokens=3))
+    frames = run(instant)
+    assert [frame.num_prefill_tokens for frame in frames][:2] == [512, 488]

@@ -10,6 +10,7 @@ import torch
 from replicas.config import ReplicaConfig
 from replicas.process.settings import SettingsError
 from replicas.protocol.frames import SamplingParams
+from replicas.scheduling.step_promise import LEAST_TOKENS
 from replicas.torch_engine.engine import TorchEngine
 from tests.replicas.torch_engine.checkpoints import VOCAB_SIZE, Reference, make_checkpoint
 from tests.replicas.torch_engine.driving import Driver, greedy
@@ -182,3 +183,24 @@ def test_settings_that_cannot_work_are_refused_at_the_start(
 ) -> None:
     with pytest.raises(SettingsError, match=words):
         TorchEngine(ReplicaConfig(**{"model": str(checkpoint), "block_size": 8, "device": "cpu", **settings}))
+
+
+def test_a_promised_time_bounds_prompts_only_while_requests_decode(checkpoint: Path) -> None:
+    plain = Driver(checkpoint, max_batched_tokens=256)
+    expected = plain.generate(prompt_of(350), 8).token_ids
+    kept = Driver(checkpoint, max_batched_tokens=256, slo_tpot=1e-5)
+    for seed in (3, 4, 5):  # what prompts cost is known then
+        kept.generate(prompt_of(20, seed), 1)
+    decoding = kept.add(prompt_of(20, 1), greedy(30))
+    kept.step()
+    late, frames = kept.add(prompt_of(350), greedy(8)), []
+    while kept.engine.has_work():
+        before = kept.num_computed_tokens
+        kept.step()
+        frames.append(kept.num_computed_tokens - before)
+    assert frames[:3] == [LEAST_TOKENS + 1, LEAST_TOKENS + 1, 350 - 2 * LEAST_TOKENS + 1]
+    assert kept.outcomes[late].token_ids == expected and len(kept.outcomes[decoding].token_ids) == 30
+    assert kept.add(prompt_of(350, 2), greedy(1))
+    before = kept.num_computed_tokens
+    kept.step()
+    assert kept.num_computed_tokens - before == 256

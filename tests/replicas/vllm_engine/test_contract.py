@@ -6,6 +6,7 @@ import pytest
 
 from replicas.engine import RequestRefused
 from replicas.protocol.frames import RefusalCode
+from replicas.scheduling.step_promise import LEAST_TOKENS
 from tests.replicas.engine_contract import EngineContract, EngineRun, prompt_of, run
 from tests.replicas.grammar_contract import GrammarContract
 from tests.replicas.vllm_engine.conftest import OneEngine
@@ -105,3 +106,19 @@ class TestSparseVllmEngine(EngineContract):
         model = write_model("gpt_oss", tmp_path_factory.mktemp("model") / "gpt-oss")
         options = {"prefix_cache_retention_interval": None}
         return one_engine.of(model=str(model), num_blocks=128, engine_args=options)
+
+
+def test_a_promised_time_bounds_prompts_only_while_requests_decode(one_engine: OneEngine) -> None:
+    run = EngineRun(one_engine.of(slo_tpot=1e-5))
+    prompt = prompt_of(run.engine, 600)
+    alone = run.tokens(run.generate(prompt, max_tokens=8))
+    assert [frame.num_prefill_tokens for frame in run.frames][:3] == [256, 256, 88]
+    assert run.engine.reset_prefix_cache()
+    run.frames.clear()
+    decoding = run.add(prompt_of(run.engine, 20), max_tokens=30)
+    run.step()
+    late = run.add(prompt, max_tokens=8)
+    run.finish()
+    with_both = [frame.num_prefill_tokens for frame in run.frames if frame.num_decode_tokens]
+    assert [num for num in with_both if num] == [LEAST_TOKENS] * 4 + [600 - 4 * LEAST_TOKENS]
+    assert run.tokens(late) == alone and len(run.tokens(decoding)) == 30
