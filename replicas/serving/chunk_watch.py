@@ -1,6 +1,6 @@
 """ChunkWatch: waits for chunks that the engine is computing to come to host memory.
 
-Owns one look for all that wait. The engine is not asked; while nothing waits, nobody looks.
+Owns one look for all that wait. The engine is not asked; while nothing waits, it does not look.
 """
 
 import asyncio

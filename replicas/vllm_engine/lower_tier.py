@@ -102,14 +102,17 @@ class LowerTier:
         chain.tenancy = self.requests.tenancy(request)
         token_seconds = self._meter.prefill_seconds_per_token or UNMEASURED_TOKEN_SECONDS
         wait_seconds = self.requests.num_pending_tokens() * token_seconds
+        num_device_tokens, peer = self.requests.num_device_tokens(request), self.requests.pull(request)
+        if peer is not None and peer.num_tokens - num_device_tokens < self.store.shape.tokens:
+            peer = None  # vLLM loads no less than a chunk
         plan = self.store.arrived(
             chain.names(),
-            num_device_tokens=self.requests.num_device_tokens(request),
+            num_device_tokens=num_device_tokens,
             num_findable_tokens=len(request.all_token_ids),
             wait_seconds=wait_seconds,
             token_seconds=token_seconds,
             encode_seconds=self._meter.encode_seconds(chain.media),
-            peer=self.requests.pull(request),
+            peer=peer,
             tenancy=chain.tenancy,
         )
         chain.read, chain.transfer = frozenset(plan.to_read), plan.transfer

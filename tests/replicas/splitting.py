@@ -67,12 +67,10 @@ class Side:
         return numbered
 
     async def abort(self, asked: Submit) -> None:
-        await self.client.send(
-            *(Abort(RequestKey(asked.submit_id, each)) for each in range(asked.num_choices))
-        )
+        await self.client.send(Abort(asked.submit_id))
 
     async def answers(self, *asked: Submit) -> list[tuple[list[Answer], PromptUsage]]:
-        """Of what was sent before, each with the usage of its first choice."""
+        """Of requests that were sent before, each with the usage of its first choice."""
         keys = [(each.submit_id, choice) for each in asked for choice in range(each.num_choices)]
         found = await self.client.finish(*keys)
         answers: list[tuple[list[Answer], PromptUsage]] = []

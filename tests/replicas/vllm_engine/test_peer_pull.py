@@ -24,12 +24,24 @@ from replicas.kvstore.directory import ChunkPlace
 from replicas.kvstore.layout import file_bytes
 from replicas.kvstore.pulling import pull as pull_module
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.frames import Abort, PromptUsage, RequestKey, StepFrame, Submit
+from replicas.protocol.frames import Abort, PromptUsage, StepFrame, Submit
 from replicas.protocol.pulls import PullHint, PullPart
 from replicas.scheduling.speed_meter import SpeedMeter
 from tests.redis_server import RedisServer
 from tests.replicas.between import Between
 from tests.replicas.router_client import ROOT, RouterClient, submit
+from tests.replicas.splitting import (
+    Side,
+    Tally,
+    compare,
+    first_part,
+    greedy,
+    is_at_rest,
+    new_root,
+    new_split,
+    random_request,
+    second_part,
+)
 from tests.replicas.vllm_engine.conftest import OneEngine
 from tests.replicas.vllm_engine.tiered_run import BLOCK_BYTES
 from tests.replicas.waiting import until
@@ -41,14 +53,17 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 CHUNK = 128
+"""A step's tokens, too: so an engine computes a prompt in the same steps, however much of it was there."""
+
 SETTINGS: dict[str, Any] = {
     "engine": "vllm",
     "num_threads": 1,
     "num_blocks": 64,
     "context_length": 1300,
-    "max_batched_tokens": 256,
+    "max_batched_tokens": CHUNK,
+    "dtype": "float32",
     "max_running": 16,
-    "host_kv_bytes": 40 * file_bytes(4 * BLOCK_BYTES),
+    "host_kv_bytes": 40 * file_bytes(4 * 2 * BLOCK_BYTES),
     "pull_bytes_per_second": 1e9,
     "role": "decode",
     "lease_seconds": 600.0,
@@ -110,16 +125,11 @@ class PeerReplica:
         """An engine in this process holds no block, slot, pin, request or transfer."""
         engine: VllmEngine = self.engine
         tier = engine._tier
-        assert tier is not None and tier.store._pulls is not None and self.host._parts is not None
-        pulls, directory = tier.store._pulls, tier.store.directory
-        chunks = list(directory._chunks.values())
+        assert tier is not None and self.host._parts is not None
         return (
             not (engine._live or tier.chains or self.host._parts.server.num_requests)
             and engine.core.num_free_blocks == engine.core.num_blocks
-            and not (pulls._num_slots or pulls._puller._transfers or directory.num_quarantined)
-            and not any(chunk.is_filling or chunk.num_readers for chunk in chunks)
-            and directory.num_in_host + len(directory._free_slots) == directory.num_host_slots
-            and not any(each.num_calls for each in pulls._puller._peers._connections.values())
+            and is_at_rest(tier.store)
         )
 
 
@@ -194,7 +204,7 @@ async def two(replicas: Two, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[T
     yield replicas
     await until(here.is_at_rest)
     pulling = [thread for thread in threading.enumerate() if thread.name == "kv-pull"]
-    assert len(pulling) <= pull_module.NUM_THREADS
+    assert len(pulling) <= pull_module.NUM_THREADS + pull_module.MAX_BINDING
 
 
 def prompt_of(number: int, num_tokens: int = NUM_TOKENS + NUM_MORE) -> list[int]:
@@ -320,7 +330,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_pulled_leaves_nothing(
         await until(lambda: between.num_sent == 3)
         assert not here.is_at_rest()
         if is_told:
-            await router.send(Abort(RequestKey(asked.submit_id, 0)))
+            await router.send(Abort(asked.submit_id))
         else:
             router.call.cancel()
         await until(lambda: not here.engine._live and not here.engine._tier.chains)
@@ -360,3 +370,72 @@ async def test_both_answer_a_storm_as_one_that_finds_nothing(two: Two) -> None:
                 num_pulled += usage.num_pulled_tokens * to
     assert num_pulled
     assert there.metric("replica_sent_chunks_total") * CHUNK >= num_sent * CHUNK + num_pulled
+
+
+def sides(two: Two) -> tuple[Side, Side]:
+    there, here = two
+    return Side(there.host, there.client), Side(here.host, here.client)
+
+
+@pytest.mark.parametrize("number", [40, pytest.param(1000, marks=pytest.mark.timeout(2400))])
+async def test_a_split_answers_as_the_undivided_request(two: Two, number: int) -> None:
+    there, here = sides(two)
+    rng = random.Random(number)
+    tally = Tally()
+    while tally.num < number:
+        await compare(there, here, rng, rng.choice((1, 1, 1, 5)), lambda: random_request(rng, 1200), tally)
+    assert tally.num_to_the_bit and tally.num_pulled_tokens
+    await until(lambda: not there.has_open_splits)
+
+
+def freezes(between: Between, parts: Iterator[PullPart]) -> Iterator[PullPart]:
+    for part in parts:
+        if part.index == 3:
+            between.may_go_on.wait(60)
+        yield part
+
+
+def dies(between: Between, parts: Iterator[PullPart]) -> Iterator[PullPart]:
+    for part in parts:
+        if part.index == 3:
+            raise RuntimeError("it dies")
+        yield part
+
+
+@pytest.mark.parametrize(("way", "wait_seconds"), [(freezes, 2.0), (dies, 50.0), (lies, 50.0)])
+async def test_a_prefiller_that_fails_costs_time_only(two: Two, way: Any, wait_seconds: float) -> None:
+    there, here = sides(two)
+    asked, split = greedy(prompt_of(600)), new_split()
+    with Between(there, way) as between:
+        hint = between.hint(NUM_TOKENS, split_id=split, wait_seconds=wait_seconds)
+        sent = await here.send(replace(asked, pull=hint))
+        await there.ask(first_part(asked, split))
+        ((answers, usage),) = await here.answers(sent)
+    assert usage.num_pulled_tokens == 3 * CHUNK
+    assert usage.num_lost_tokens == NUM_TOKENS - 3 * CHUNK
+    ((expected, _),) = await here.ask(replace(asked, root=new_root()))
+    assert answers[0].tokens == expected[0].tokens
+
+
+async def test_the_decoder_need_not_wait_for_a_split_that_has_ended(two: Two) -> None:
+    there, here = sides(two)
+    asked, split = greedy(prompt_of(601)), new_split()
+    sent = await here.send(second_part(asked, there, split))
+    refused = await there.send(replace(first_part(asked, split), num_choices=1000))
+    await there.client.finish((refused.submit_id, 0))
+    ((_, usage),) = await here.answers(sent)
+    assert (usage.num_pulled_tokens, usage.num_lost_tokens) == (0, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+async def test_a_client_that_leaves_leaves_nothing(two: Two, is_running: bool) -> None:
+    there, here = sides(two)
+    asked, split = greedy(prompt_of(602 + is_running), max_tokens=100), new_split()
+    sent = await here.send(second_part(asked, there, split))
+    if is_running:
+        await there.ask(first_part(asked, split))
+        await until(lambda: two[1].engine.core.num_running == 1)
+    else:
+        await until(lambda: there.metric("replica_waiting_pulls") == 1)
+    await here.abort(sent)
+    await until(lambda: two[1].is_at_rest() and not there.has_open_splits)
