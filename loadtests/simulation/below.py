@@ -62,7 +62,7 @@ class Below:
     def follow(
         self, request: VirtualRequest, now: float, following: Following, *, num_cached_blocks: int
     ) -> None:
-        """Let it wait for what another replica computes of its prompt."""
+        """Let it wait while another replica computes its prompt."""
         request.num_planned_tokens = following.num_tokens
         request.waits_until = now + following.wait_seconds
         request.is_awaited = lambda: not following.is_over

@@ -140,14 +140,6 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         help="as many replicas as prompt tokens wait, TOKENS for each; a new one is there after SECONDS "
         "(default: as many as --replicas says; SECONDS: 60)",
     )
-    add(
-        "--pools",
-        type=_pools,
-        default=(),
-        metavar="ROLE:REPLICAS[:TOKENS],…",
-        help="in place of --replicas, some that prefill, decode or do both, with TOKENS of a step; prompts "
-        "are split by pulls, which --pull allows (default: each replica does both)",
-    )
     add("--routers", type=count, default=1, metavar="N", help="default: 1")
     add("--hardware", choices=TIMED_HARDWARE, default="h100-8b", help="default: h100-8b")
     add(
@@ -188,9 +180,22 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         help="whether a replica's load counts a request at its arrival, or only after the running step",
     )
     add("--index-stride", type=count, default=128, metavar="N", help="default: 128")
+    _add_pools(parser)
     _add_groups(parser)
     _add_tiers(parser)
     _add_delays(parser)
+
+
+def _add_pools(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--pools",
+        type=_pools,
+        default=(),
+        metavar="ROLE:REPLICAS[:TOKENS],…",
+        help="in place of --replicas, some that prefill, decode or do both, with TOKENS of a step; prompts "
+        "are split by pulls, which --pull allows (default: each replica does both)",
+    )
 
 
 def _add_groups(parser: argparse.ArgumentParser) -> None:

@@ -147,7 +147,7 @@ class VirtualFleet:
         self._duplications: list[float] = []
         self._losses: list[Loss] = []
         self._followings: list[Following] = []
-        """Of splits whose KV is still to come."""
+        """Splits whose KV is still to come."""
         self._leaving: dict[ReplicaId, VirtualHandOver] = {}
         self._reasons: Counter[str] = Counter()
         self._decision_seconds = 0.0
@@ -521,7 +521,7 @@ class VirtualFleet:
             run.replica_id = run.host.replica_id
 
     def _end_first_part(self, run: _FleetRun, following: Following) -> None:
-        """The prompt of a split is computed."""
+        """Give back the part of a split that has computed the prompt."""
         run.following, run.followed = None, following
         following.prefill.first_token()
         following.prefill.close()

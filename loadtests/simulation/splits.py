@@ -41,12 +41,13 @@ class Following:
         self._is_computed = False
 
     def begin(self, names: list[ChunkName], now: float) -> None:
-        """The decoder waits for these."""
+        """Let the decoder wait for these."""
         self._left = names
         self.go_on(now)
 
     def computed(self, now: float) -> None:
-        """The prompt is computed: what is neither there nor on its way to host memory will not come."""
+        """Note that the prompt is computed: chunks that are not in host memory by then, or on their way to it,
+        will not come."""
         self._is_computed = True
         self.go_on(now)
 

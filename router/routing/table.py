@@ -594,7 +594,7 @@ class RoutingTable:
 
 
 def _split_way(card: ModelCard) -> SplitWay:
-    """A client's body is answered by one server, and a sparse model keeps no chunks to pull."""
+    """Return no way where a client's body goes to one server, or a sparse model keeps no chunks."""
     if card.takes_bodies or (card.is_sparse and card.splits_by is SplitWay.PULL):
         return SplitWay.NONE
     return card.splits_by
