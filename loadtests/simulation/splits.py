@@ -46,8 +46,7 @@ class Following:
         self.go_on(now)
 
     def computed(self, now: float) -> None:
-        """Note that the prompt is computed: chunks that are not in host memory by then, or on their way to it,
-        will not come."""
+        """Note that the prompt is computed. Chunks that have not begun to be copied by then will not come."""
         self._is_computed = True
         self.go_on(now)
 
