@@ -469,12 +469,11 @@ class ReplicaConfig:
 
     @property
     def whole_because(self) -> str | None:
-        """Why no prompt is split between this replica and another, as a clause. None if it can be, or if its
-        server knows."""
+        """Why no prompt is split between this replica and another, as a clause. None if it can be."""
         if self.engine in ("simulated", "openai"):
             return f"the engine {self.engine} has no KV that others can pull"
         if self.engine == "remote":
-            return None
+            return None if self.kv_connector else "its server is not said to have a connector (kv_connector)"
         if self.host_kv_bytes is None:
             return "it has no host memory for KV (host_kv_bytes)"
         if self.pull_bytes_per_second is None:

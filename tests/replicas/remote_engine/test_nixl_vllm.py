@@ -7,8 +7,9 @@ import os
 import random
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
 
 import httpx
@@ -16,6 +17,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from loadtests.stacks.local_stack import local_stack
 from replicas.host import ReplicaHost
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.frames import Abort, FinishReason, PromptUsage, TokenDelta
@@ -286,3 +288,54 @@ async def test_a_first_server_that_dies_between_the_parts_costs_the_work_alone(
     assert [said.answer] == expected
     (again,) = await second.ask(prompt)
     assert again.answer == said.answer and again.usage.num_cached_tokens
+
+
+def test_a_router_splits_prompts_between_vllm_servers(servers: Pair) -> None:
+    """By the cost of both choices, while others decode."""
+    of_both = {"engine": "remote", "kv_connector": "nixl"}
+    settings = [
+        {**of_both, "engine_url": servers.first, "role": "prefill", "kv_lease_seconds": LEASE_SECONDS},
+        {**of_both, "engine_url": servers.second, "role": "decode", "kv_lease_seconds": LEASE_SECONDS},
+    ]
+    with local_stack(num_replicas=2, replica_settings=settings) as stack:
+        model = httpx.get(f"{stack.url}/v1/models").json()["data"][0]["id"]
+
+        def ask(text: str, max_tokens: int = 12) -> tuple[dict[str, Any], httpx.Headers]:
+            body = {"model": model, "prompt": text, "max_tokens": max_tokens, "temperature": 0}
+            answer = httpx.post(f"{stack.url}/v1/completions", json={**body, "ignore_eos": True}, timeout=120)
+            assert answer.status_code == 200, answer.text
+            return answer.json(), answer.headers
+
+        words = random.Random(5)
+        with busy(lambda number: ask(f"count {number}", 150)):
+            for _ in range(20):
+                text = " ".join(words.choices(("river", "stone", "lamp", "seven"), k=300))
+                found, headers = ask(text)
+                details = found["usage"]["prompt_tokens_details"]
+                if details.get("split_tokens"):
+                    break
+        assert (headers["x-kvasir-computed-at"], headers["x-kvasir-replica"]) == ("replica-0", "replica-1")
+        assert details["cached_tokens"] < 64
+        assert "handover" not in json.dumps(found) and "kv_transfer_params" not in json.dumps(found)
+        again, _ = ask(text)
+        assert again["choices"][0]["text"] == found["choices"][0]["text"]
+
+
+@contextmanager
+def busy(ask: Callable[[int], object]) -> Iterator[None]:
+    """While a dozen streams decode."""
+    is_over = threading.Event()
+
+    def go_on(number: int) -> None:
+        while not is_over.is_set():
+            ask(number)
+
+    threads = [threading.Thread(target=go_on, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
