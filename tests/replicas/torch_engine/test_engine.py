@@ -185,7 +185,10 @@ def test_settings_that_cannot_work_are_refused_at_the_start(
         TorchEngine(ReplicaConfig(**{"model": str(checkpoint), "block_size": 8, "device": "cpu", **settings}))
 
 
-def test_a_promised_time_bounds_prompts_only_while_requests_decode(checkpoint: Path) -> None:
+def test_a_promised_time_bounds_prompts_only_while_requests_decode(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicas.scheduling.step_promise.EXCESS_SHARE", 0.0)
     plain = Driver(checkpoint, max_batched_tokens=256)
     expected = plain.generate(prompt_of(350), 8).token_ids
     kept = Driver(checkpoint, max_batched_tokens=256, slo_tpot=1e-5)

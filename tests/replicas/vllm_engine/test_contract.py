@@ -108,7 +108,10 @@ class TestSparseVllmEngine(EngineContract):
         return one_engine.of(model=str(model), num_blocks=128, engine_args=options)
 
 
-def test_a_promised_time_bounds_prompts_only_while_requests_decode(one_engine: OneEngine) -> None:
+def test_a_promised_time_bounds_prompts_only_while_requests_decode(
+    one_engine: OneEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicas.scheduling.step_promise.EXCESS_SHARE", 0.0)
     run = EngineRun(one_engine.of(slo_tpot=1e-5))
     prompt = prompt_of(run.engine, 600)
     alone = run.tokens(run.generate(prompt, max_tokens=8))
