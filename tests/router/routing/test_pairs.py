@@ -206,11 +206,19 @@ def test_the_pair_is_the_cheapest_by_the_whole_formula(
     num_prefillers, num_decoders = (len(set(side)) for side in zip(*all_pairs, strict=True))
     if num_decoders <= 2 and num_prefillers <= 2:
         assert pair.seconds == pytest.approx(min(all_pairs.values()))
-    check_what_follows(decision, pair, asked)
+    check_what_follows(decision, pair, asked, parameters)
 
 
-def check_what_follows(decision: Decision, pair: Pair, asked: RoutingRequest) -> None:
-    assert pair.alone_seconds == min(each.cost.seconds for each in decision.candidates)
+def check_what_follows(
+    decision: Decision, pair: Pair, asked: RoutingRequest, parameters: CostParameters
+) -> None:
+    dearer = parameters.split_delay_price - parameters.delay_price
+    assert pair.alone_seconds == pytest.approx(
+        min(
+            each.cost.seconds + dearer * each.load.num_requests * each.cost.prefill_seconds
+            for each in decision.candidates
+        )
+    )
     assert decision.is_split == (pair.seconds < pair.alone_seconds)
     if not decision.is_split:
         assert decision.reason is not DecisionReason.SPLIT
