@@ -148,21 +148,6 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="tokens that a replica's KV cache holds (default: the hardware's)",
     )
-    add("--max-batched-tokens", type=count, metavar="N", help="per step (default: the hardware's)")
-    add(
-        "--step-tpot",
-        type=positive,
-        metavar="S",
-        help="as the replicas' setting slo_tpot: a step with decoding requests takes so long at most "
-        "(default: no bound)",
-    )
-    add(
-        "--max-running",
-        type=count,
-        default=DEFAULT_MAX_RUNNING,
-        metavar="N",
-        help=f"per replica (default: {DEFAULT_MAX_RUNNING})",
-    )
     add(
         "--decodes-beside",
         action="store_true",
@@ -180,10 +165,30 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         help="whether a replica's load counts a request at its arrival, or only after the running step",
     )
     add("--index-stride", type=count, default=128, metavar="N", help="default: 128")
+    _add_steps(parser)
     _add_pools(parser)
     _add_groups(parser)
     _add_tiers(parser)
     _add_delays(parser)
+
+
+def _add_steps(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--max-batched-tokens", type=count, metavar="N", help="per step (default: the hardware's)")
+    add(
+        "--step-tpot",
+        type=positive,
+        metavar="S",
+        help="as the replicas' setting slo_tpot: a step with decoding requests takes so long at most "
+        "(default: no bound)",
+    )
+    add(
+        "--max-running",
+        type=count,
+        default=DEFAULT_MAX_RUNNING,
+        metavar="N",
+        help=f"per replica (default: {DEFAULT_MAX_RUNNING})",
+    )
 
 
 def _add_pools(parser: argparse.ArgumentParser) -> None:

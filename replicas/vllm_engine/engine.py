@@ -121,13 +121,7 @@ class VllmEngine:
             self._close_tier()
             raise
         self._core = CoreView(self._vllm)
-        promise = open_promise(config.slo_tpot, self._core.cache_shape.alignment)
-        if promise is not None:
-            self._core.keep(promise)
-        interval = self._core.cache_shape.default_retention
-        if interval and RETENTION not in arguments:
-            self._core.retain(interval)
-            logger.info("%s keeps a resume point every %d tokens, since it has windows", name, interval)
+        self._set_scheduler(config, name, arguments)
         self._shape = self._core.cache_shape
         self._card = self._model_card(config, name, digest, adapters, rule)
         if rule is not None and not has_room_for_any(self._card, rule):
@@ -164,6 +158,16 @@ class VllmEngine:
         self._live: dict[str, LiveRequest] = {}
         if self._tier is not None:
             self._tier.requests = self._requests()
+
+    def _set_scheduler(self, config: ReplicaConfig, name: str, arguments: Mapping[str, Any]) -> None:
+        """Have vLLM's scheduler do what it has no argument for."""
+        promise = open_promise(config.slo_tpot, self._core.cache_shape.alignment)
+        if promise is not None:
+            self._core.keep(promise)
+        interval = self._core.cache_shape.default_retention
+        if interval and RETENTION not in arguments:
+            self._core.retain(interval)
+            logger.info("%s keeps a resume point every %d tokens, since it has windows", name, interval)
 
     def _model_card(
         self,
