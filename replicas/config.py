@@ -121,7 +121,7 @@ class ReplicaConfig:
     slo_tpot: float | None = setting(
         None,
         help="seconds between tokens that a request should keep while others' prompts are computed: a step "
-        "with both gets only so many prompt tokens as leave it that time, at least 128; none means no such "
+        "with both gets no more prompt tokens than leave it that time, at least 128; none means no such "
         "bound; torch, vllm and simulated only",
         above=0,
     )

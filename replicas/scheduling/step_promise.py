@@ -1,7 +1,7 @@
 """StepPromise: how many prompt tokens a step may compute so that the requests that decode in it keep a time.
 
-Owns the promised seconds and the fit of what steps cost. Pure: its caller says what each step computed and
-how long that took.
+Owns the promised seconds and the fit of what steps cost. Pure: its caller names the work of each step and
+its seconds.
 
     seconds = base + per prompt token + per prompt token and token of KV before it
               + per token of KV that decoding requests attend to + per step in which a prompt ends
@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 LEAST_TOKENS = 128
-"""Prompts get so many in every step, whatever they take: a promise that cannot be kept stops no prompt."""
+"""Prompt tokens of every step, whatever they take: a promise that cannot be kept stops no prompt."""
 EXCESS_SHARE = 8.0
-"""And as many as take so many times the time by which decoding alone exceeds the promise. Where long contexts
+"""And as many as take this multiple of the time by which decoding alone exceeds the promise. Where long contexts
 make it do so, prompts that got the least only would wait for ever more requests that decode slowly."""
 FIRST_TOKENS = 256
-"""So many until steps have shown their cost, and where no step has had prompts next to decoding requests."""
+"""Prompt tokens until steps have shown their cost, and where no step has had prompts next to decoding requests."""
 MULTIPLE = 32
 """A step's prompt tokens are a multiple, as GPUs compute tiles."""
 
@@ -35,7 +35,7 @@ _DECAY = 0.95
 _LEAST_STEPS = 3
 """With prompts, before the fit is believed."""
 _OUTLIER = 2.0
-"""A step that took so many times what was expected, or one so many times shorter, counts as that."""
+"""Bound on a step's time over the expected one, and on its inverse; one further off counts as this."""
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 1e-6, 60.0
 """No step takes less or more."""
 _RIDGE = 1e-6
@@ -156,7 +156,7 @@ class _Sums:
 
 
 class StepFit:
-    """What steps cost, from those that it has observed."""
+    """The cost of steps, from those that it has observed."""
 
     def __init__(self) -> None:
         self._with_prompts = _Sums()
