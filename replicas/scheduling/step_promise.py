@@ -1,6 +1,6 @@
 """StepPromise: how many prompt tokens a step may compute so that the requests that decode in it keep a time.
 
-Owns the promised seconds and the fit of what steps cost. Pure: its caller names the work of each step and
+Owns the promised seconds and the fitted cost of steps. Pure: its caller names the work of each step and
 its seconds.
 
     seconds = base + per prompt token + per prompt token and token of KV before it
