@@ -151,8 +151,8 @@ class Puller:
     def cancel(self, number: int) -> None:
         """End a binding transfer, if it is under way, since no request waits for it."""
         transfer = self._transfers.get(number)
-        if transfer is None or not transfer.binds:
-            return
+        if transfer is None or not transfer.binds or self._clock() >= transfer.ends_at:
+            return  # it ends by itself at its deadline, and counts as late
         with self._changed:
             transfer.is_cancelled = True
             if transfer.cancel is not None:
