@@ -129,7 +129,7 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         help=f"one, several, or all; {PERFECT} is kvasir knowing all caches as they are (default: kvasir)",
     )
     prices = CostParameters()
-    for name in ("room_price", "delay_price", "split_room_price", "split_delay_price"):
+    for name in ("room_price", "delay_price", "split_room_price"):
         default, flag = getattr(prices, name), "--" + name.replace("_", "-")
         add(flag, type=float, default=default, metavar="X", help=f"as the router's (default: {default:g})")
     add("--replicas", type=count, default=8, metavar="N", help="default: 8")
@@ -193,6 +193,12 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
 
 def _add_pools(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add(
+        "--split-delay-price",
+        type=float,
+        metavar="X",
+        help="as the router's, at decoders; a high one splits every prompt (default: as --delay-price)",
+    )
     add(
         "--pools",
         type=_pools,

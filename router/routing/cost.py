@@ -62,9 +62,9 @@ class CostParameters:
     `delay_price` the share of a prefill that each request at the same replica counts for; with both 0,
     the cost is the plain expected time to first token. `future_price` is that of a token that live programs
     need beyond the room of their replica, in times of having it again. `split_room_price` is the share of
-    `room_price` that a prompt costs at a replica that decodes it alone, `split_delay_price` the `delay_price`
-    at a decoder whose prompts others may compute, and `nixl_seconds_per_token` the time
-    that a server's connector is taken to move a token in: no card says it.
+    `room_price` that a prompt costs at a replica that decodes it alone, `split_delay_price` (None is
+    `delay_price`) that of delays at a decoder whose prompts others may compute, and `nixl_seconds_per_token`
+    the time in which a server's connector is taken to move a token: no card says it.
 
     A request goes by affinity among replicas within `near_tie_tokens` of prefill and
     `near_tie_requests` of the cheapest. Fleets up to `num_compared_candidates` are compared whole;
@@ -75,7 +75,7 @@ class CostParameters:
     delay_price: float = 0.05
     future_price: float = 1.0
     split_room_price: float = 0.3
-    split_delay_price: float = 0.1
+    split_delay_price: float | None = None
     nixl_seconds_per_token: float = 3e-5
     near_tie_tokens: int = 256
     near_tie_requests: int = 4

@@ -9,8 +9,8 @@ Owns the cost of such a split. Knows no clock, no index and no reservations: pla
 
 The decoder d lacks what lies neither on its device nor below it. Chunks move while p computes those behind
 them, so the later of both counts. `tail` is one more chunk over the link and what is computed of the prompt
-at d, after the decode step that runs when it comes. The other terms are those of `cost.py`; alone, d costs
-`split_delay_price` in place of `delay_price`, since its requests need not be delayed. A server's
+at d, after the decode step that runs when it comes. The other terms are those of `cost.py`; alone, d may cost
+`split_delay_price` in place of `delay_price`. A server's
 connector moves the KV when the prompt has been computed whole, so there both times are added.
 
 Decoder first: only what it lacks must move. There is no least length of a split: a short one costs its tail
@@ -156,8 +156,10 @@ def with_pair(
 
 def _alone_seconds(candidate: Candidate, parameters: CostParameters) -> float:
     """Return the cost of a decoder that computes the prompt, too."""
-    dearer = parameters.split_delay_price - parameters.delay_price
     cost = candidate.cost
+    if parameters.split_delay_price is None:
+        return cost.seconds
+    dearer = parameters.split_delay_price - parameters.delay_price
     return cost.seconds + dearer * candidate.load.num_requests * cost.prefill_seconds
 
 

@@ -171,16 +171,22 @@ def some_fleet(role: Role, least: int, most: int) -> st.SearchStrategy[FleetOf]:
     others=some_fleet(Role.BOTH, 0, 1),
     num_tokens=st.sampled_from([1, 128, 129, 300, 1000, 1001, 3000]),
     delay_price=st.sampled_from([0.0, 0.05, 1.0]),
+    split_delay_price=st.sampled_from([None, 0.0, 0.1]),
 )
 def test_the_pair_is_the_cheapest_by_the_whole_formula(
-    prefillers: FleetOf, decoders: FleetOf, others: FleetOf, num_tokens: int, delay_price: float
+    prefillers: FleetOf,
+    decoders: FleetOf,
+    others: FleetOf,
+    num_tokens: int,
+    delay_price: float,
+    split_delay_price: float | None,
 ) -> None:
     fleet = [((role, *kind), load, depth) for role, kind, load, depth in prefillers + decoders + others]
     names = [ReplicaId(f"r{number}") for number in range(len(fleet))]
     parts = {name: part for name, (part, _, _) in zip(names, fleet, strict=True)}
     loads = {name: load for name, (_, load, _) in zip(names, fleet, strict=True)}
     depths = {name: depth for name, (_, _, depth) in zip(names, fleet, strict=True)}
-    parameters = CostParameters(delay_price=delay_price)
+    parameters = CostParameters(delay_price=delay_price, split_delay_price=split_delay_price)
     asked, replicas = request(num_tokens=num_tokens), replicas_of(parts, loads)
     decision = decided(replicas, depths, asked, parameters)
     kinds = {
@@ -212,7 +218,9 @@ def test_the_pair_is_the_cheapest_by_the_whole_formula(
 def check_what_follows(
     decision: Decision, pair: Pair, asked: RoutingRequest, parameters: CostParameters
 ) -> None:
-    dearer = parameters.split_delay_price - parameters.delay_price
+    dearer = 0.0
+    if parameters.split_delay_price is not None:
+        dearer = parameters.split_delay_price - parameters.delay_price
     assert pair.alone_seconds == pytest.approx(
         min(
             each.cost.seconds + dearer * each.load.num_requests * each.cost.prefill_seconds
