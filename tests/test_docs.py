@@ -252,7 +252,7 @@ def test_every_page_is_in_the_navigation() -> None:
         ("prefix caching", {"docs/index.md", "docs/monitoring.md", "docs/models.md"}),
         ("cache hit rate", {"docs/index.md", "docs/monitoring.md", "docs/loadtests.md"}),
         ("KV-cache-aware routing", {"docs/index.md", "docs/loadtests.md"}),
-        ("disaggregated prefill", {"docs/index.md", "docs/models.md"}),
+        ("disaggregated prefill", {"docs/index.md", "docs/prefill-decode.md"}),
         ("autoscaling", {"docs/index.md", "docs/machines.md", "docs/kubernetes.md"}),
     ],
 )
