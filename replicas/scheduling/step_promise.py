@@ -21,10 +21,12 @@ from typing import NamedTuple, Protocol
 LEAST_TOKENS = 128
 """Prompt tokens of every step, whatever they take: a promise that cannot be kept stops no prompt."""
 EXCESS_SHARE = 8.0
-"""And as many as take this multiple of the time by which decoding alone exceeds the promise. Where long contexts
-make it do so, prompts that got the least only would wait for ever more requests that decode slowly."""
+"""And as many as take this multiple of the time by which decoding alone exceeds the promise. Where long
+contexts make it do so, prompts that got the least only would wait for ever more requests that decode
+slowly."""
 FIRST_TOKENS = 256
-"""Prompt tokens until steps have shown their cost, and where no step has had prompts next to decoding requests."""
+"""Prompt tokens until steps have shown their cost, and where no step has had prompts next to decoding
+requests."""
 MULTIPLE = 32
 """A step's prompt tokens are a multiple, as GPUs compute tiles."""
 
