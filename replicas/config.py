@@ -39,6 +39,7 @@ ATTENTIONS = ("auto", "gather", "kernel")
 
 DEFAULT_MAX_RUNNING = 256
 DEFAULT_MAX_BATCHED_TOKENS = 2048
+DEFAULT_SLO_TPOT = 0.05
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_CHUNK_TOKENS = 128
 DEFAULT_VLLM_BLOCK_SIZE = 32
@@ -119,10 +120,10 @@ class ReplicaConfig:
         minimum=1,
     )
     slo_tpot: float | None = setting(
-        None,
+        DEFAULT_SLO_TPOT,
         help="seconds between tokens that a request should keep while others' prompts are computed: a step "
-        "with both gets no more prompt tokens than leave it that time, at least 128; none means no such "
-        "bound; torch, vllm and simulated only",
+        "with both gets no more prompt tokens than leave it that time, at least 128, and more while many "
+        "wait; none means no such bound; torch, vllm and simulated only",
         above=0,
     )
     max_running: int = setting(DEFAULT_MAX_RUNNING, help="maximum number of requests in one batch", minimum=1)
@@ -410,7 +411,7 @@ class ReplicaConfig:
                 raise SettingsError(f"setting engine_endpoint: {error}") from error
         foreign = ["host_kv_bytes", "kv_cache_bytes", "engine_process", "slo_tpot"]
         for name in [*foreign, "num_blocks"] if self.engine == "remote" else foreign:
-            if getattr(self, name):
+            if getattr(self, name) and getattr(self, name) != getattr(ReplicaConfig, name):
                 raise SettingsError(f"setting {name} is not for the engine {self.engine}: its server decides")
 
     def _check_routes(self) -> None:

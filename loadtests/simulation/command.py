@@ -33,7 +33,7 @@ from loadtests.simulation.sweep import SWEEPS, answer, plot
 from loadtests.workloads import GENERATORS, Workload
 from loadtests.workloads.sessions import SessionFile, is_session_file
 from loadtests.workloads.sources import typed_parameters
-from replicas.config import DEFAULT_MAX_RUNNING
+from replicas.config import DEFAULT_MAX_RUNNING, DEFAULT_SLO_TPOT
 from replicas.kvcache.cache_groups import CacheGroup
 from replicas.protocol.status import Role
 from replicas.simulated_engine.groups import MODELS, alignment_of, num_blocks_for, parse_groups
@@ -172,15 +172,20 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
     _add_delays(parser)
 
 
+def _promise(text: str) -> float | None:
+    return None if text == "none" else positive(text)
+
+
 def _add_steps(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--max-batched-tokens", type=count, metavar="N", help="per step (default: the hardware's)")
     add(
         "--step-tpot",
-        type=positive,
+        type=_promise,
+        default=DEFAULT_SLO_TPOT,
         metavar="S",
-        help="as the replicas' setting slo_tpot: a step with decoding requests takes so long at most "
-        "(default: no bound)",
+        help="as the replicas' setting slo_tpot: a step with decoding requests takes so long at most; none "
+        f"is no bound (default: {DEFAULT_SLO_TPOT:g})",
     )
     add(
         "--max-running",

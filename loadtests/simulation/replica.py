@@ -303,13 +303,15 @@ class VirtualReplica:
     def _num_promised(self, promise: StepPromise) -> int:
         """Prompt tokens that the requests that decode leave time for."""
         num_context_tokens = self._decoding.num_context_tokens
+        num_pending_tokens = self._num_waiting_tokens
         starts = []
         for request in self._prefilling:
             if request.num_left == 1:
                 num_context_tokens += request.num_computed + 1
             else:
                 starts.append(request.num_computed)
-        return promise.num_prompt_tokens(num_context_tokens, starts[0] if starts else 0)
+                num_pending_tokens += request.num_left
+        return promise.num_prompt_tokens(num_context_tokens, starts[0] if starts else 0, num_pending_tokens)
 
     def _grow(self, request: VirtualRequest) -> None:
         """One more block for a request whose next token begins one."""

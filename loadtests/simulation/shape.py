@@ -5,6 +5,7 @@ Owns what they are called. Does not know what a replica does with them.
 
 from dataclasses import dataclass
 
+from replicas.config import DEFAULT_SLO_TPOT
 from replicas.kvcache.cache_groups import CacheGroup
 from replicas.simulated_engine.groups import longest_prompt
 from replicas.simulated_engine.hardware import CostModel
@@ -60,7 +61,7 @@ class ReplicaShape:
     tiers: TierShape | None = None
     groups: tuple[CacheGroup, ...] = ()
     retention: int = 0
-    slo_tpot: float | None = None
+    slo_tpot: float | None = DEFAULT_SLO_TPOT
     """Seconds that a step with decoding requests should take at most, as a replica's setting says it."""
 
     def __post_init__(self) -> None:

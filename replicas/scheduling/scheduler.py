@@ -63,6 +63,8 @@ class Scheduler:
         self._manager = manager
         self._max_batched_tokens = max_batched_tokens
         self._promise = promise
+        self._num_pending_tokens = 0
+        """Of prompts, at the last look."""
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -211,6 +213,7 @@ class Scheduler:
                 num_pending_tokens += num_left
                 num_wanted_tokens += num_left
         pool = self._manager.pool
+        self._num_pending_tokens = num_pending_tokens
         return LoadSnapshot(
             num_running=len(self._running),
             num_waiting=len(to_start),
@@ -231,7 +234,7 @@ class Scheduler:
                 num_context_tokens += start + 1
             elif first_start is None:
                 first_start = start
-        return promise.num_prompt_tokens(num_context_tokens, first_start or 0)
+        return promise.num_prompt_tokens(num_context_tokens, first_start or 0, self._num_pending_tokens)
 
     def _num_decoding(self) -> int:
         """Running requests that need one token only: theirs is set aside before prompts share the rest."""

@@ -24,6 +24,11 @@ EXCESS_SHARE = 8.0
 """And as many as take this multiple of the time by which decoding alone exceeds the promise. Where long
 contexts make it do so, prompts that got the least only would wait for ever more requests that decode
 slowly."""
+WAIT_SECONDS = 0.5
+"""Prompts that wait get the share of the time by which they are computed within so many seconds, whatever is
+promised: first tokens count as well, and in an overload a kept promise would halve what is served in time."""
+MOST_TIMES_DECODING = 3.0
+"""But at most this multiple of the time that decoding takes: one long prompt is no overload."""
 FIRST_TOKENS = 256
 """Prompt tokens until steps have shown their cost, and where no step has had prompts next to decoding
 requests."""
@@ -90,21 +95,25 @@ class StepPromise:
         self._reach = 0.0
         """The most prompt tokens of a step with decoding requests, less the longer ago that was."""
 
-    def num_prompt_tokens(self, num_context_tokens: int, start: int) -> int:
+    def num_prompt_tokens(self, num_context_tokens: int, start: int, num_pending_tokens: int = 0) -> int:
         """Return the most that the next step may compute. `start` is how much of the prompt whose turn it is
-        has been computed."""
-        wanted = self._wanted(num_context_tokens, start)
+        has been computed, and `num_pending_tokens` are those of all prompts that are still to be."""
+        wanted = self._wanted(num_context_tokens, start, num_pending_tokens)
         bound = max(FIRST_TOKENS, self._reach * _GROWTH)
         return max(self._least_tokens, int(min(wanted, bound)) // MULTIPLE * MULTIPLE)
 
-    def _wanted(self, num_context_tokens: int, start: int) -> float:
+    def _wanted(self, num_context_tokens: int, start: int, num_pending_tokens: int) -> float:
         cost = self._fit.cost()
         if cost is None:
             return FIRST_TOKENS
         decoding = cost.base + cost.context_token * num_context_tokens
-        left = max(self.seconds - decoding, EXCESS_SHARE * (decoding - self.seconds))
         token = cost.prompt_token + cost.attended_token * start
-        return left / token if token > 0 else math.inf
+        if token <= 0:
+            return math.inf
+        left = max(self.seconds - decoding, EXCESS_SHARE * (decoding - self.seconds))
+        share = num_pending_tokens * token / WAIT_SECONDS
+        times = share / (1.0 - share) if share < 1.0 else math.inf
+        return max(left, min(times, MOST_TIMES_DECODING) * decoding) / token
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Record what a step computed and the seconds that it took."""

@@ -248,7 +248,7 @@ class CoreView:
 
     def _num_promised(self, promise: StepPromise) -> int:
         """Tokens of the next step, decoding requests first: vLLM's own bound where none decodes."""
-        num_decode_tokens = num_context_tokens = 0
+        num_decode_tokens = num_context_tokens = num_pending_tokens = 0
         first_start = None
         for request in self._scheduler.running:
             start = int(request.num_computed_tokens)
@@ -256,11 +256,15 @@ class CoreView:
             if start >= request.num_prompt_tokens and num_left == 1 + len(request.spec_token_ids):
                 num_decode_tokens += num_left
                 num_context_tokens += start + 1
-            elif first_start is None:
-                first_start = start
+            else:
+                first_start = start if first_start is None else first_start
+                num_pending_tokens += num_left
         if not num_decode_tokens:
             return self._most_tokens
-        num_prompt_tokens = promise.num_prompt_tokens(num_context_tokens, first_start or 0)
+        num_pending_tokens += sum(int(request.num_tokens) for request in self._scheduler.waiting)
+        num_prompt_tokens = promise.num_prompt_tokens(
+            num_context_tokens, first_start or 0, num_pending_tokens
+        )
         return min(self._most_tokens, num_decode_tokens + num_prompt_tokens)
 
     def _work_of(self, output: Any) -> StepWork:

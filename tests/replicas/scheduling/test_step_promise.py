@@ -13,6 +13,7 @@ from replicas.scheduling.step_promise import (
     EXCESS_SHARE,
     FIRST_TOKENS,
     LEAST_TOKENS,
+    WAIT_SECONDS,
     StepCost,
     StepFit,
     StepPromise,
@@ -129,6 +130,21 @@ def test_where_decoding_alone_takes_longer_prompts_get_several_times_the_excess(
     assert promise.num_prompt_tokens(context, 0) == pytest.approx(expected, rel=0.1)
 
 
+@pytest.mark.parametrize(("share", "times"), [(0.0, 0.0), (0.5, 1.0), (0.7, 7 / 3), (0.9, 3.0), (40.0, 3.0)])
+def test_prompts_that_wait_get_the_time_to_be_computed_soon(share: float, times: float) -> None:
+    """Decoding takes nearly the promised time; `share` of the time from now on would do for what waits."""
+    context = 1000
+    decoding = COSTS.seconds(StepWork(0, 0, context))
+    promise = StepPromise(1.1 * decoding)
+    for _ in range(60):
+        for work in (StepWork(5000, 0, context), StepWork(0, 0, context)):
+            promise.observe(work, COSTS.seconds(work))
+    num_pending_tokens = round(share * WAIT_SECONDS / COSTS.prompt_token)
+    expected = max(LEAST_TOKENS, max(0.1, times) * decoding / COSTS.prompt_token)
+    found = promise.num_prompt_tokens(context, 0, num_pending_tokens)
+    assert found == pytest.approx(min(expected, 1.25 * 5000), rel=0.1)
+
+
 def test_no_setting_is_no_promise_and_a_large_alignment_raises_the_least() -> None:
     assert open_promise(None) is None
     aligned = open_promise(0.001, alignment=1600)
@@ -145,7 +161,7 @@ class Drawn:
     allowed: list[int]
     asked: list[tuple[int, int]] = field(default_factory=list)
 
-    def num_prompt_tokens(self, num_context_tokens: int, start: int) -> int:
+    def num_prompt_tokens(self, num_context_tokens: int, start: int, num_pending_tokens: int = 0) -> int:
         self.asked.append((num_context_tokens, start))
         return self.allowed[len(self.asked) % len(self.allowed)]
 
