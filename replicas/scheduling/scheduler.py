@@ -64,7 +64,7 @@ class Scheduler:
         self._max_batched_tokens = max_batched_tokens
         self._promise = promise
         self._num_pending_tokens = 0
-        """Of prompts, at the last look."""
+        """Prompt tokens still to be computed, at the last look."""
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._eos_token_ids = frozenset(eos_token_ids)

@@ -25,7 +25,7 @@ EXCESS_SHARE = 8.0
 contexts make it do so, prompts that got the least only would wait for ever more requests that decode
 slowly."""
 WAIT_SECONDS = 0.5
-"""Prompts that wait get the share of the time by which they are computed within so many seconds, whatever is
+"""Prompts that wait get the share of the time by which they are computed within this time, whatever is
 promised: first tokens count as well, and in an overload a kept promise would halve what is served in time."""
 MOST_TIMES_DECODING = 3.0
 """But at most this multiple of the time that decoding takes: one long prompt is no overload."""
