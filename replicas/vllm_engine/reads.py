@@ -78,7 +78,7 @@ READS: Reads = {
         " num_scheduled_tokens scheduled_spec_decode_tokens",
     },
     "vllm.v1.core.sched.scheduler": {
-        "Scheduler": "kv_event_publisher schedule structured_output_manager kv_cache_manager running requests"
+        "Scheduler": "max_num_scheduled_tokens kv_event_publisher schedule structured_output_manager kv_cache_manager running requests"
         " connector has_requests",
     },
     "vllm.v1.core.single_type_kv_cache_manager": {"SingleTypeKVCacheManager": "block_size use_eagle"},
@@ -99,8 +99,8 @@ READS: Reads = {
     "vllm.v1.metrics.stats": {"PrefillStats": "num_cached_tokens num_external_cached_tokens"},
     "vllm.v1.request": {
         "Request": "request_id session_id status cache_salt block_hashes all_token_ids mm_features"
-        " num_tokens num_prompt_tokens num_computed_tokens num_preemptions prefill_stats"
-        " shared_prefix_boundary structured_output_request",
+        " num_tokens num_tokens_with_spec num_prompt_tokens num_computed_tokens num_preemptions"
+        " prefill_stats shared_prefix_boundary spec_token_ids structured_output_request",
         "RequestStatus": "RUNNING WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR",
     },
     "vllm.v1.structured_output": {"StructuredOutputManager": "backend"},

@@ -410,8 +410,9 @@ async def test_binding_pulls_wait_for_room_in_host_memory(redis_url: str) -> Non
             await there.send(first_part(asked, split))
         store = here.engine.store
         assert store is not None and store._pulls is not None
-        await until(lambda: store._pulls._num_slots == 6)  # type: ignore[union-attr]
-        assert [len(each.wanted) for each in store._pulls._bindings.values()] == [3, 9, 9]
+        pulls = store._pulls
+        await until(lambda: [len(each.wanted) for each in pulls._bindings.values()] == [3, 9, 9])
+        assert pulls._num_slots == 6
         there.goes_on()
         found = await here.answers(*sent)
         for asked, (answers, usage) in zip(requests, found, strict=True):
