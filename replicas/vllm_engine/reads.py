@@ -78,8 +78,8 @@ READS: Reads = {
         " num_scheduled_tokens scheduled_spec_decode_tokens",
     },
     "vllm.v1.core.sched.scheduler": {
-        "Scheduler": "max_num_scheduled_tokens kv_event_publisher schedule structured_output_manager kv_cache_manager running requests"
-        " connector has_requests",
+        "Scheduler": "kv_event_publisher schedule structured_output_manager kv_cache_manager running requests"
+        " connector has_requests max_num_scheduled_tokens waiting",
     },
     "vllm.v1.core.single_type_kv_cache_manager": {"SingleTypeKVCacheManager": "block_size use_eagle"},
     "vllm.v1.engine.core": {"EngineCore": "scheduler model_executor"},
