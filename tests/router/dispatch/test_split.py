@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from replicas.protocol.frames import PromptUsage, RefusalCode
+from replicas.protocol.blocks import ImageTokens, PublishedBeginning
+from replicas.protocol.frames import PromptUsage, RefusalCode, Submit, UserTag
+from replicas.protocol.images import media_hash
 from replicas.protocol.prefix_leases import PrefixLease
 from replicas.protocol.split_handover import SplitHandover, read_handover
-from replicas.protocol.status import SplitWay
+from replicas.protocol.status import Adapter, SplitWay
 from router.dispatch.attempt import Attempt
 from router.dispatch.split import MIN_WAIT_SECONDS, ONE_TOKEN, FirstPart
+from router.prompt.images import Media
 from router.routing.cost import CostParameters
 from router.routing.decision import Decision, Pair, Replicas, RoutingRequest, decide
 from router.routing.levels import Overlaps
@@ -23,6 +26,7 @@ from router.routing.table import RoutingTable
 from tests.router.dispatched_fleet import (
     GENERATION,
     PROMPT,
+    ROOT,
     DispatchedFleet,
     assert_complete,
     changed,
@@ -57,10 +61,10 @@ def splitting(table: RoutingTable) -> None:
 
 
 async def pair_of(
-    fleet: DispatchedFleet, way: SplitWay = SplitWay.PULL, *others: str
+    fleet: DispatchedFleet, way: SplitWay = SplitWay.PULL, *others: str, adapter: Adapter | None = None
 ) -> tuple[ScriptedReplica, ScriptedReplica]:
     splitting(fleet.table)
-    a, b, *_ = [await fleet.add(name) for name in ("a", "b", *others)]
+    a, b, *_ = [await fleet.add(name, *filter(None, [adapter])) for name in ("a", "b", *others)]
     for replica in (a, b):  # without roles, which would have the table choose
         fleet.table.update_card(replica.replica_id, replace(replica.card, splits_by=way))
     return a, b
@@ -83,6 +87,47 @@ async def test_both_parts_are_sent_at_once_and_the_second_one_answers(fleet: Dis
     assert hint.split_id == first.split_id != 0
     assert hint.wait_seconds >= MIN_WAIT_SECONDS
     assert fleet.dispatcher.splits.outcomes == {"whole": 1, "part": 0, "failed": 0}
+
+
+OWN_TO_A_PART = {
+    *(
+        "submit_id",
+        "sampling",
+        "num_choices",
+        "leases",
+        "pull",
+        "split_id",
+        "handover",
+        "num_expected_tokens",
+    ),
+    *("announced_hashes", "announced_points", "announcement_id", "trace_parent", "trace_state"),
+}
+
+
+async def test_both_parts_are_of_one_prompt_whatever_it_has(fleet: DispatchedFleet) -> None:
+    """Its images go to both replicas before it."""
+    adapter = Adapter("lora", "f" * 64)
+    a, b = await pair_of(fleet, SplitWay.PULL, "c", adapter=adapter)
+    content = b"a picture"
+    values = {
+        "media": (ImageTokens(media_hash(ROOT, content), 10, 5),),
+        "priority": 3,
+        "adapter": "lora",
+        "user": UserTag(b"user"),
+        "bucket": b"bucket",
+        "tenant": b"tenant",
+        "lease_share": 0.5,
+        "store_share": 0.25,
+        "published": PublishedBeginning(ROOT, 16),
+    }
+    asked = structs.replace(GENERATION.submit, **values)
+    media = [Media(asked.media[0].content_hash, content)]
+    await generate(fleet, replace(GENERATION, submit=asked, media=media, adapter=adapter))
+    (first,), (second,) = a.submits, b.submits
+    for name in set(Submit.__struct_fields__) - OWN_TO_A_PART:
+        assert getattr(first, name) == getattr(second, name), name
+    assert all(getattr(first, name) == value for name, value in values.items())
+    assert a.media == b.media == {asked.media[0].content_hash: content}
 
 
 async def test_what_the_first_part_reads_from_cache_is_what_the_client_gets(fleet: DispatchedFleet) -> None:
