@@ -148,7 +148,7 @@ def failures(side: Side) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "number", [40, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+    "number", [40, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
 async def test_a_split_answers_as_the_undivided_request(redis_url: str, number: int) -> None:
     rng = random.Random(number)

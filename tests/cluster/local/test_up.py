@@ -250,8 +250,14 @@ def test_some_replicas_compute_prompts_for_others_if_up_is_asked_to(tmp_path: Pa
     with command.up("--engine", "torch", "--replicas", "3", "--prefill", "1"):
         roles = {"decode-0": "decode", "decode-1": "decode", "prefill-0": "prefill"}
         assert {entry.replica_id: entry.role for entry in command.state().replicas} == roles
-        live = httpx.get(f"{command.state().router_url}/live/state", trust_env=False, timeout=60).json()
-        assert {each["id"]: each["role"] for each in live["replicas"]} == roles
+        url = f"{command.state().router_url}/live/state"
+
+        def live_roles() -> dict[str, str]:
+            live = httpx.get(url, trust_env=False, timeout=60).json()
+            return {each["id"]: each["role"] for each in live["replicas"]}
+
+        wait_until(lambda: live_roles() == roles, lambda: f"{live_roles()}")
+        live = httpx.get(url, trust_env=False, timeout=60).json()
         assert all(tier["max_bytes"] > 2**27 for each in live["replicas"] for tier in each["tiers"])
         said = output(command)
         assert all(f"role {role}" in said for role in roles.values())
