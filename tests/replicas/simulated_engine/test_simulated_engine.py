@@ -1,6 +1,7 @@
 """The simulated engine: its prices and its tokens."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from replicas.protocol.blocks import pack_token_ids
 from replicas.protocol.frames import PromptUsage, SamplingParams, StepFrame, Submit
 from replicas.protocol.status import ModelCard
 from replicas.scheduling.request import Chunk
+from replicas.scheduling.step_promise import MOST_TIMES_DECODING
 from replicas.simulated_engine.engine import SimulatedEngine
 from replicas.simulated_engine.hardware import FREE, HARDWARE, CostModel
 from tests.replicas.builders import ROOT, engine_request, request, tokens_of
@@ -203,24 +205,29 @@ def test_every_hardware_has_a_price_list() -> None:
 @pytest.mark.parametrize("hardware", ["h100-8b", "h100x4-70b", "h100x4-70b-soft"])
 @pytest.mark.parametrize("promised", [None, 0.04, 0.06, 0.1])
 def test_steps_keep_the_promised_time_while_requests_decode(hardware: str, promised: float | None) -> None:
-    """Prompts of 30,000 tokens come: nearly all steps with both keep the time, and use it."""
+    """Prompts of 30,000 tokens come: nearly all steps with both keep the time, and use it. Where such prompts
+    would take too long in that way, they take as much longer than decoding alone as they may."""
     card, naps = dataclasses.replace(CARD, num_blocks=9000, context_length=100_000), Naps()
     busy = engine(HARDWARE[hardware].cost, naps, card=card, max_batched_tokens=8192, slo_tpot=promised)
     for serial in (1, 2, 3):
         busy.add(engine_request([serial] * 3000, serial=serial, max_tokens=1500))
     seconds: list[float] = []
+    decoding = math.inf
     for step in range(400):
         if step % 200 == 50:
             busy.add(engine_request([10 + step] * 30_000, serial=10 + step, max_tokens=200))
         frame = busy.step()
         if frame.num_prefill_tokens and frame.num_decode_tokens and len(frame.deltas) == 3:
             seconds.append(naps.seconds[-1])
+        elif len(frame.deltas) == 3:
+            decoding = min(decoding, naps.seconds[-1])
     seconds.sort()
     assert len(seconds) >= 4
     if promised is None:
         assert seconds[len(seconds) // 2] > 0.2
     else:
-        assert seconds[int(0.9 * len(seconds))] <= 1.1 * promised
+        most = max(promised, (1 + MOST_TIMES_DECODING) * decoding)
+        assert seconds[int(0.9 * len(seconds))] <= 1.1 * most
         assert seconds[len(seconds) // 2] >= 0.6 * promised
 
 
