@@ -6,12 +6,9 @@ Owns which chunks have moved, and whether more will. Knows no steps: the fleet s
 from collections.abc import Callable
 
 from loadtests.simulation.request import VirtualRequest
-from loadtests.simulation.store import PATIENCE, VirtualStore
+from loadtests.simulation.store import VirtualStore
 from replicas.kvstore.chunk import ChunkName
 from router.routing.table import RoutedRequest
-
-LEAST_PATIENCE_SECONDS, MOST_PATIENCE_SECONDS = 0.5, 30.0
-"""Bounds on the wait of a decoder, which is several times as long as expected."""
 
 
 class Following:
@@ -32,8 +29,7 @@ class Following:
         self.prefill = prefill
         self.source = source
         self.num_tokens = decision.overlap_tokens
-        patience = max(LEAST_PATIENCE_SECONDS, PATIENCE * decision.pair.ready_seconds)
-        self.wait_seconds = min(MOST_PATIENCE_SECONDS, patience)
+        self.wait_seconds = decision.pair.wait_seconds
         self.is_over = False
         self._target = target
         self._moved = moved

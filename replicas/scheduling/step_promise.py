@@ -50,7 +50,9 @@ _SCALES = (1.0, 1e-3, 1e-7, 1e-5, 1.0)
 """Makes the features of usual steps about 1."""
 
 
-class _Chunk(Protocol):
+class StepChunk(Protocol):
+    """A request's share of a step, in an engine or in a simulation."""
+
     @property
     def start(self) -> int: ...
     @property
@@ -71,7 +73,7 @@ class StepWork(NamedTuple):
     ends_prompt: bool = False
 
 
-def work_of(chunks: Sequence[_Chunk]) -> StepWork:
+def work_of(chunks: Sequence[StepChunk]) -> StepWork:
     num_prompt_tokens = num_attended_tokens = num_context_tokens = 0
     ends_prompt = False
     for chunk in chunks:

@@ -6,20 +6,8 @@ Owns the figures of each hardware, and the cost of a step.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-
-class PricedChunk(Protocol):
-    """A request's share of a step, in an engine or in a simulation."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def samples(self) -> bool: ...
-    @property
-    def is_decode(self) -> bool: ...
+from replicas.scheduling.step_promise import StepChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +36,7 @@ class CostModel:
     is_soft: bool = False
     """Weights and arithmetic slow each other down, and each chunk of a prompt reads its prefix."""
 
-    def step_seconds(self, chunks: Sequence[PricedChunk]) -> float:
+    def step_seconds(self, chunks: Sequence[StepChunk]) -> float:
         if not chunks:
             return 0.0
         num_context_tokens = sum(chunk.start + 1 for chunk in chunks if chunk.is_decode)
@@ -70,7 +58,7 @@ class CostModel:
         seconds = num_tokens * (self.b + self.c * (start + num_tokens / 2))
         return seconds + self.d1 * start if self.is_soft else seconds
 
-    def prefill_seconds(self, chunks: Sequence[PricedChunk]) -> float:
+    def prefill_seconds(self, chunks: Sequence[StepChunk]) -> float:
         """Return the arithmetic of a step's prompts."""
         compute, ends_prompt = 0.0, False
         for chunk in chunks:

@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 """Sampling of the first part."""
 
-PATIENCE = 4.0
-MIN_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 30.0
-"""The second part waits for KV this many times as long as expected, and within these bounds."""
-
 
 class FirstPart:
     """`attempt` is the prefiller's, `sent_at` by any clock in seconds. If it `goes_first`, the second part
@@ -69,7 +65,7 @@ class FirstPart:
         assert decision.pair is not None
         if self.goes_first or peer.epoch is None:
             return None
-        seconds = max(MIN_WAIT_SECONDS, PATIENCE * decision.pair.ready_seconds)
+        seconds = decision.pair.wait_seconds
         if seconds_left is not None:
             seconds = min(seconds, seconds_left)
         return PullHint(
@@ -77,7 +73,7 @@ class FirstPart:
             peer.epoch,
             peer.address,
             decision.overlap_tokens,
-            min(MAX_WAIT_SECONDS, seconds),
+            seconds,
             self.attempt.routed.announcement.announcement_id,
         )
 

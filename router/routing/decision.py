@@ -225,6 +225,11 @@ class Candidate(msgspec.Struct, frozen=True):
     num_reached_blocks: int = 0
 
 
+SPLIT_PATIENCE = 4.0
+LEAST_SPLIT_SECONDS, MOST_SPLIT_SECONDS = 0.5, 30.0
+"""A decoder waits for KV this many times as long as expected, and within these bounds."""
+
+
 class Pair(msgspec.Struct, frozen=True):
     """The cheapest way to compute the prompt at one replica, the prefiller, and decode it at another, and
     what it was compared with. All costs are seconds.
@@ -245,6 +250,12 @@ class Pair(msgspec.Struct, frozen=True):
     @property
     def is_cheaper(self) -> bool:
         return self.seconds < self.alone_seconds
+
+    @property
+    def wait_seconds(self) -> float:
+        """The longest that the decoder should wait for KV."""
+        seconds = max(LEAST_SPLIT_SECONDS, SPLIT_PATIENCE * self.ready_seconds)
+        return min(MOST_SPLIT_SECONDS, seconds)
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -66,3 +66,17 @@ class Between:
 
 
 Way = Callable[[Between, Iterator[PullPart]], Iterator[PullPart]]
+
+
+def freezes(between: Between, parts: Iterator[PullPart]) -> Iterator[PullPart]:
+    for part in parts:
+        if part.index == 3:
+            between.may_go_on.wait(60)
+        yield part
+
+
+def dies(between: Between, parts: Iterator[PullPart]) -> Iterator[PullPart]:
+    for part in parts:
+        if part.index == 3:
+            raise RuntimeError("it dies")
+        yield part

@@ -23,7 +23,7 @@ from replicas.protocol.frames import PromptUsage, StepFrame, Submit
 from replicas.protocol.pulls import PullPart
 from replicas.protocol.status import SplitWay
 from replicas.torch_engine.engine import TorchEngine
-from tests.replicas.between import Between, Way
+from tests.replicas.between import Between, Way, dies, freezes
 from tests.replicas.router_client import RouterClient
 from tests.replicas.splitting import (
     CHUNK,
@@ -266,20 +266,6 @@ async def test_the_decoder_need_not_wait_for_a_split_that_has_ended(
 def never_sends(between: Between, parts: Iterator[PullPart]) -> Iterator[PullPart]:
     between.may_go_on.wait(60)
     yield from ()
-
-
-def freezes(between: Between, parts: Iterator[PullPart]) -> Iterator[PullPart]:
-    for part in parts:
-        if part.index == 3:
-            between.may_go_on.wait(60)
-        yield part
-
-
-def dies(between: Between, parts: Iterator[PullPart]) -> Iterator[PullPart]:
-    for part in parts:
-        if part.index == 3:
-            raise RuntimeError("it dies")
-        yield part
 
 
 def lies(between: Between, parts: Iterator[PullPart]) -> Iterator[PullPart]:

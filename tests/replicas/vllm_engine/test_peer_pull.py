@@ -28,7 +28,7 @@ from replicas.protocol.frames import Abort, PromptUsage, StepFrame, Submit
 from replicas.protocol.pulls import PullHint, PullPart
 from replicas.scheduling.speed_meter import SpeedMeter
 from tests.redis_server import RedisServer
-from tests.replicas.between import Between
+from tests.replicas.between import Between, dies, freezes
 from tests.replicas.router_client import ROOT, RouterClient, submit
 from tests.replicas.splitting import (
     Side,
@@ -385,20 +385,6 @@ async def test_a_split_answers_as_the_undivided_request(two: Two) -> None:
         await compare(there, here, rng, rng.choice((1, 1, 1, 5)), lambda: random_request(rng, 1200), tally)
     assert tally.num_to_the_bit and tally.num_pulled_tokens
     await until(lambda: not there.has_open_splits)
-
-
-def freezes(between: Between, parts: Iterator[PullPart]) -> Iterator[PullPart]:
-    for part in parts:
-        if part.index == 3:
-            between.may_go_on.wait(60)
-        yield part
-
-
-def dies(between: Between, parts: Iterator[PullPart]) -> Iterator[PullPart]:
-    for part in parts:
-        if part.index == 3:
-            raise RuntimeError("it dies")
-        yield part
 
 
 @pytest.mark.parametrize(("way", "wait_seconds"), [(freezes, 2.0), (dies, 50.0), (lies, 50.0)])

@@ -17,10 +17,10 @@ from replicas.protocol.prefix_leases import PrefixLease
 from replicas.protocol.split_handover import SplitHandover, read_handover
 from replicas.protocol.status import Adapter, SplitWay
 from router.dispatch.attempt import Attempt
-from router.dispatch.split import MIN_WAIT_SECONDS, ONE_TOKEN, FirstPart
+from router.dispatch.split import ONE_TOKEN, FirstPart
 from router.prompt.images import Media
 from router.routing.cost import CostParameters
-from router.routing.decision import Decision, Pair, Replicas, RoutingRequest, decide
+from router.routing.decision import LEAST_SPLIT_SECONDS, Decision, Pair, Replicas, RoutingRequest, decide
 from router.routing.levels import Overlaps
 from router.routing.table import RoutingTable
 from tests.router.dispatched_fleet import (
@@ -85,7 +85,7 @@ async def test_both_parts_are_sent_at_once_and_the_second_one_answers(fleet: Dis
     assert hint is not None
     assert (hint.replica_id, hint.epoch, hint.address, hint.num_tokens) == ("a", "e0", a.address, NUM_READY)
     assert hint.split_id == first.split_id != 0
-    assert hint.wait_seconds >= MIN_WAIT_SECONDS
+    assert hint.wait_seconds >= LEAST_SPLIT_SECONDS
     assert fleet.dispatcher.splits.outcomes == {"whole": 1, "part": 0, "failed": 0}
 
 
