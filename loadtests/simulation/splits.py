@@ -24,12 +24,12 @@ class Following:
         moved: Callable[[], None],
     ) -> None:
         decision = routed.decision
-        assert decision.pair is not None
+        assert decision.split is not None
         self.first_part = first_part
         self.prefill = prefill
         self.source = source
         self.num_tokens = decision.overlap_tokens
-        self.wait_seconds = decision.pair.wait_seconds
+        self.wait_seconds = decision.split.wait_seconds
         self.is_over = False
         self._target = target
         self._moved = moved

@@ -62,6 +62,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=count, default=24, help="different prompts (default: %(default)s)")
     parser.add_argument("--tokens", type=count, default=96, help="of each answer (default: %(default)s)")
     parser.add_argument(
+        "--uncached",
+        type=count,
+        default=0,
+        metavar="WORDS",
+        help="each prompt has this many words more, and no request finds any of it cached (default: none)",
+    )
+    parser.add_argument(
         "--calm-seconds", type=positive, default=CALM_SECONDS, help="load without faults, before"
     )
     parser.add_argument(
@@ -103,6 +110,7 @@ async def run(cluster: RunningCluster, arguments: argparse.Namespace) -> int:
         models.json()["data"][0]["id"],
         num_prompts=arguments.prompts,
         num_tokens=arguments.tokens,
+        num_uncached_words=arguments.uncached,
         patience_seconds=arguments.patience,
         seed=arguments.seed,
     )
@@ -185,11 +193,12 @@ class AtRest:
 
 def started_when_needed(cluster: RunningCluster) -> dict[str, int]:
     """Processes that a cluster at rest may not have yet, and keeps: each router's for large bodies, and the
-    one that has started Ray's raylet again."""
+    one that has started Ray's raylet again, with a second reader of Ray's logs."""
     python = Path(sys.executable).name
     return {
         f"{python} -m router.large_bodies.worker_process": len(cluster.routers()) or 1,
-        f"{python} -m ray.scripts.scripts": 1,
+        f"{python} -m cluster.local.ray_start": 1,
+        f"{python} log_monitor.py": 2,
     }
 
 
@@ -228,7 +237,8 @@ def print_report(
 ) -> None:
     for what, requests in (("calm", calm), ("storm", storm)):
         answered = sum(request.failure is None for request in requests)
-        print(f"- {what}: {len(requests)} requests, {answered} answered")
+        num_split = sum(request.is_split for request in requests)
+        print(f"- {what}: {len(requests)} requests, {answered} answered, {num_split} split")
         print_ttft(f"TTFT in {what}", ttfts(requests))
     print_ttft("TTFT in the storm, while all was well", ttfts(storm, faults))
     print_faults(faults)

@@ -7,6 +7,7 @@ import asyncio
 import json
 import random
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
@@ -29,6 +30,7 @@ class StormClients:
         *,
         num_prompts: int,
         num_tokens: int,
+        num_uncached_words: int = 0,
         patience_seconds: float,
         seed: int,
     ) -> None:
@@ -37,7 +39,8 @@ class StormClients:
         self._host, self._port = address.hostname, address.port
         self.model = model
         self.patience_seconds = patience_seconds
-        self.bodies = bodies_of(model, num_prompts, num_tokens, seed)
+        self.bodies = bodies_of(model, num_prompts, num_tokens, seed, num_uncached_words)
+        self._finds_nothing = num_uncached_words > 0
         self.references: list[str] = []
         self.requests: list[StormRequest] = []
         self._zero = time.monotonic()
@@ -79,7 +82,7 @@ class StormClients:
         patience = self.patience_seconds
         try:
             async with asyncio.timeout(patience):
-                answer = await connection.post(PATH, self.bodies[number])
+                answer = await connection.post(PATH, self._body(number))
         except TimeoutError:
             failure, detail = Failure.HANG, f"no end after {patience:g} s"
         except StreamCut as cut:
@@ -96,9 +99,18 @@ class StormClients:
         ):
             failure, detail = Failure.REFUSED, f"status {answer.status} {complaint}".strip()
         ttft = answer.ttft if answer is not None and text else None
-        if answer is not None and "x-kvasir-replica" in answer.headers:
-            detail = f"{detail} ({answer.headers['x-kvasir-replica']})".strip()
-        return StormRequest(client, number, sent, self.now(), text, ttft, failure, detail, is_retry)
+        headers = {} if answer is None else answer.headers
+        if "x-kvasir-replica" in headers:
+            detail = f"{detail} ({headers['x-kvasir-replica']})".strip()
+        is_split = "x-kvasir-computed-at" in headers
+        return StormRequest(client, number, sent, self.now(), text, ttft, failure, detail, is_retry, is_split)
+
+    def _body(self, number: int) -> bytes:
+        """Return the prompt's request, with a salt of its own if it is to find nothing cached."""
+        body = self.bodies[number]
+        if not self._finds_nothing:
+            return body
+        return body.removesuffix(b"}") + b', "cache_salt": "%s"}' % uuid.uuid4().hex.encode()
 
 
 def read_events(events: Sequence[bytes]) -> tuple[str, str]:
@@ -115,7 +127,9 @@ def read_events(events: Sequence[bytes]) -> tuple[str, str]:
     return "".join(text), complaint
 
 
-def bodies_of(model: str, num_prompts: int, num_tokens: int, seed: int) -> list[bytes]:
+def bodies_of(
+    model: str, num_prompts: int, num_tokens: int, seed: int, num_more_words: int = 0
+) -> list[bytes]:
     """Chats of a few groups, in each of which all begin alike."""
     rng = random.Random(seed)
     groups = [_words(rng, 200) for _ in range(max(1, num_prompts // 6))]
@@ -129,7 +143,10 @@ def bodies_of(model: str, num_prompts: int, num_tokens: int, seed: int) -> list[
                 "max_tokens": num_tokens,
                 "messages": [
                     {"role": "system", "content": groups[number % len(groups)]},
-                    {"role": "user", "content": f"{_words(rng, rng.randrange(10, 120))} number {number}"},
+                    {
+                        "role": "user",
+                        "content": f"{_words(rng, num_more_words + rng.randrange(10, 120))} number {number}",
+                    },
                 ],
             }
         ).encode()

@@ -264,8 +264,8 @@ def _is_child_of_raylet(pid: int) -> bool:
 
 
 def _title(pid: int) -> str:
-    """Return a program's name, with the module that Python runs, or the title that one of Ray's gave
-    itself."""
+    """Return a program's name, with the module or file that Python runs, or the title that one of Ray's
+    gave itself."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:
@@ -273,4 +273,6 @@ def _title(pid: int) -> str:
     if words[0].startswith("ray::"):
         return words[0]
     name = Path(words[0]).name
-    return f"{name} -m {words[words.index('-m') + 1]}" if "-m" in words[:-1] else name
+    if "-m" in words[:-1]:
+        return f"{name} -m {words[words.index('-m') + 1]}"
+    return " ".join([name, *(Path(word).name for word in words[1:3] if word.endswith(".py"))])

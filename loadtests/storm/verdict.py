@@ -27,7 +27,8 @@ class Failure(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StormRequest:
-    """One attempt of a client. `text` is what came, whole or not."""
+    """One attempt of a client. `text` is what came, whole or not. If it `is_split`, one replica computed the
+    prompt and another decoded."""
 
     client: int
     prompt: int
@@ -38,6 +39,7 @@ class StormRequest:
     failure: Failure | None = None
     detail: str = ""
     is_retry: bool = False
+    is_split: bool = False
 
     @property
     def was_cut(self) -> bool:

@@ -282,7 +282,7 @@ class Exchange:
             (b"x-kvasir-overlap-tokens", b"%d" % run.decision.num_found_tokens),
             (b"x-kvasir-reason", str(run.decision.reason).encode()),
         ]
-        if run.decision.pair is not None and run.decision.is_split:
+        if run.decision.split is not None:
             self._run_headers.append((b"x-kvasir-computed-at", run.decision.computed_at.encode()))
         if (unit := self._request.model.card.unit) != "tokens":
             self._run_headers.append((b"x-kvasir-unit", unit.encode()))

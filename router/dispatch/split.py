@@ -62,10 +62,10 @@ class FirstPart:
         """Return what the second part is to wait for; None if that is nothing, or the peer is not known. It
         has `seconds_left` until its first token."""
         peer, decision = self.attempt.client, routed.decision
-        assert decision.pair is not None
+        assert decision.split is not None
         if self.goes_first or peer.epoch is None:
             return None
-        seconds = decision.pair.wait_seconds
+        seconds = decision.split.wait_seconds
         if seconds_left is not None:
             seconds = min(seconds, seconds_left)
         return PullHint(

@@ -157,7 +157,7 @@ def split_choice(decision: Decision, num_split_tokens: int) -> SplitChoice | Non
     if pair is None:
         return None
     return SplitChoice(
-        decision.is_split,
+        pair.is_cheaper,
         pair.prefiller.replica_id,
         pair.decoder.replica_id,
         num_split_tokens,

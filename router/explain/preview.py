@@ -105,7 +105,7 @@ def pair_data(decision: Decision) -> dict[str, Any] | None:
     if pair is None:
         return None
     return {
-        "is_split": decision.is_split,
+        "is_split": pair.is_cheaper,
         "prefiller": pair.prefiller.replica_id,
         "decoder": pair.decoder.replica_id,
         "split_tokens": pair.num_lacking_tokens,

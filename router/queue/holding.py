@@ -173,7 +173,7 @@ class Holding:
         """Return the replica at which the request waits longer, of a split's two, and the tokens that are
         computed there."""
         there, room = decision.replica_id, self._room
-        if decision.pair is None or not decision.is_split:
+        if decision.split is None:
             return there, num_tokens - decision.overlap_tokens
         if room.wait_seconds(there, num_tokens) > room.wait_seconds(decision.computed_at, num_tokens):
             return there, num_tokens - decision.overlap_tokens

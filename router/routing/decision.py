@@ -276,33 +276,32 @@ class Decision(msgspec.Struct, frozen=True):
     pair: Pair | None = None
 
     @property
-    def is_split(self) -> bool:
-        return self.pair is not None and self.pair.is_cheaper
+    def split(self) -> Pair | None:
+        """The pair, if it is the choice."""
+        return self.pair if self.pair is not None and self.pair.is_cheaper else None
 
     @property
     def computed_at(self) -> ReplicaId:
         """The replica that computes the prompt."""
-        return self.replica_id if self.pair is None or not self.is_split else self.pair.prefiller.replica_id
+        return self.replica_id if self.split is None else self.split.prefiller.replica_id
 
     @property
     def num_found_tokens(self) -> int:
         """Tokens of the prompt that no replica computes."""
-        if self.pair is None or not self.is_split:
-            return self.overlap_tokens
-        return self.pair.prefiller.overlap_tokens
+        return self.overlap_tokens if self.split is None else self.split.prefiller.overlap_tokens
 
     def of_prompt(self) -> "Decision":
         """Return what was decided of the replica that computes the prompt: of a split, its prefiller."""
-        if self.pair is None or not self.is_split:
+        if self.split is None:
             return self
-        prefiller = self.pair.prefiller
+        prefiller = self.split.prefiller
         return msgspec.structs.replace(
             self,
             replica_id=prefiller.replica_id,
             overlap_tokens=prefiller.overlap_tokens,
             rank=prefiller.rank,
             candidates=(*self.candidates, prefiller),
-            pull_from=self.pair.pull_from,
+            pull_from=self.split.pull_from,
             pair=None,
         )
 

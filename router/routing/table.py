@@ -477,7 +477,7 @@ class RoutingTable:
         decision: Decision,
     ) -> RoutedRequest:
         prefill = None
-        if decision.pair is not None and decision.is_split:
+        if decision.split is not None:
             once = msgspec.structs.replace(request, num_choices=1)
             prefill = self._act(fleet, once, block_hashes, decision.of_prompt())
         index = fleet.index

@@ -146,6 +146,26 @@ async def test_a_cut_request_is_sent_again_at_once_as_a_retry() -> None:
     assert [(each.was_cut, each.is_retry) for each in clients.requests] == [(True, False), (True, True)]
 
 
+async def test_no_two_requests_of_uncached_prompts_share_a_salt_and_split_ones_are_told() -> None:
+    bodies: list[dict[str, Any]] = []
+    computed_at = {0: b"x-kvasir-computed-at: prefill-0\r\n", 1: b""}
+
+    async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        bodies.append(body)
+        head = HEAD.removesuffix(b"\r\n") + computed_at[len(bodies) % 2] + b"\r\n"
+        writer.write(head + chunk(event("one ")) + chunk(DONE) + b"0\r\n\r\n")
+
+    sizes = {"num_prompts": 1, "num_tokens": 4, "num_uncached_words": 500}
+    async with scripted_server(answer) as port:
+        clients = StormClients(f"http://127.0.0.1:{port}", "toy", **sizes, patience_seconds=10.0, seed=0)
+        await clients.take_references()
+        asked = [await clients.ask(0, 0, is_retry=False) for _ in range(2)]
+    assert [each.is_split for each in asked] == [False, True]
+    assert len({body.pop("cache_salt") for body in bodies}) == 4
+    assert all(body == bodies[0] for body in bodies)
+    assert len(bodies[0]["messages"][1]["content"].split()) > 500
+
+
 def test_whatever_is_frozen_goes_on_at_the_end() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
 

@@ -227,8 +227,8 @@ def check_what_follows(
             for each in decision.candidates
         )
     )
-    assert decision.is_split == (pair.seconds < pair.alone_seconds)
-    if not decision.is_split:
+    assert (decision.split is not None) == (pair.seconds < pair.alone_seconds)
+    if decision.split is None:
         assert decision.reason is not DecisionReason.SPLIT
         return
     assert decision.replica_id == pair.decoder.replica_id != pair.prefiller.replica_id
@@ -240,7 +240,7 @@ def check_what_follows(
         pair.prefiller.replica_id,
         pair.prefiller.overlap_tokens,
     )
-    assert not first.is_split
+    assert first.split is None
 
 
 # When a prompt is split.
@@ -264,7 +264,7 @@ def split_by(
 
 def test_a_prompt_is_split_where_its_decoder_is_busy() -> None:
     decision = split_by(named(p=PREFILL, d=DECODE))
-    assert decision.is_split
+    assert decision.split is not None
     assert (decision.replica_id, decision.pull_from) == ("d", "p")
     assert decision.overlap_tokens == 7936, "whole chunks up to the last token"
     assert [each.replica_id for each in decision.candidates] == ["d"], "a prefiller serves none alone"
@@ -273,7 +273,7 @@ def test_a_prompt_is_split_where_its_decoder_is_busy() -> None:
 def test_what_is_cheaper_alone_names_its_pair_all_the_same() -> None:
     idle = ReplicaLoad(speeds=FAST)
     decision = split_by(named(p=PREFILL, d=DECODE), d=idle)
-    assert not decision.is_split
+    assert decision.split is None
     assert decision.pair is not None
     assert decision.pair.seconds >= decision.pair.alone_seconds
     assert (decision.replica_id, decision.pull_from) == ("d", None)
@@ -285,7 +285,7 @@ def test_what_is_cheaper_alone_names_its_pair_all_the_same() -> None:
 )
 def test_only_a_link_that_is_known_and_fast_splits(slow: MoveSpeeds, pair: tuple[str, str] | None) -> None:
     decision = split_by(named(p=PREFILL, d=DECODE), d=structs.replace(BUSY, speeds=slow))
-    assert decision.is_split == (pair is not None)
+    assert (decision.split is not None) == (pair is not None)
     assert (decision.pair is None) == (None in slow[::2])
 
 
@@ -327,7 +327,7 @@ def test_one_that_is_both_may_take_either_part_but_not_both() -> None:
 def test_a_connector_moves_all_but_the_last_block_when_the_prompt_is_computed() -> None:
     parts = named(p=(Role.PREFILL, SplitWay.NIXL, ""), d=(Role.DECODE, SplitWay.NIXL, ""))
     decision = split_by(parts, d=structs.replace(BUSY, speeds=MoveSpeeds(None, None, None)))
-    assert decision.is_split
+    assert decision.split is not None
     assert decision.overlap_tokens == 7984
     assert decision.pair is not None
     moved = 7984 * PARAMETERS.nixl_seconds_per_token + PULL_MOVE_SECONDS
@@ -353,7 +353,7 @@ def test_a_program_is_at_home_where_it_is_decoded() -> None:
     decision = split_by(parts, asked)
     assert decision.pair is not None
     assert decision.pair.prefiller.cost.future_seconds == 0
-    assert decision.is_split
+    assert decision.split is not None
     assert (decision.replica_id, decision.pull_from) == ("e", "p")
     assert decision.claim == asked.claim
 
@@ -442,15 +442,15 @@ def test_loads_that_a_caller_knows_better_count_for_pairs_too() -> None:
     hashes = hash_blocks(ROOT, TOKENS, BLOCK_SIZE)
     full = structs.replace(BUSY, num_pending_tokens=10**6)
     choice = table.choose("m", asked, hashes, load_of=lambda each: full if each == "p" else table.load(each))
-    assert not choice.decision.is_split
-    assert table.choose("m", asked, hashes, load_of=table.load).decision.is_split
+    assert choice.decision.split is None
+    assert table.choose("m", asked, hashes, load_of=table.load).decision.split is not None
 
 
 def test_n_choices_take_places_at_the_decoder_alone() -> None:
     table = table_with(p=card(Role.PREFILL), d=card(Role.DECODE))
     asked = RoutingRequest(b"b" * 16, len(TOKENS), BLOCK_SIZE, num_choices=3)
     with table.route("m", asked, hash_blocks(ROOT, TOKENS, BLOCK_SIZE)) as routed:
-        assert routed.decision.is_split
+        assert routed.decision.split is not None
         assert (table.load(ReplicaId("p")).num_requests, table.load(ReplicaId("d")).num_requests) == (1, 3)
     assert table.loads.num_reserved == 0
 
@@ -460,7 +460,7 @@ def test_a_role_is_a_preference() -> None:
 
     def taken(*excluded: str) -> tuple[ReplicaId, bool]:
         with route(table, TOKENS, exclude={ReplicaId(each) for each in excluded}) as routed:
-            return routed.decision.replica_id, routed.decision.is_split
+            return routed.decision.replica_id, routed.decision.split is not None
 
     assert taken("d") == ("e", True)
     assert taken("d", "e") == ("p", False), "no decoder is ready"
@@ -483,7 +483,7 @@ def test_what_must_not_be_split_goes_to_decoders_whole() -> None:
         with table.route("m", asked, hashes) as routed:
             return routed.decision
 
-    assert decision_of("kvasir").is_split
+    assert decision_of("kvasir").split is not None
     by_load = decision_of("kvasir", structs.replace(asked, by_load=True))
     assert (by_load.replica_id, by_load.pair) == ("d", None)
     assert decision_of("kvasir", structs.replace(asked, may_split=False)).pair is None
