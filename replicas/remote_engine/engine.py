@@ -83,6 +83,10 @@ ELSEWHERE = "which is not the server's own host; setting engine_events_elsewhere
 EVENT_SECONDS = 20.0
 """How long the end of a proof's request waits for the events of its blocks."""
 
+LEAST_MEASURED_TOKENS = 256
+"""A first token costs a step, however short the prompt: a shorter one counts as this long for the speed.
+Otherwise a server that computes nothing longer, since others compute its prompts, would look slow."""
+
 MOST_EMPTY_EVENTS = 1024
 """Events of an answer beyond one for each token."""
 
@@ -528,7 +532,7 @@ class RemoteEngine:
         told = self._num_told(live)
         if told is not None or self._believed is not None:
             num_read = live.num_believed * size if told is None else told
-            num_computed = len(live.request.token_ids) - num_read
+            num_computed = max(LEAST_MEASURED_TOKENS, len(live.request.token_ids) - num_read)
             self._live.computed(num_computed, live.first_at - live.submitted_at)
         if told is None:
             self._warn_of(live.num_cached_tokens)

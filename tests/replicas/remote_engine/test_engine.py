@@ -152,6 +152,16 @@ def test_a_prompt_is_served_and_found_again(driven: Driven, server: StandIn) -> 
     assert server.bodies[-1]["cache_salt"] == ROOT.hex()
 
 
+def test_short_prompts_do_not_make_a_server_look_slow(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+    monkeypatch.setattr(driven.engine._live, "computed", lambda tokens, _seconds: measured.append(tokens))
+    for num_tokens in (20, 20, 300):
+        driven.finish(driven.add([*range(num_tokens)]))
+    assert measured == [256, 256, 300 - 16]  # less the block that it had
+
+
 def test_an_engine_that_only_steps_when_woken_misses_nothing(server: StandIn) -> None:
     engine, woken = RemoteEngine(config(server)), threading.Event()
     engine.begin(woken.set)
