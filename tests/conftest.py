@@ -4,6 +4,7 @@ import functools
 import inspect
 import logging
 import os
+import signal
 import ssl
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,10 @@ pytest_plugins = ["tests.side_by_side"]
 # Before anything loads torch, which reads it once: vLLM's kernels want the same number in every thread,
 # and on a busy machine threads that wait for each other take a hundred times as long.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# Shells have what they start in the background ignore SIGINT, and so would processes that tests send it to.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Every client of httpx reads the certificates of the world's authorities for itself, which takes longer than
 # most tests, and tests make thousands. They share what they read, unless they say whom they trust. The
