@@ -47,6 +47,7 @@ def test_the_file_has_the_rows_that_there_are() -> None:
     assert rows == [*ROWS, index_memory.ROW]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=() if row in AT_ONCE else pytest.mark.slow) for row in ROWS]
 )
